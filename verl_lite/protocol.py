@@ -12,20 +12,25 @@ import functools
 import math
 import operator
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
 
 from verl_lite.batch import wire
+from verl_lite.batch.wire import MetaInfo
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
+    from tensordict import TensorCollection, TensorDict
+
+T = TypeVar("T")
+Value = TypeVar("Value")
 
 Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
+RowIndex = slice | torch.Tensor
 
 
 class BatchError(AssertionError, ValueError):
@@ -37,8 +42,8 @@ class DataProtoItem:
     """One row of a DataProto."""
 
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)  # Any: a row's objects, such as its extra_info
+    meta_info: MetaInfo = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -52,7 +57,7 @@ class DataProto:
 
     batch: TensorDict = None  # type: ignore[assignment]
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    meta_info: MetaInfo = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.non_tensor_batch = self.non_tensor_batch or {}
@@ -72,9 +77,9 @@ class DataProto:
     @classmethod
     def from_dict(
         cls,
-        tensors: dict[str, torch.Tensor] | TensorDict | None = None,
-        non_tensors: dict[str, Any] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor | TensorCollection] | TensorDict | None = None,
+        non_tensors: Mapping[str, Sequence[object] | np.ndarray] | None = None,
+        meta_info: MetaInfo | None = None,
         num_batch_dims: int = 1,
     ) -> DataProto:
         """Creates a batch from tensors and from sequences of arbitrary objects. The arguments are not changed."""
@@ -90,7 +95,9 @@ class DataProto:
         return cls(batch, arrays, copy_meta(meta_info or {}))  # type: ignore[arg-type]
 
     @classmethod
-    def from_single_dict(cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, torch.Tensor | np.ndarray], meta_info: MetaInfo | None = None
+    ) -> DataProto:
         """Creates a batch from one dict: tensors go to `batch`, numpy arrays to `non_tensor_batch`."""
         tensors = {}
         arrays = {}
@@ -106,43 +113,43 @@ class DataProto:
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> DataProto:
         """Restores a packed batch. The result shares only the objects in its columns with `packed`."""
-        tensors: dict[str, Any] = packed.unpack()
+        tensors: dict[str, object] = dict(packed.unpack())
         arrays = {}
         for name, value in packed.objects.items():
             if isinstance(value, np.ndarray):
                 arrays[name] = value.copy()
             else:  # a tensor that cannot be packed
                 tensors[name] = value
-        batch = tensor_dict(tensors, packed.rows) if packed.meta["has_batch"] else None
-        return cls(batch, arrays, copy_meta(packed.meta["meta_info"]))  # type: ignore[arg-type]
+        batch = tensor_dict(tensors, packed.rows) if packed.meta.has_batch else None
+        return cls(batch, arrays, copy_meta(packed.meta.meta_info))  # type: ignore[arg-type]
 
     @classmethod
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
         """Restores packed parts as one batch; see `concat`."""
         joined = wire.concat(parts)
-        if joined is None:
+        if joined is None:  # the parts have different columns or encodings
             return DataProto.concat([cls.from_packed(part) for part in parts])
         result = cls.from_packed(joined)
-        result.meta_info = concat_meta([part.meta["meta_info"] for part in parts])
+        result.meta_info = concat_meta([part.meta.meta_info for part in parts])
         return result
 
     def pack(self) -> wire.Packed:
         """Converts to the wire format: real tokens only, sliceable by rows. It copies tensors but not objects."""
         tensors: dict[str, torch.Tensor] = {}
-        objects: dict[str, Any] = dict(self.non_tensor_batch)
+        objects: dict[str, wire.Rows] = dict(self.non_tensor_batch)
         if self.batch is not None:
             for name, value in self.batch.items():
                 if isinstance(value, torch.Tensor) and wire.can_pack(value):
                     tensors[name] = value
                 else:
                     objects[name] = value
-        meta = {"meta_info": self.meta_info, "has_batch": self.batch is not None}
+        meta = wire.Meta(self.meta_info, has_batch=self.batch is not None)
         return wire.pack(tensors, objects, meta, len(self))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[wire.Packed], DataProto], tuple[wire.Packed]]:
         return type(self).from_packed, (self.pack(),)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+    def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
         batch = None if self.batch is None else self.batch.clone()
         return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
@@ -155,7 +162,11 @@ class DataProto:
     def __contains__(self, name: str) -> bool:
         return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
 
-    def __getitem__(self, item: int | np.integer | Index) -> Any:
+    @overload
+    def __getitem__(self, item: int | np.integer) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: Index) -> DataProto: ...
+    def __getitem__(self, item: int | np.integer | Index) -> DataProtoItem | DataProto:
         """Returns a DataProtoItem for an int, and a DataProto for a slice, or for indices or a bool mask."""
         if isinstance(item, slice):
             return self._rows(item)
@@ -195,10 +206,10 @@ class DataProto:
         """Returns rows [start:end:step]; tensors are views."""
         return self._rows(slice(start, end, step))
 
-    def _rows(self, index: Any) -> DataProto:
+    def _rows(self, index: RowIndex) -> DataProto:
         """Selects rows. index: a slice, or a tensor of row numbers on any device."""
         # numpy needs the index on the host, a tensor on its own device
-        array_index = index
+        array_index: Index = index
         tensor_index = index
         if isinstance(index, torch.Tensor):
             array_index = index.cpu().numpy()
@@ -217,17 +228,17 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Removes columns from this batch in place and returns them as a batch. Raises BatchError if one is missing."""
-        tensors: Any = {} if self.batch is None else self.batch
+        tensors: TensorDict | dict[str, torch.Tensor | TensorCollection] = {} if self.batch is None else self.batch
         requested = (
-            (tensors, batch_keys or ()),
-            (self.non_tensor_batch, non_tensor_batch_keys or ()),
-            (self.meta_info, meta_info_keys or ()),
+            (list(tensors.keys()), batch_keys),
+            (list(self.non_tensor_batch), non_tensor_batch_keys),
+            (list(self.meta_info), meta_info_keys),
         )
         # all checks before the first removal, so that an error changes nothing
-        for source, names in requested:
-            missing = [name for name in names if name not in source.keys()]
+        for present, names in requested:
+            missing = [name for name in names or () if name not in present]
             if missing:
-                raise BatchError(f"cannot pop {missing}: this batch has {list(source.keys())}")
+                raise BatchError(f"cannot pop {missing}: this batch has {present}")
         return type(self).from_dict(
             {name: tensors.pop(name) for name in batch_keys or ()},
             {name: self.non_tensor_batch.pop(name) for name in non_tensor_batch_keys or ()},
@@ -326,20 +337,19 @@ class DataProto:
         first = data[0]
         batch = None
         if first.batch is not None:
-            batches: Any = [part.batch for part in data]
-            batch = torch.cat(batches)
+            batch = first.batch.cat([part.batch for part in data])
         arrays = {}
         for name in first.non_tensor_batch:
             arrays[name] = np.concatenate([part.non_tensor_batch[name] for part in data])
         meta = concat_meta([part.meta_info for part in data])
-        return type(first)(batch, arrays, meta)  # type: ignore[arg-type]
+        return type(first)(batch, arrays, meta)
 
     def make_iterator(
         self,
         mini_batch_size: int,
         epochs: int,
         seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
+        dataloader_kwargs: Mapping[str, bool] | None = None,
     ) -> Iterator[DataProto]:
         """Iterates over mini-batches for `epochs` epochs. dataloader_kwargs={"shuffle": True} shuffles each epoch.
 
@@ -355,6 +365,7 @@ class DataProto:
         if options.get("shuffle", False):
             generator = torch.Generator()
             generator.seed() if seed is None else generator.manual_seed(seed)
+        # the generator is a method of its own, so that a wrong argument raises here and not at the first batch
         return self._mini_batches(mini_batch_size, epochs, generator)
 
     def _mini_batches(self, size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:
@@ -376,14 +387,14 @@ class DataProto:
         return pickle.loads(Path(filepath).read_bytes())
 
 
-class DataProtoFuture:
+class DataProtoFuture(Generic[T]):
     """A result that workers are still computing. A method with blocking=False returns it, and other worker methods
     accept it as an argument."""
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    def __init__(self, finish: Callable[[], T]) -> None:
         self._finish = functools.cache(finish)
 
-    def get(self) -> Any:
+    def get(self) -> T:
         """Waits for the result and returns it, the same object in each call."""
         return self._finish()
 
@@ -420,14 +431,13 @@ def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """Combines rows into a batch."""
     first = items[0]
-    batch: Any = None
+    batch = None
     if first.batch is not None:
-        tensors: list[Any] = [item.batch for item in items]
-        batch = torch.stack(tensors)
+        batch = first.batch.stack([item.batch for item in items])
     arrays = {}
     for name in first.non_tensor_batch:
         arrays[name] = as_column([item.non_tensor_batch[name] for item in items])
-    return DataProto(batch, arrays, copy_meta(first.meta_info))
+    return DataProto(batch, arrays, copy_meta(first.meta_info))  # type: ignore[arg-type]
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
@@ -451,17 +461,19 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     return _reshaped(data, batch_dims, (rows,))
 
 
-def _entries_of(source: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+def _entries_of(source: Mapping[str, Value], names: Sequence[str] | None) -> dict[str, Value]:
     """Returns the named entries, or all of them for None. Ignores names that do not exist."""
     if names is None:
         return dict(source)
     return {name: value for name, value in source.items() if name in names}
 
 
-def _columns(data: DataProto) -> dict[str, Any]:
+def _columns(data: DataProto) -> dict[str, np.ndarray | torch.Tensor | TensorCollection]:
     """Returns all columns by name."""
-    tensors = {} if data.batch is None else dict(data.batch.items())
-    return tensors | data.non_tensor_batch
+    columns: dict[str, np.ndarray | torch.Tensor | TensorCollection] = dict(data.non_tensor_batch)
+    if data.batch is not None:
+        columns.update(data.batch.items())
+    return columns
 
 
 def _require_same_columns(parts: Sequence[DataProto]) -> None:
@@ -478,26 +490,26 @@ def _require_same_columns(parts: Sequence[DataProto]) -> None:
 
 def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataProto:
     """Replaces the first `old_dims` dimensions of every column by `leading`."""
-
-    def reshape(value: Any) -> Any:
-        return value.reshape(*leading, *value.shape[old_dims:])
-
-    arrays = {name: reshape(value) for name, value in data.non_tensor_batch.items()}
-    batch: Any = None
+    arrays = {}
+    for name, array in data.non_tensor_batch.items():
+        arrays[name] = array.reshape(*leading, *array.shape[old_dims:])
+    batch = None
     if data.batch is not None:
-        tensors = {name: reshape(value) for name, value in data.batch.items()}
+        tensors = {}
+        for name, tensor in data.batch.items():
+            tensors[name] = tensor.reshape(*leading, *tensor.shape[old_dims:])
         batch = tensor_dict(tensors, leading[0])
     return type(data)(batch, arrays, copy_meta(data.meta_info))
 
 
-def tensor_dict(tensors: dict[str, Any], rows: int) -> TensorDict:
+def tensor_dict(tensors: Mapping[str, object], rows: int) -> TensorDict:
     """Creates a TensorDict of `rows` rows. Imports tensordict here: that takes 4 s of CPU; many processes skip it."""
     from tensordict import TensorDict
 
     return TensorDict(tensors, batch_size=[rows])
 
 
-def as_column(values: Any) -> np.ndarray:
+def as_column(values: Sequence[object] | np.ndarray) -> np.ndarray:
     """Returns an array with one entry per row. A list of equally long lists becomes an object array, not a matrix."""
     if isinstance(values, np.ndarray):
         return values
@@ -508,15 +520,15 @@ def as_column(values: Any) -> np.ndarray:
     return column
 
 
-def union_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+def union_meta(metas: list[MetaInfo]) -> MetaInfo:
     """Merges the keys of all parts into new containers. Raises BatchError if a key has different values."""
-    merged: dict[str, Any] = {}
+    merged: MetaInfo = {}
     for meta in metas:
         _unite(merged, meta, "Conflicting values for meta_info key")
     return copy_meta(merged)
 
 
-def _unite(first: Any, second: Any, kind: str) -> None:
+def _unite(first: MutableMapping[str, Value], second: Mapping[str, Value], kind: str) -> None:
     """Adds the entries of `second` to `first` in place. Raises BatchError if a name has different values."""
     for name, value in second.items():
         if name not in first.keys():
@@ -525,9 +537,9 @@ def _unite(first: Any, second: Any, kind: str) -> None:
             raise BatchError(f"{kind} {name!r}: both batches have it, with different values")
 
 
-def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+def concat_meta(metas: list[MetaInfo]) -> MetaInfo:
     """Merges meta_info: "metrics" (dicts or lists of dicts) becomes a dict of lists; other values must be equal."""
-    metrics: dict[str, list[Any]] = {}
+    metrics: dict[str, list[object]] = {}
     has_metrics = False
     others = []
     for meta in metas:
@@ -548,16 +560,20 @@ def concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def copy_meta(value: Any) -> Any:
-    """Copies dicts and lists recursively; all other objects are shared."""
+def copy_meta(meta_info: MetaInfo) -> MetaInfo:
+    """Copies the dict, and the dicts and lists in it recursively; all other objects are shared."""
+    return {name: _copied(value) for name, value in meta_info.items()}
+
+
+def _copied(value: object) -> object:
     if type(value) is dict:
-        return {name: copy_meta(entry) for name, entry in value.items()}
+        return {name: _copied(entry) for name, entry in value.items()}
     if type(value) is list:
-        return [copy_meta(entry) for entry in value]
+        return [_copied(entry) for entry in value]
     return value
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:  # Any: values of meta_info, which are compared by what they support
     """Compares deeply; NaN equals NaN, and arrays are compared by element."""
     # a number may come back from a worker as a numpy scalar
     if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):

@@ -58,12 +58,12 @@ class TeacherWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine. Tokens that the policy does not have get the probability 0."""
-        config, size = self.config, load_model_config(self.config.model).get_text_config().vocab_size
-        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, vocab_size=size)
-        network = teacher_network(config, self.teacher)
-        self.build_engine(
-            token_network(network, build_policy, config.sequence_parallel_size("ref")), config.ref.fsdp_config
-        )
+        config = self.config
+        policy_vocab_size = load_model_config(config.model).get_text_config().vocab_size
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, vocab_size=policy_vocab_size)
+        model = teacher_network(config, self.teacher)
+        network = token_network(model, build_policy, config.sequence_parallel_size("ref"))
+        self.build_engine(network, config.ref.fsdp_config)
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
@@ -74,9 +74,13 @@ class TeacherWorker(ModelWorker):
 
 def teacher_network(config: PPOConfig, teacher: Teacher) -> NetworkConfig:
     """Returns the network of a teacher with a path. It is packed if the policy is."""
-    # trust in the code of the policy's folder is no trust in that of another folder
-    code, packs = teacher.trust_remote_code, config.model.use_remove_padding
-    return replace(NetworkConfig(), path=teacher.path, trust_remote_code=code, use_remove_padding=packs)
+    return replace(
+        NetworkConfig(),
+        path=teacher.path,
+        # not the policy's option: trust in the code of the policy's folder is no trust in that of another folder
+        trust_remote_code=teacher.trust_remote_code,
+        use_remove_padding=config.model.use_remove_padding,
+    )
 
 
 def teacher_log_probs(engine: FSDPEngine, data: DataProto) -> DataProto:
@@ -86,10 +90,15 @@ def teacher_log_probs(engine: FSDPEngine, data: DataProto) -> DataProto:
     of the tokens in the column teacher_ids; without that column, also teacher_ids (n, R, K), the teacher's K most
     probable tokens.
     """
-    topk, is_given = data.meta_info["topk"], TEACHER_IDS in data
-    options = {"temperature": data.meta_info["temperature"], "calculate_topk": 0 if is_given else topk}
-    outputs = engine.infer(data, calculate_entropy=False, **options)
-    if is_given:
+    topk = data.meta_info["topk"]
+    has_ids = TEACHER_IDS in data
+    outputs = engine.infer(
+        data,
+        temperature=data.meta_info["temperature"],
+        calculate_entropy=False,
+        calculate_topk=0 if has_ids else topk,
+    )
+    if has_ids:
         return DataProto.from_dict(tensors={"teacher_topk_log_probs": outputs["log_probs_at_ids"]})
     if not topk:
         return DataProto.from_dict(tensors={"teacher_log_probs": outputs["log_probs"]})
@@ -117,11 +126,13 @@ class RewardModelWorker(ModelWorker):
 
         Raises UserError if a token is not in the model's vocabulary.
         """
-        largest, size = int(data.batch["input_ids"].max()), self.text_config.vocab_size
-        if largest >= size:
+        largest_id = int(data.batch["input_ids"].max())
+        vocab_size = self.text_config.vocab_size
+        # an index beyond the embedding would end the process, on a GPU without a readable error
+        if largest_id >= vocab_size:
             raise UserError(
-                f"reward_model.model.path={self.config.reward_model.model.path!r}: an answer has token {largest}, and "
-                f"the model's vocabulary has {size} tokens; set reward_model.retokenize=true"
+                f"reward_model.model.path={self.config.reward_model.model.path!r}: an answer has token {largest_id}, "
+                f"and the model's vocabulary has {vocab_size} tokens; set reward_model.retokenize=true"
             )
         self.phases.enter(self.engine)
         rows = data.select()

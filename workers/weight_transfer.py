@@ -13,9 +13,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,14 @@ _ALIGNMENT = 16  # bytes; tensors in a bucket start at multiples of it, so that 
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """Where an end of a channel is. address: of the store, which the sender hosts. names: name of each end for error
-    messages, by rank. rank: rank of this end; 0 is the sender. timeout_s: see `WeightChannel`."""
+    """Where an end of a channel is.
+
+    Attributes:
+        address: address of the store, which the sender hosts.
+        names: name of each end for error messages, by rank.
+        rank: rank of this end; 0 is the sender.
+        timeout_s: see `WeightChannel`.
+    """
 
     address: tuple[str, int]
     names: tuple[str, ...]
@@ -46,21 +52,46 @@ class ChannelEnd:
         return WeightChannel(store, self.names, self.rank, device, self.timeout_s)
 
 
+class _Entry(NamedTuple):
+    """The place of a tensor in its bucket, in bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The description of a bucket, which travels as JSON: its size in bytes and its tensors."""
+
+    bytes: int
+    tensors: list[_Entry]
+
+
 class WeightChannel:
     """One end of the channel. Collective: all ends are constructed at the same time.
 
-    store: store of the channel. timeout_s: time limit of one bucket, and of loading the last one. The other arguments
-    are those of `ChannelEnd`. device: device on which tensors are packed and received.
+    Args:
+        store: store of the channel.
+        names: see `ChannelEnd`.
+        rank: see `ChannelEnd`.
+        device: device on which tensors are packed and received.
+        timeout_s: time limit of one bucket, and of loading the last one.
     """
 
     def __init__(
         self, store: dist.TCPStore, names: Sequence[str], rank: int, device: torch.device, timeout_s: float
     ) -> None:
-        self._store, self._names, self._rank, self._device = store, names, rank, device
-        self._limit, self._number = timedelta(seconds=timeout_s), 0
+        self._store = store
+        self._names = names
+        self._rank = rank
+        self._device = device
+        self._limit = timedelta(seconds=timeout_s)
+        self._number = 0  # buckets and ends of weights so far
         store.set_timeout(self._limit)
         connections = dist.PrefixStore("group", store)
-        self._group: Any
+        self._group: Any  # torch's types of both groups lack `broadcast`
         try:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
@@ -74,13 +105,17 @@ class WeightChannel:
     def send(self, weights: Weights, bucket_bytes: int) -> int:
         """Sends all weights and waits until the receivers have loaded them. Returns the number of bytes.
 
-        bucket_bytes: maximum size of a bucket; a larger tensor is a bucket of its own. Raises TransferError with the
-        names of the receivers that are late.
+        Args:
+            weights: names and tensors.
+            bucket_bytes: maximum size of a bucket; a larger tensor is a bucket of its own.
+
+        Raises:
+            TransferError: names the receivers that are late.
         """
         sent = 0
         try:
             for header, packed in _buckets(weights, bucket_bytes, self._device):
-                self._store.set(f"header/{self._number}", json.dumps(header))
+                self._store.set(f"header/{self._number}", json.dumps(asdict(header)))
                 self._number += 1
                 self._group.broadcast(packed, 0).wait(self._limit)
                 sent += packed.numel()
@@ -92,11 +127,13 @@ class WeightChannel:
         return sent
 
     def _late(self) -> str:
-        """Describes the receivers that do not have the last bucket. Those that can still finish get a second."""
+        """Describes the receivers that do not have the last bucket."""
+        # receivers that can still finish get a second, so that only those that are really late are named
         time.sleep(1.0)
         ranks = range(1, len(self._names))
         late = [self._names[rank] for rank in ranks if not self._store.check([_loaded(rank, self._number)])]
-        return f"{', '.join(late) or 'the connection'} failed, or did not answer for {self._limit.total_seconds():g} s"
+        culprits = ", ".join(late) or "the connection"
+        return f"{culprits} failed, or did not answer for {self._limit.total_seconds():g} s"
 
     def receive(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
         """Calls `load` with the weights of one `send`. If `load` raises, receives the rest nevertheless, so that the
@@ -117,18 +154,20 @@ class WeightChannel:
             raise TransferError(f"weight update: {self._names[self._rank]} received no weights: {error}") from error
 
     def _next_bucket(self) -> list[tuple[str, torch.Tensor]] | None:
-        header = json.loads(self._store.get(f"header/{self._number}"))
+        """Receives the next bucket. Returns None at the end of the weights."""
+        content = json.loads(self._store.get(f"header/{self._number}"))
         self._number += 1
-        if header is None:
+        if content is None:
             return None
-        packed = torch.empty(header["bytes"], dtype=torch.uint8, device=self._device)
+        packed = torch.empty(content["bytes"], dtype=torch.uint8, device=self._device)
         self._group.broadcast(packed, 0).wait(self._limit)
         self._store.set(_loaded(self._rank, self._number), "")
+
         tensors = []
-        for name, dtype, shape, start in header["tensors"]:
-            kind = getattr(torch, dtype)
-            stop = start + math.prod(shape) * kind.itemsize
-            tensors.append((name, packed[start:stop].view(kind).view(shape)))
+        for entry in map(_Entry._make, content["tensors"]):
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            stop = entry.start + math.prod(entry.shape) * dtype.itemsize
+            tensors.append((entry.name, packed[entry.start : stop].view(dtype).view(entry.shape)))
         return tensors
 
 
@@ -137,24 +176,30 @@ def _loaded(rank: int, number: int) -> str:
     return f"loaded/{rank}/{number}"
 
 
-def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tuple[_Header, torch.Tensor]]:
     """Yields buckets of at most this number of bytes as a header and their bytes."""
     tensors: list[torch.Tensor] = []
-    entries: list[tuple[str, str, list[int], int]] = []
+    entries: list[_Entry] = []
     size = 0
-
-    def bucket() -> tuple[dict[str, Any], torch.Tensor]:
-        packed = torch.empty(size, dtype=torch.uint8, device=device)
-        for tensor, (_, _, _, start) in zip(tensors, entries, strict=True):
-            packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return {"bytes": size, "tensors": entries}, packed
-
     for name, tensor in weights:
         if tensors and size + tensor.nbytes > most:
-            yield bucket()
-            tensors, entries, size = [], [], 0
+            yield _Header(size, entries), _packed(tensors, entries, size, device)
+            tensors = []
+            entries = []
+            size = 0
         tensors.append(tensor)
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
+        entries.append(_Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
         size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     if tensors:
-        yield bucket()
+        yield _Header(size, entries), _packed(tensors, entries, size, device)
+
+
+def _packed(
+    tensors: Sequence[torch.Tensor], entries: Sequence[_Entry], size: int, device: torch.device
+) -> torch.Tensor:
+    """Copies the tensors of a bucket to their places in a new tensor of bytes."""
+    packed = torch.empty(size, dtype=torch.uint8, device=device)
+    for tensor, entry in zip(tensors, entries, strict=True):
+        place = packed[entry.start : entry.start + tensor.nbytes]
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return packed

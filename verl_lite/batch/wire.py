@@ -13,8 +13,9 @@ import functools
 import math
 import pickle
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,10 @@ import torch
 _WORTH_PACKING = 0.9  # a span narrower than this share of the dense matrix is worth its two numbers per row
 _NARROWEST_PACKED_WIDTH = 8
 _FLOATS = (torch.float16, torch.float32, torch.float64)  # the float types that numpy supports
+
+
+MetaInfo = dict[str, Any]
+"""Data about a whole batch, by name. Any: users keep values of every type in it, as in verl."""
 
 
 class Column(NamedTuple):
@@ -63,6 +68,25 @@ class Section(NamedTuple):
     span: int = -1
 
 
+class Rows(Protocol):
+    """A column that is pickled unchanged: an array, a tensor that cannot be packed, or a nested TensorDict."""
+
+    def __getitem__(self, rows: slice, /) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The part of a batch that is sent with every slice.
+
+    Attributes:
+        meta_info: `DataProto.meta_info`.
+        has_batch: whether `DataProto.batch` exists; without columns, it can be an empty TensorDict.
+    """
+
+    meta_info: MetaInfo
+    has_batch: bool
+
+
 @dataclass
 class Packed:
     """A packed batch of `rows` rows. `slice` is cheap; `unpack` returns the columns.
@@ -73,7 +97,7 @@ class Packed:
         sections: layouts of the arrays.
         arrays: one array per section; a span's array is (rows, 2): position of the first real token, and number of
             tokens up to the last.
-        objects: row-sliceable columns to pickle.
+        objects: columns to pickle.
         meta: sent with every slice.
         schema: columns and sections, pickled and compressed.
     """
@@ -82,8 +106,8 @@ class Packed:
     columns: list[Column]
     sections: list[Section]
     arrays: list[np.ndarray]
-    objects: dict[str, Any]
-    meta: dict[str, Any]
+    objects: dict[str, Rows]
+    meta: Meta
     schema: bytes
 
     @functools.cached_property
@@ -108,7 +132,7 @@ class Packed:
         objects = {name: value[start:stop] for name, value in self.objects.items()}
         return Packed(stop - start, self.columns, self.sections, arrays, objects, self.meta, self.schema)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[..., Packed], tuple[object, ...]]:
         """Copies all arrays into one buffer, each at its natural alignment."""
         byte_ranges = []
         end = 0
@@ -159,7 +183,7 @@ class Packed:
         return bits
 
 
-def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[str, Any], rows: int) -> Packed:
+def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Rows], meta: Meta, rows: int) -> Packed:
     """Packs the columns of a batch.
 
     Args:
@@ -170,6 +194,7 @@ def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Any], meta: dict[s
     """
     packer = _Packer(tensors, rows)
     columns = [packer.encode(name) for name in tensors]
+    # once for all slices; parts with equal bytes are concatenated without being unpacked
     schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))
     return Packed(rows, columns, packer.sections, packer.arrays, objects, meta, schema)
 
@@ -186,7 +211,7 @@ def concat(parts: list[Packed]) -> Packed | None:
     arrays = []
     for section in range(len(first.arrays)):
         arrays.append(np.concatenate([part.arrays[section] for part in parts]))
-    objects = {}
+    objects: dict[str, Rows] = {}
     for name in first.objects:
         objects[name] = np.concatenate([part.objects[name] for part in parts])
     rows = sum(part.rows for part in parts)
@@ -249,11 +274,15 @@ class _Packer:
         it."""
         if name not in ("prompts", "responses") or "input_ids" not in self.bits or not self._is_matrix("input_ids"):
             return None
+        if dtype != self.tensors["input_ids"].dtype:
+            return None
+
         ids = self.bits["input_ids"]
         width = bits.shape[1]
         low = 0 if name == "prompts" else ids.shape[1] - width
-        is_slice = low >= 0 and np.array_equal(bits, ids[:, low : low + width])
-        return low if is_slice and dtype == self.tensors["input_ids"].dtype else None
+        if low < 0 or not np.array_equal(bits, ids[:, low : low + width]):
+            return None
+        return low
 
     def _is_matrix(self, name: str) -> bool:
         bits = self.bits[name]
@@ -318,7 +347,7 @@ class _Packer:
         return column._replace(fill=fill, filled=filled)
 
 
-def _smallest_int(lowest: int, highest: int) -> type[np.signedinteger[Any]]:
+def _smallest_int(lowest: int, highest: int) -> type[np.signedinteger]:
     for dtype in (np.int8, np.int32):
         limits = np.iinfo(dtype)
         if limits.min <= lowest and highest <= limits.max:
@@ -331,7 +360,7 @@ def _aligned(position: int, itemsize: int) -> int:
     return -(-position // itemsize) * itemsize
 
 
-def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Any], meta: dict[str, Any]) -> Packed:
+def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Rows], meta: Meta) -> Packed:
     """Restores a batch from `Packed.__reduce__`. Its arrays are views of `buffer`."""
     columns, sections = pickle.loads(zlib.decompress(schema))
     arrays: list[np.ndarray] = []
@@ -363,6 +392,7 @@ def _span_of(values: np.ndarray) -> np.ndarray:
 def _indices(span: np.ndarray, width: int) -> np.ndarray:
     """Returns the positions of all real tokens in the flattened (rows, width) matrix, row by row."""
     start, length = span.astype(np.int64).T
+    # without a loop over rows: the count over all tokens, plus a difference that is constant in each row
     first_index = np.arange(len(span)) * width + start
     num_earlier = np.cumsum(length) - length  # real tokens of earlier rows
     return np.repeat(first_index - num_earlier, length) + np.arange(int(length.sum()))

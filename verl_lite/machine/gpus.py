@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import psutil
 
@@ -30,7 +31,16 @@ class GpuProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU or a MIG partition. index: PCI bus index of the whole device. uuid: GPU-... or MIG-..."""
+    """A GPU or a MIG partition.
+
+    Attributes:
+        index: PCI bus index of the whole device.
+        uuid: GPU-... or MIG-...
+        name: name of the model.
+        total_bytes: memory of the device.
+        free_bytes: memory that no process uses.
+        processes: the processes on the device that the library lists.
+    """
 
     index: int
     uuid: str
@@ -50,29 +60,32 @@ class VisibleGpu(NamedTuple):
     gpu: Gpu
 
 
-def list_gpus(nvml: Any = None) -> list[Gpu] | None:
+def list_gpus(nvml: ModuleType | None = None) -> list[Gpu] | None:
     """Returns the GPUs of this machine, with MIG partitions instead of a partitioned device.
 
     Returns None if nvidia-ml-py is not installed or finds no driver. nvml: replaces the module `pynvml`.
     """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return None
     try:
-        nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except ImportError:
-        return None
     except nvml.NVMLError:
         return None
     try:
         gpus = []
         for index in range(nvml.nvmlDeviceGetCount()):
             device = nvml.nvmlDeviceGetHandleByIndex(index)
-            gpus += [_gpu(nvml, index, part) for part in _parts(nvml, device)]
+            for part in _parts(nvml, device):
+                gpus.append(_gpu(nvml, index, part))
         return gpus
     finally:
         nvml.nvmlShutdown()
 
 
-def _parts(nvml: Any, device: Any) -> list[Any]:
+def _parts(nvml: ModuleType, device: object) -> list[object]:
     """Returns the MIG partitions of a device, or the device itself if it has none."""
     partitions = []
     with suppress(nvml.NVMLError):  # the device has no MIG, or no further partitions
@@ -82,7 +95,7 @@ def _parts(nvml: Any, device: Any) -> list[Any]:
     return partitions or [device]
 
 
-def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+def _gpu(nvml: ModuleType, index: int, handle: object) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -110,7 +123,8 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
     in CUDA. Raises UserError for a name that matches no device and for a repeated device; CUDA would ignore the rest of
     the list.
     """
-    setting = (os.environ if environment is None else environment).get(_VARIABLE)
+    variables = os.environ if environment is None else environment
+    setting = variables.get(_VARIABLE)
     if setting is None:  # CUDA shows only the first partition of a partitioned device
         first_partitions: dict[int, Gpu] = {}
         for gpu in gpus:
@@ -134,9 +148,10 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
 def _find_gpu(gpus: Sequence[Gpu], token: str) -> Gpu | None:
     """Returns the device with this index (the first of its partitions), or with this prefix of its UUID alone."""
     if token.isdigit():
-        return next((gpu for gpu in gpus if gpu.index == int(token)), None)
-    matching = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
-    return matching[0] if len(matching) == 1 else None
+        with_index = [gpu for gpu in gpus if gpu.index == int(token)]
+        return with_index[0] if with_index else None
+    with_prefix = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
+    return with_prefix[0] if len(with_prefix) == 1 else None
 
 
 def other_users(gpu: Gpu) -> list[str]:
@@ -183,8 +198,10 @@ def is_busy(gpu: Gpu) -> bool:
 class ResourceRequest:
     """The devices that a run needs on one machine.
 
-    count: number of devices. memory_share: share of each device's memory that must be free for the rollout engine.
-    shared: True to also accept devices that other processes use.
+    Attributes:
+        count: number of devices.
+        memory_share: share of each device's memory that must be free for the rollout engine.
+        shared: True to also accept devices that other processes use.
     """
 
     count: int
@@ -259,6 +276,7 @@ def unavailable(gpu: Gpu, request: ResourceRequest) -> str | None:
         users = other_users(gpu) or [f"{used_gib:.1f} GiB by processes that are not visible from here"]
         return "is in use:" + "".join(f"\n    {user}" for user in users)
     if gpu.free_bytes < request.memory_share * gpu.total_bytes:
+        # rounded down, so that the printed share really fits
         share = int(100 * gpu.free_bytes / gpu.total_bytes) / 100
         return (
             f"has {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, "

@@ -19,15 +19,22 @@ _PS_STATUS = ("/bin/ps", "-axo", "pid=,ppid=,pgid=,stat=")
 _PS_ENVIRONMENT = ("/bin/ps", "-axwwE", "-o", "pid=,command=")
 _STARTING_LOOKS = 1000
 _STARTING_PAUSE_S = 0.001
-_ENV_END = 48  # place of env_end among the fields of /proc/PID/stat that follow the name of the command
+# places of starttime and env_end among the fields of /proc/PID/stat that follow the name of the command
+_START_TIME = 19
+_ENV_END = 48
 
 
 @dataclass(frozen=True)
 class Status:
     """A process in the system's table.
 
-    group: id of its process group. state: a letter, such as R (running), T (stopped) or Z (zombie). started: time at
-    which it started, which distinguishes it from a later process with the same id; empty if unknown.
+    Attributes:
+        pid: its id.
+        parent: id of its parent.
+        group: id of its process group.
+        state: a letter, such as R (running), T (stopped) or Z (zombie).
+        started: time at which it started, which distinguishes it from a later process with the same id; empty if
+            unknown.
     """
 
     pid: int
@@ -71,8 +78,13 @@ def status_of(pid: int) -> Status | None:
         return None
     if not fields:  # the process ended while its file was read
         return None
-    state, parent, group, started = fields[0], fields[1], fields[2], fields[19]
-    return Status(pid, int(parent), int(group), state.decode(), started.decode())
+    return Status(
+        pid,
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        state=fields[0].decode(),
+        started=fields[_START_TIME].decode(),
+    )
 
 
 def marked_processes(variable: str, value: str, folders: Sequence[str] = ()) -> list[int]:

@@ -71,6 +71,10 @@ def start_service(
     Waits for the constructor and raises its exception.
 
     Args:
+        backend: "ray" (inside `ray_running`) or "inline".
+        recipe: class and constructor arguments.
+        env: environment variables of the process, set before it imports anything (ray only).
+        log_dir: folder of its output, in the file {class}.log (ray only).
         max_concurrency: number of methods that can run at the same time, in threads (ray only).
         stall_timeout_s: time limit of a call in seconds; a longer call raises StalledError (ray only).
     """

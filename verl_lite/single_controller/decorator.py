@@ -5,28 +5,53 @@ zero. All other arguments, lists included, are passed unchanged to all ranks unl
 an argument never decides how it is passed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypedDict, TypeVar
 
 from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, chunk_bounds
 
-Args = tuple[tuple[Any, ...], dict[str, Any]]
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., object])
 
 REGISTRATION = "__verl_lite_registration__"
 
 
-class PerRank(list[Any]):
+class PerRank(list[T]):
     """A list of one entry per rank: rank i receives entry i."""
 
 
 @dataclass(frozen=True)
+class WorkerArguments:
+    """The arguments of a method: those of the call on the group, or those that one rank receives."""
+
+    positional: tuple[object, ...]
+    keywords: dict[str, object]
+
+    @property
+    def values(self) -> list[object]:
+        """All arguments, positional ones first."""
+        return [*self.positional, *self.keywords.values()]
+
+    def map(self, convert: Callable[[object], object]) -> "WorkerArguments":
+        """Returns the arguments with `convert` applied to each value."""
+        positional = tuple(convert(value) for value in self.positional)
+        keywords = {name: convert(value) for name, value in self.keywords.items()}
+        return WorkerArguments(positional, keywords)
+
+
+@dataclass(frozen=True)
 class Mesh:
-    """The data-parallel layout of the ranks. dp_rank: part that each rank gets. is_collect: True for ranks whose result
-    is used."""
+    """The data-parallel layout of the ranks.
+
+    Attributes:
+        dp_size: number of parts into which a batch is split.
+        dp_rank: by rank, the index of the part that the rank gets.
+        is_collect: by rank, True if the rank's result is used.
+    """
 
     dp_size: int
     dp_rank: tuple[int, ...]
@@ -52,11 +77,15 @@ class Group(Protocol):
 class Dispatched:
     """The calls of all ranks, and how their results are combined.
 
-    calls: arguments for each rank. collect: ranks whose results are used, in order. rows: rows of the caller's batch.
-    padding: rows added at its end. marked: True if the dispatch added the column is_padding.
+    Attributes:
+        calls: arguments of each rank.
+        collect: ranks whose results are used, in order.
+        rows: rows of the caller's batch.
+        padding: rows added at its end.
+        marked: True if the dispatch added the column is_padding.
     """
 
-    calls: list[Args]
+    calls: list[WorkerArguments]
     collect: list[int]
     rows: int = 0
     padding: int = 0
@@ -67,14 +96,33 @@ class Dispatched:
 class DispatchMode:
     """A pair of functions that split a call and combine the results.
 
-    splits: True if batches are split. rank_zero: True if only rank 0 is called.
+    Attributes:
+        name: name of the mode in error messages.
+        dispatch: returns the calls of the ranks for the arguments of a call on the group.
+        combine: returns the result of the call for the results of the collecting ranks.
+        splits: True if batches are split.
+        rank_zero: True if only rank 0 is called.
     """
 
     name: str
-    dispatch: Callable[[Group, tuple[Any, ...], dict[str, Any]], Dispatched]
-    combine: Callable[[Group, list[Any], Dispatched], Any]
+    dispatch: Callable[[Group, WorkerArguments], Dispatched]
+    combine: Callable[[Group, list[object], Dispatched], object]
     splits: bool = False
     rank_zero: bool = False
+
+
+UserDispatch = Callable[..., Sequence[tuple[tuple[object, ...], Mapping[str, object]]]]
+"""A user's function that splits a call: (group, *args, **kwargs) -> [(args, kwargs) for each rank]."""
+
+UserCollect = Callable[..., object]
+"""A user's function that combines results: (group, results in rank order) -> result of the call."""
+
+
+class UserDispatchMode(TypedDict):
+    """A dispatch mode written as a dict, as in verl. `register_dispatch_mode` describes the functions."""
+
+    dispatch_fn: UserDispatch
+    collect_fn: UserCollect
 
 
 class Execute(Enum):
@@ -84,46 +132,46 @@ class Execute(Enum):
     RANK_ZERO = "rank_zero"
 
 
-def unpacked(value: Any) -> Any:
+def unpacked(value: object) -> object:
     """Unpacks a packed batch; returns any other value unchanged."""
     return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
 
 
 def _calls_of_ranks(
-    world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], value_for: Callable[[Any, int], Any]
-) -> list[Args]:
+    world_size: int, arguments: WorkerArguments, value_for: Callable[[int, object], object]
+) -> list[WorkerArguments]:
     """Returns the arguments of each rank. value_for: returns the value that a rank receives for an argument."""
-    for value in (*args, *kwargs.values()):
+    for value in arguments.values:
         if isinstance(value, PerRank) and len(value) != world_size:
             raise ValueError(
                 f"PerRank has {len(value)} entries, the group has {world_size} ranks: give one entry per rank"
             )
-    calls = []
-    for rank in range(world_size):
-        positional = tuple(value_for(value, rank) for value in args)
-        keywords = {name: value_for(value, rank) for name, value in kwargs.items()}
-        calls.append((positional, keywords))
-    return calls
+    return [arguments.map(partial(value_for, rank)) for rank in range(world_size)]
 
 
-def _entry(value: Any, rank: int) -> Any:
+def _entry(rank: int, value: object) -> object:
     return value[rank] if isinstance(value, PerRank) else value
 
 
-def _one_to_all(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    calls = _calls_of_ranks(group.world_size, args, kwargs, _entry)
+def _one_to_all(group: Group, arguments: WorkerArguments) -> Dispatched:
+    calls = _calls_of_ranks(group.world_size, arguments, _entry)
     return Dispatched(calls, list(range(group.world_size)))
 
 
-def _lists(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    positional = tuple(PerRank(value) for value in args)
-    keywords = {name: PerRank(value) for name, value in kwargs.items()}
-    return _one_to_all(group, positional, keywords)
+def _lists(group: Group, arguments: WorkerArguments) -> Dispatched:
+    return _one_to_all(group, arguments.map(_as_per_rank))
 
 
-def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+def _as_per_rank(value: object) -> PerRank[object]:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"DP_COMPUTE takes a list of one entry per rank for each argument, found {value!r}")
+    return PerRank(value)
+
+
+def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
     """Splits every batch among the arguments over the mesh. Ranks with the same dp_rank receive the same object."""
-    batches = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)}
+    # by identity, so that a batch that is passed as two arguments is packed and sent once
+    batches = {id(value): value for value in arguments.values if isinstance(value, DataProto)}
     sizes = {len(batch) for batch in batches.values()}
     if len(sizes) != 1:
         raise ValueError(
@@ -139,45 +187,50 @@ def _split(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatc
         packed = batch.pad(mesh.dp_size).pack()
         parts[key] = [packed.slice(start, stop) for start, stop in chunk_bounds(packed.rows, mesh.dp_size)]
 
-    def value_for(value: Any, rank: int) -> Any:
+    def value_for(rank: int, value: object) -> object:
         if id(value) in parts:
             return parts[id(value)][mesh.dp_rank[rank]]
-        return _entry(value, rank)
+        return _entry(rank, value)
 
-    calls = _calls_of_ranks(len(mesh.dp_rank), args, kwargs, value_for)
+    calls = _calls_of_ranks(len(mesh.dp_rank), arguments, value_for)
     return Dispatched(calls, mesh.collecting, rows, padding, marked)
 
 
-def _split_flat(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
+def _split_flat(group: Group, arguments: WorkerArguments) -> Dispatched:
     size = group.world_size
-    return _split(Mesh(size, tuple(range(size)), (True,) * size), args, kwargs)
+    return _split(Mesh(size, tuple(range(size)), (True,) * size), arguments)
 
 
-def _as_list(group: Group, values: list[Any], dispatched: Dispatched) -> list[Any]:
-    return list(map(unpacked, values))
+def _as_list(group: Group, results: list[object], dispatched: Dispatched) -> list[object]:
+    return [unpacked(result) for result in results]
 
 
-def _single(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
-    return unpacked(values[0])
+def _single(group: Group, results: list[object], dispatched: Dispatched) -> object:
+    return unpacked(results[0])
 
 
-def _concat(group: Group, values: list[Any], dispatched: Dispatched) -> DataProto:
+def _concat(group: Group, results: list[object], dispatched: Dispatched) -> DataProto:
     """Concatenates the parts and removes the padding rows of the dispatch."""
-    wrong = sorted({type(value).__name__ for value in values if not isinstance(value, wire.Packed)})
-    if wrong:
+    parts = [result for result in results if isinstance(result, wire.Packed)]
+    if len(parts) < len(results):
+        wrong = sorted({type(result).__name__ for result in results if not isinstance(result, wire.Packed)})
         raise TypeError(f"answers that are concatenated must be a DataProto on each collecting rank, found {wrong}")
-    result = DataProto.from_parts(values)
-    if dispatched.padding and len(result):
-        per_row, rest = divmod(len(result), dispatched.rows + dispatched.padding)
-        if rest:
-            raise ValueError(
-                f"the ranks returned {len(result)} rows for {dispatched.rows} and {dispatched.padding} of padding: "
-                "they cannot be told apart, return a fixed number of rows for each row"
-            )
-        result = result.slice(0, dispatched.rows * per_row)
-        if dispatched.marked and "is_padding" in result:
-            result.pop(["is_padding"])
-    return result
+    batch = DataProto.from_parts(parts)
+    if dispatched.padding == 0 or len(batch) == 0:
+        return batch
+
+    # A method may return several rows for each row, for example the samples of a prompt. If their number is the same
+    # for all rows, those of the padding are the last ones.
+    rows_per_row, rest = divmod(len(batch), dispatched.rows + dispatched.padding)
+    if rest:
+        raise ValueError(
+            f"the ranks returned {len(batch)} rows for {dispatched.rows} and {dispatched.padding} of padding: "
+            "they cannot be told apart, return a fixed number of rows for each row"
+        )
+    batch = batch.slice(0, dispatched.rows * rows_per_row)
+    if dispatched.marked and "is_padding" in batch:
+        batch.pop(["is_padding"])
+    return batch
 
 
 class Dispatch:
@@ -208,15 +261,13 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, concat: bool = True) -
     results of the collecting ranks are concatenated in the order of their parts; concat=False returns them as a list.
     """
 
-    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-        return _split(group.mesh(mesh_name), args, kwargs)
+    def dispatch(group: Group, arguments: WorkerArguments) -> Dispatched:
+        return _split(group.mesh(mesh_name), arguments)
 
     return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat if concat else _as_list, splits=True)
 
 
-def register_dispatch_mode(
-    name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Callable[[Group, list[Any]], Any]
-) -> DispatchMode:
+def register_dispatch_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) -> DispatchMode:
     """Registers a user's dispatch mode as `Dispatch.<name>`.
 
     Args:
@@ -234,22 +285,25 @@ def register_dispatch_mode(
     return mode
 
 
-def _user_mode(name: str, dispatch_fn: Callable[..., list[Args]], collect_fn: Callable[..., Any]) -> DispatchMode:
-    def dispatch(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-        calls = dispatch_fn(group, *args, **kwargs)
+def _user_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) -> DispatchMode:
+    """Adapts the two functions of a user, which know neither `WorkerArguments` nor packed batches."""
+
+    def dispatch(group: Group, arguments: WorkerArguments) -> Dispatched:
+        calls = dispatch_fn(group, *arguments.positional, **arguments.keywords)
         if len(calls) != group.world_size:
             raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
-        return Dispatched(list(calls), list(range(group.world_size)))
+        calls_of_ranks = [WorkerArguments(tuple(args), dict(kwargs)) for args, kwargs in calls]
+        return Dispatched(calls_of_ranks, list(range(group.world_size)))
 
-    def combine(group: Group, values: list[Any], dispatched: Dispatched) -> Any:
-        return collect_fn(group, [unpacked(value) for value in values])
+    def combine(group: Group, results: list[object], dispatched: Dispatched) -> object:
+        return collect_fn(group, _as_list(group, results, dispatched))
 
     return DispatchMode(name, dispatch, combine)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """The attributes that `@register` stores on a method."""
+    """What `@register` stores on a method. For the attributes see `register`."""
 
     dispatch_mode: DispatchMode
     blocking: bool
@@ -257,11 +311,11 @@ class Registration:
 
 
 def register(
-    dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    dispatch_mode: DispatchMode | UserDispatchMode = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     clear_cache: bool = False,
-) -> Callable[[F], F]:
+) -> Callable[[Method], Method]:
     """Decorator that makes a worker's method callable on its worker group. The method itself is unchanged.
 
     Args:
@@ -269,6 +323,10 @@ def register(
         execute_mode: RANK_ZERO runs the method on rank 0 only and returns its result instead of a list.
         blocking: False = calls return a future. Can be overridden per call: `group.method(..., blocking=False)`.
         clear_cache: True = release the device's cached memory after the method.
+
+    Raises:
+        TypeError: if `dispatch_mode` is something else.
+        ValueError: if a mode that splits batches is combined with RANK_ZERO.
     """
     if isinstance(dispatch_mode, Mapping):
         dispatch_mode = _user_mode("custom", dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
@@ -279,7 +337,7 @@ def register(
             raise ValueError(f"Execute.RANK_ZERO with {dispatch_mode.name} would lose all parts but the first")
         dispatch_mode = replace(dispatch_mode, combine=_single, rank_zero=True)
 
-    def mark(method: F) -> F:
+    def mark(method: Method) -> Method:
         setattr(method, REGISTRATION, Registration(dispatch_mode, blocking, clear_cache))
         return method
 

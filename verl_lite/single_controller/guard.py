@@ -34,14 +34,15 @@ _SOCKET = "template"
 class Guard:
     """The guard of this process's run.
 
-    token: random text that marks the run's processes in their environment.
-    folder: folder for sockets, with a short name.
-    temp: folder for temporary files (TMPDIR), on the disk that the user chose.
-    base: previous folder for temporary files of this process.
-    watcher: the guard's process, which waits for the end of this one.
-    environment: previous values of the environment variables that the guard set.
-    template: process from which workers are forked (`worker_template`), if there is one.
-    template_env: environment variables with which the template imports the workers' libraries.
+    Attributes:
+        token: random text that marks the run's processes in their environment.
+        folder: folder for sockets, with a short name.
+        temp: folder for temporary files (TMPDIR), on the disk that the user chose.
+        base: previous folder for temporary files of this process.
+        watcher: the guard's process, which waits for the end of this one.
+        environment: previous values of the environment variables that the guard set.
+        template: process from which workers are forked (`worker_template`), if there is one.
+        template_env: environment variables with which the template imports the workers' libraries.
     """
 
     token: str
@@ -54,8 +55,9 @@ class Guard:
     template_env: Mapping[str, str] = field(default_factory=dict)
 
     def interpreter(self, env: Mapping[str, str]) -> str | None:
-        """Returns the command that forks a worker from the template. None without a template, or if it has imported
-        the libraries with other values of the variables `env`, which many libraries read only once."""
+        """Returns the command that forks a worker with the variables `env` from the template. Returns None if the
+        template cannot be used."""
+        # many libraries read environment variables only at their import, which the template has done already
         if self.template is None or not env.items() <= self.template_env.items():
             return None
         return shlex.join([sys.executable, "-I", "-S", worker_template.__file__, str(self.folder / _SOCKET)])

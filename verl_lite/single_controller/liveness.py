@@ -49,7 +49,9 @@ def _refuses(address: Address) -> bool:
 class Lookout:
     """Checks servers every LOOK_EVERY_S seconds and counts the consecutive looks without an answer of each server.
 
-    never_return: servers of this machine that nobody restarts: one refused connection means that the server is lost.
+    Args:
+        never_return: servers of this machine that nobody restarts. One refused connection means that such a server is
+            lost.
     """
 
     def __init__(self, never_return: Collection[Address] = ()) -> None:
@@ -69,6 +71,7 @@ class Lookout:
         return [address for address in addresses if self._silent_looks.get(address, 0) >= LOST_AFTER_LOOKS]
 
     def _look(self, addresses: Collection[Address]) -> None:
+        """Asks all servers at the same time, because each that does not answer takes _ANSWER_S seconds."""
         with ThreadPoolExecutor(min(_THREADS, len(addresses))) as pool:
             silences = list(pool.map(silence_of, addresses))
         for address, silence in zip(addresses, silences, strict=True):

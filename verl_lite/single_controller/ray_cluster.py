@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray._private import ray_constants, services
@@ -55,7 +55,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of the cluster. name: its IP address, and its host name if that is different."""
+    """A node of the cluster.
+
+    Attributes:
+        node_id: Ray's id.
+        name: its IP address, and its host name if that is different.
+        address: address of its raylet.
+        resources: its total resources, used ones included.
+    """
 
     node_id: str
     name: str
@@ -64,6 +71,7 @@ class Machine:
 
     def has(self, bundle: dict[str, float]) -> bool:
         """Returns True if the machine's total resources (used ones included) suffice for `bundle`."""
+        # fractions of cores add up with rounding errors
         return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
 
 
@@ -71,10 +79,11 @@ def machines() -> list[Machine]:
     """Returns the machines of the cluster that answer. Ray itself may notice the loss of a machine late."""
     answering = []
     for node in ray.nodes():
-        address = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+        ip = node["NodeManagerAddress"]
+        address = (ip, int(node["NodeManagerPort"]))
         if not node["Alive"] or silence_of(address) is not None:
             continue
-        ip, host = node["NodeManagerAddress"], node["NodeManagerHostname"]
+        host = node["NodeManagerHostname"]
         name = ip if host in ("", ip) else f"{ip} ({host})"
         answering.append(Machine(node["NodeID"], name, address, dict(node["Resources"])))
     return answering
@@ -84,14 +93,15 @@ def machines() -> list[Machine]:
 class Cluster:
     """The cluster of this process: a private one, or an existing one that it has joined.
 
-    address: address of the joined cluster; None for a private one.
-    wait_s: time to wait for machines, in seconds.
-    log: function that prints a sentence.
-    parts: names of the servers that this process depends on, by address.
-    lookout: detects whether `parts` still answer.
-    guard: the run's guard (private clusters only).
-    owns_guard: True if the guard was started for the cluster and ends with it.
-    environment: previous values of the environment variables that were set for the cluster.
+    Attributes:
+        address: address of the joined cluster; None for a private one.
+        wait_s: time to wait for machines, in seconds.
+        log: function that prints a sentence.
+        parts: names of the servers that this process depends on, by address.
+        lookout: detects whether `parts` still answer.
+        guard: the run's guard (private clusters only).
+        owns_guard: True if the guard was started for the cluster and ends with it.
+        environment: previous values of the environment variables that were set for the cluster.
     """
 
     address: str | None
@@ -116,7 +126,9 @@ class Cluster:
         [own_node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
         raylet = (own_node["NodeManagerAddress"], int(own_node["NodeManagerPort"]))
         self.parts = {store: "control store", raylet: "raylet on this machine"}
-        self.lookout = Lookout(never_return=[raylet] if self.address else [store, raylet])
+        # the control store of a joined cluster may be restarted; nobody restarts the servers of a private one
+        never_return = [raylet] if self.address else [store, raylet]
+        self.lookout = Lookout(never_return)
 
 
 _cluster: Cluster | None = None
@@ -176,7 +188,7 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
     return future.result()
 
 
-def process_of(actor: Any) -> tuple[Address, int]:
+def process_of(actor: ray.actor.ActorHandle) -> tuple[Address, int]:
     """Returns the address at which the process of a started actor listens, and its process id."""
     state = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
     return (state["Address"]["IPAddress"], state["Address"]["Port"]), state["Pid"]
@@ -191,6 +203,7 @@ def ray_running(
     Does nothing if Ray is already initialised in this process.
 
     Args:
+        ray_init: section ray_kwargs.ray_init of the configuration.
         run_id: Ray namespace of the run.
         num_gpus: number of GPUs of a private cluster, the first in CUDA_VISIBLE_DEVICES; None = all that Ray finds.
         tell: prints a sentence about the machines that the run waits for in a joined cluster.
@@ -208,9 +221,14 @@ def ray_running(
         with _sigterm_handler_restored():
             if cluster.address is not None:
                 require_answer(cluster.address, cluster.wait_s, cluster.log)
-                try:  # at lower levels, Ray logs machines that leave, with the end of their logs
-                    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-                    ray.init(address=cluster.address, namespace=run_id, **quiet)
+                try:
+                    ray.init(
+                        address=cluster.address,
+                        namespace=run_id,
+                        log_to_driver=False,
+                        # at lower levels, Ray logs machines that leave, with the end of their logs
+                        logging_level=logging.CRITICAL,
+                    )
                 except (ConnectionError, RuntimeError, ValueError) as error:
                     raise UserError(
                         f"{_KEY}{cluster.address}: {error}\nThis machine must belong to the cluster. `ray start "
@@ -268,7 +286,7 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
     del os.environ[watcher.CLUSTER_MARK]  # later processes of the driver do not belong to the cluster
 
 
-def _init_with_retries(guard: Guard, **options: Any) -> None:
+def _init_with_retries(guard: Guard, **options: object) -> None:
     """Calls `ray.init` until it succeeds, at most _STARTS times; then raises RuntimeError."""
     for _ in range(_STARTS):  # on a busy machine, Ray gives up after 30 s, and no option changes that limit
         try:
@@ -294,7 +312,7 @@ def object_store_bytes(requested: int, shared_memory: Path = Path("/dev/shm")) -
 
 
 @contextmanager
-def _replaced(holder: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+def _replaced(holder: ModuleType | type, name: str, value: object) -> Iterator[None]:
     before = getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -303,7 +321,7 @@ def _replaced(holder: ModuleType | type, name: str, value: Any) -> Iterator[None
         setattr(holder, name, before)
 
 
-def _not_started(node: Node, **options: Any) -> None:
+def _not_started(node: Node, **options: object) -> None:
     """Replaces a method that starts a daemon of Ray, and does nothing."""
 
 
@@ -314,7 +332,7 @@ class _Daemon(services.ConsolePopen):
     workers before the driver has saved a checkpoint.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, process_group=0, **kwargs)
 
     def terminate(self) -> None:
@@ -384,9 +402,9 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
 
 
-def worker_runtime(env: dict[str, str]) -> dict[str, Any]:
+def worker_runtime(env: dict[str, str]) -> dict[str, object]:
     """Returns Ray's `runtime_env` of a worker that is forked from the run's template if it has one for `env`."""
-    runtime: dict[str, Any] = {"env_vars": worker_env(env)}
+    runtime: dict[str, object] = {"env_vars": worker_env(env)}
     guard = current_guard()
     if guard is not None and joined_cluster() is None:
         interpreter = guard.interpreter(env)

@@ -48,18 +48,26 @@ def death(
     """Returns the error of a worker's process that has ended.
 
     Args:
-        rank: None for a service.
+        cause: why the process ended, in one sentence.
+        role: role of the worker, or class of the service.
+        rank: rank of the worker; None for a service.
+        method: method that was running.
         log: file with the output of the process; its end becomes a note.
         node: name of the machine.
         note: further details, added as a note.
     """
-    who = role + ("" if rank is None else f" rank {rank}") + ("" if node is None else f" on node {node}")
+    who = role
+    if rank is not None:
+        who += f" rank {rank}"
+    if node is not None:
+        who += f" on node {node}"
     died = WorkerDiedError(f"{who} died in {method}: {cause}")
     add_circumstances(died, role=role, rank=rank, node=node, method=method, log=log)
     if note:
         died.add_note(note)
     if log is not None and Path(log).is_file():
-        tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-_LAST_LOG_LINES:])
+        lines = Path(log).read_text(errors="replace").splitlines()
+        tail = "\n".join(lines[-_LAST_LOG_LINES:])
         died.add_note(f"the end of {log}:\n{tail}")
     return died
 
@@ -81,7 +89,16 @@ def is_consequence(error: Exception) -> bool:
 
 
 def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None, rank: int | None = None) -> Exception:
-    """Returns the error of a call that did not return within the time limit. `who` is its subject, ending in a verb."""
+    """Returns the error of a call that did not return within the time limit.
+
+    Args:
+        who: beginning of the message, up to "not answered".
+        timeout_s: the time limit, in seconds.
+        role: role of the worker, or class of the service.
+        method: method that was running.
+        log: file with the output of the process.
+        rank: rank of the worker; None for a service.
+    """
     error = StalledError(
         f"{who} not answered for {timeout_s:g} s (trainer.stall_timeout_s). The stacks of its threads are at the end "
         f"of its log, {log}. Raise the limit if the work really takes longer"
@@ -97,6 +114,7 @@ def portable_errors() -> Iterator[None]:
         yield
     except Exception as error:
         try:
+            # loaded, too: an exception whose constructor takes other arguments than it stores fails only then
             cloudpickle.loads(cloudpickle.dumps(error))
         except (TypeError, AttributeError, ValueError, KeyError, RuntimeError, cloudpickle.PicklingError) as reason:
             portable = RuntimeError(f"{type(error).__name__}: {error}")

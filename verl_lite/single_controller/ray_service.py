@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -29,10 +28,10 @@ class ServiceProcess:
         with ray_errors.portable_errors():
             self._service = LocalService(recipe)
 
-    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def send(self, method: str, *args: object, **kwargs: object) -> None:
         self._service.send(method, *args, **kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> object:
         ray_cluster.restore_log(self._log_file)
         with ray_errors.portable_errors():
             return self._service.call(method, *args, **kwargs)
@@ -49,9 +48,10 @@ class RayService:
         max_concurrency: int,
         stall_timeout_s: float | None,
     ) -> None:
-        self._name, self._stall_timeout_s = recipe.cls.__name__, stall_timeout_s
+        self._name = recipe.cls.__name__
+        self._stall_timeout_s = stall_timeout_s
         self._log = None if log_dir is None else str(Path(log_dir).resolve() / f"{self._name}.log")
-        actor: Any = ray.remote(ServiceProcess)
+        actor = ray.remote(ServiceProcess)
         self._actor = actor.options(
             num_cpus=0,
             runtime_env={"env_vars": ray_cluster.worker_env(env)},
@@ -64,18 +64,20 @@ class RayService:
         self._wait(self._actor.start.remote(recipe), "its constructor")
         self._process = ray_cluster.process_of(self._actor)
 
-    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def send(self, method: str, *args: object, **kwargs: object) -> None:
         self._actor.send.remote(method, *args, **kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> object:
         return self._wait(self._actor.call.remote(method, *args, **kwargs), method)
 
-    def _wait(self, ref: Any, method: str) -> Any:
-        begun, limit_s = time.monotonic(), self._stall_timeout_s
+    def _wait(self, ref: ray.ObjectRef, method: str) -> object:
+        """Waits for a call and returns its result, or raises the exception of the method or the cause of its end."""
+        start_time = time.monotonic()
+        limit_s = self._stall_timeout_s
         while not ray_cluster.call_ray(lambda: ray.wait([ref], timeout=_POLL_S))[0]:
             if self._process is not None and self._lookout.lost([self._process[0]]):
                 raise self._death(f"{silent_process(*self._process)}. The run ends the process", method)
-            if limit_s is not None and time.monotonic() - begun > limit_s:
+            if limit_s is not None and time.monotonic() - start_time > limit_s:
                 raise ray_errors.stalled(f"{self._name}.{method} has", limit_s, self._name, method, self._log)
         try:
             return ray_cluster.call_ray(lambda: ray.get(ref))

@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from verl_lite.errors import NoRoomError, WorkerDiedError
 from verl_lite.protocol import tensor_dict
 from verl_lite.registry import import_modules
 from verl_lite.single_controller import ray_cluster, ray_errors
+from verl_lite.single_controller.decorator import WorkerArguments
 from verl_lite.single_controller.liveness import Address, Lookout, silence_of, silent_process
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
@@ -44,7 +45,10 @@ Bundle = dict[str, float]
 def reserve(pool: ResourcePool) -> PlacementGroup:
     """Reserves the slots of the pool as a placement group with one bundle per machine.
 
-    Raises NoRoomError if the cluster has no room. A joined cluster gets `ray_kwargs.ray_init.wait_for_nodes_s` seconds.
+    Waits `ray_kwargs.ray_init.wait_for_nodes_s` seconds for room in a joined cluster.
+
+    Raises:
+        NoRoomError: the cluster has no room.
     """
     bundles = _bundles(pool)
     joined = ray_cluster.joined_cluster()
@@ -59,12 +63,15 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - start_time
         ray_cluster.require_ray()
-        if waited_s < (patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)):
+        silent_s = patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)
+        if waited_s < silent_s:
             continue
         missing = shortage(bundles, pool.world_size, ray_cluster.machines(), ray.available_resources())
         if waited_s >= patience_s:
             remove_placement_group(group)
-            limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)" if joined else ""
+            limit = ""
+            if joined is not None:
+                limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)"
             raise NoRoomError(f"there is no room for the run{limit}: {missing}")
         is_logged = True
         if joined is not None:
@@ -86,16 +93,23 @@ def _bundles(pool: ResourcePool) -> list[Bundle]:
 def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machine], free: Bundle) -> str:
     """Returns a message with the requested and available resources and the possible remedies.
 
-    present: machines of the cluster. free: free resources of all machines together.
+    Args:
+        bundles: resources that the run needs on each of its machines.
+        slots: number of processes of the run.
+        present: machines of the cluster.
+        free: free resources of all machines together.
     """
     largest = max(bundles, key=lambda bundle: bundle["CPU"])
-    fitting = sum(machine.has(largest) for machine in present)
-    wanted = len(bundles)
-    fewer = f"trainer.nnodes={fitting}" if 0 < fitting < wanted else "fewer devices (trainer.n_gpus_per_node)"
+    num_fitting = sum(machine.has(largest) for machine in present)
+    num_wanted = len(bundles)
+    fewer = "fewer devices (trainer.n_gpus_per_node)"
+    if 0 < num_fitting < num_wanted:
+        fewer = f"trainer.nnodes={num_fitting}"
+    machines = "machines" if num_wanted > 1 else "machine"
     listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
     return (
-        f"the run needs {slots} slots on {wanted} machine{'s' * (wanted > 1)} with {_listed(largest)} each; {fitting} "
-        f"of the {len(present)} machines in the cluster can hold that:{listed}\n  free now, in total: {_listed(free)}\n"
+        f"the run needs {slots} slots on {num_wanted} {machines} with {_listed(largest)} each; {num_fitting} of the "
+        f"{len(present)} machines in the cluster can hold that:{listed}\n  free now, in total: {_listed(free)}\n"
         "Add machines (`ray start --address=...`), wait until other jobs release theirs, or continue with "
         f"{fewer}: any number of devices can load a checkpoint"
     )
@@ -123,7 +137,7 @@ class SlotProcess:
         gc.disable()  # until all imports are done: there is no garbage yet, and the imports take 10% less time
         tensor_dict({}, 0)  # imports its dependencies now instead of at the first batch
 
-    def begin(self, opens_store: bool) -> tuple[str, tuple[str, int] | None]:
+    def begin(self, opens_store: bool) -> tuple[str, Address | None]:
         """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
         host = ray.util.get_node_ip_address()
         store = (host, open_store(host)) if opens_store else None
@@ -152,23 +166,24 @@ class SlotProcess:
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
 
-    def invoke(self, role: str, method: str, names: list[str], *values: Any) -> tuple[Any, np.ndarray]:
+    def invoke(self, role: str, method: str, names: list[str], *values: object) -> tuple[object, np.ndarray]:
         """Calls a method. The last len(names) values are keyword arguments: Ray resolves only top-level references."""
         ray_cluster.restore_log(self._log_file)
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
+        arguments = WorkerArguments(positional, keywords)
         if self._stall_timeout_s is not None:  # write the stacks to the log shortly before the driver ends the process
             faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
         try:
             with ray_errors.portable_errors():
-                return invoke(self._slot, role, method, positional, keywords)
+                return invoke(self._slot, role, method, arguments)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """A running call."""
+    """A running call. has_usage: True if its result is that of `SlotProcess.invoke`, with the usage."""
 
     ref: ray.ObjectRef
     rank: int
@@ -211,19 +226,23 @@ class RayTransport:
         self._construct(name, pool, roles, modules, store)
         self._stall_timeout_s = stall_timeout_s
 
-    def _start_actors(self, pool: ResourcePool, env: dict[str, str], stall_timeout_s: float | None) -> list[Any]:
+    def _start_actors(
+        self, pool: ResourcePool, env: dict[str, str], stall_timeout_s: float | None
+    ) -> list[ray.actor.ActorHandle]:
         """Starts one `SlotProcess` for each rank, on the machine that the pool assigns to the rank."""
-        actor: Any = ray.remote(SlotProcess)
-        options: dict[str, Any] = {
-            "num_cpus": pool.cpus_per_process,
-            "num_gpus": 1 if pool.use_gpu else 0,
-            "runtime_env": ray_cluster.worker_runtime(env),
-        }
+        actor = ray.remote(SlotProcess)
+        num_gpus = 1 if pool.use_gpu else 0
+        runtime_env = ray_cluster.worker_runtime(env)
         umask = ray_cluster.current_umask()
         actors = []
         for node, log in zip(pool.nodes, self._logs, strict=True):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-            placed = actor.options(scheduling_strategy=strategy, **options)
+            placed = actor.options(
+                scheduling_strategy=strategy,
+                num_cpus=pool.cpus_per_process,
+                num_gpus=num_gpus,
+                runtime_env=runtime_env,
+            )
             actors.append(placed.remote(umask, log, stall_timeout_s))
         return actors
 
@@ -235,7 +254,7 @@ class RayTransport:
         handles = []
         for rank, actor in enumerate(self._actors):
             handles.append(_Handle(actor.begin.remote(rank == 0), rank, name, "start"))
-        started = self.wait(handles)
+        started = self._wait(handles)
 
         machine_of_node: dict[str, ray_cluster.Machine] = {}
         if ray_cluster.joined_cluster() is not None:
@@ -263,22 +282,31 @@ class RayTransport:
             slot = Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="ray", store=store)
             ref = self._actors[rank].construct.remote(slot, shared_roles, tuple(modules))
             handles.append(_Handle(ref, rank, name, "its constructor"))
-        self.wait(handles, fatal=True)
+        self._wait(handles, fatal=True)
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> ray.ObjectRef:
         return ray_cluster.call_ray(lambda: ray.put(value))
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Handle:
+    def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
+        handles = [self._submit(rank, role, method, arguments) for rank, arguments in enumerate(calls)]
+        return partial(self._wait, handles)
+
+    def _submit(self, rank: int, role: str, method: str, arguments: WorkerArguments) -> _Handle:
         if self._ended is not None:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
         invoke = self._actors[rank].invoke
-        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, list(kwargs), *args, *kwargs.values()))
+        names = list(arguments.keywords)
+        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, names, *arguments.values))
         return _Handle(ref, rank, role, method, has_usage=True)
 
-    def wait(self, handles: list[Any], *, fatal: bool = False) -> list[Any]:
-        """Waits for all calls, like `Transport.wait`. With `fatal=True`, any error also ends the processes."""
-        results: dict[Any, Any] = {}
-        pending: list[_Handle] = list(handles)
+    # Any: the results of the methods of `SlotProcess`, of which Ray's types say nothing
+    def _wait(self, handles: list[_Handle], *, fatal: bool = False) -> list[Any]:
+        """Waits for all calls and returns their results; see `Transport.start`.
+
+        With `fatal=True`, any error also ends the processes.
+        """
+        results: dict[ray.ObjectRef, object] = {}
+        pending = handles
         poll_s = _FIRST_POLL_S
         start_time = time.monotonic()
         while pending:
@@ -303,7 +331,7 @@ class RayTransport:
         return error
 
     def _collect(
-        self, pending: list[_Handle], results: dict[Any, Any], timeout_s: float
+        self, pending: list[_Handle], results: dict[ray.ObjectRef, object], timeout_s: float
     ) -> tuple[list[_Handle], list[Exception]]:
         """Waits for calls and adds their results to `results`. Returns the unfinished calls and the errors."""
         refs = [handle.ref for handle in pending]
@@ -321,17 +349,28 @@ class RayTransport:
             except RayTaskError as error:
                 errors.append(ray_errors.original_error(error))
             except RayError as error:
-                ray_cluster.require_ray()  # if the raylet has ended, that is the cause
-                ended = "" if self._ended is None else f"the workers had been ended: {self._ended}"
-                note = str(error) if isinstance(error, OutOfMemoryError) else ended
-                errors.append(self._lost_machine(handle) or self._death(handle, ray_errors.cause_of_death(error), note))
+                errors.append(self._end_of_process(handle, error))
         return [handle for handle in pending if handle.ref not in finished_refs], errors
+
+    def _end_of_process(self, handle: _Handle, error: RayError) -> WorkerDiedError:
+        """Returns the error of a process that has ended during a call."""
+        ray_cluster.require_ray()  # if the raylet has ended, that is the cause
+        lost_machine = self._lost_machine(handle)
+        if lost_machine is not None:
+            return lost_machine
+
+        note = ""
+        if isinstance(error, OutOfMemoryError):
+            note = str(error)  # lists the processes of the machine that use the most memory
+        elif self._ended is not None:
+            note = f"the workers had been ended: {self._ended}"
+        return self._death(handle, ray_errors.cause_of_death(error), note)
 
     def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
         """Returns the errors of ranks whose process, or whose machine's raylet, no longer answers."""
         watched: dict[Address, _Handle] = {}
         for handle in pending:
-            if handle.rank in self._processes:
+            if handle.rank in self._processes:  # not yet while the processes start
                 process_address, _ = self._processes[handle.rank]
                 watched[process_address] = handle
         for handle in pending:
@@ -363,6 +402,11 @@ class RayTransport:
         """Returns the error to raise: the first that is not a consequence of another one.
 
         Waits a few seconds for the pending calls, and then ends all slots if some have not returned.
+
+        Args:
+            errors: errors so far.
+            pending: calls that have not returned.
+            fatal: whether to end the slots in any case.
         """
         start_time = time.monotonic()
         while pending:
@@ -372,6 +416,7 @@ class RayTransport:
             pending, more = self._collect(pending, {}, 0.1)
             errors += more
         if all(map(ray_errors.is_consequence, errors)):
+            # the cause may be a machine that is gone, whose ranks cannot report it
             errors += filter(None, map(self._lost_machine, pending))
         first = min(errors, key=ray_errors.is_consequence)  # min keeps the earliest of equals
         if pending:

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, cast
+
+P = ParamSpec("P")
 
 
 class ClassWithInitArgs:
     """A class and its constructor arguments, to construct it in another process. (verl: RayClassWithInitArgs)"""
 
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+    def __init__(self, cls: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        # a Callable in the signature, so that a type checker compares the arguments with the constructor's parameters
+        self.cls = cast(type, cls)
+        self.args: tuple[object, ...] = args
+        self.kwargs: dict[str, object] = kwargs
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self.cls(*self.args, **self.kwargs)
 
 
@@ -19,9 +24,10 @@ class ClassWithInitArgs:
 class ResourcePool:
     """Slots for workers.
 
-    process_on_nodes: number of processes on each machine.
-    use_gpu: True if each process has one GPU.
-    cpus_per_process: cores per process; with a fraction, several processes share a core.
+    Attributes:
+        process_on_nodes: number of processes on each machine.
+        use_gpu: True if each process has one GPU.
+        cpus_per_process: cores per process; with a fraction, several processes share a core.
     """
 
     process_on_nodes: list[int]
@@ -46,13 +52,14 @@ class ResourcePool:
 class ServiceHandle(Protocol):
     """Handle of an object in a separate process. Can be passed to workers as an argument."""
 
-    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def send(self, method: str, *args: object, **kwargs: object) -> None:
         """Starts a method and returns without waiting. The next `call` of any caller raises the method's exception.
 
         The sends of one sender run in order; sends of different senders run in any order.
         """
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    # Any: the method, and with it the type of its result, is chosen by name
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Runs a method and returns its result."""
 
     def stop(self) -> None:
@@ -62,17 +69,17 @@ class ServiceHandle(Protocol):
 class LocalService:
     """A service in this process. `send` runs the method immediately."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], object]) -> None:
         self._object = make()
         self._failed: Exception | None = None
 
-    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def send(self, method: str, *args: object, **kwargs: object) -> None:
         try:
             getattr(self._object, method)(*args, **kwargs)
         except Exception as error:  # the next call raises it
             self._failed = self._failed or error
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> object:
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed

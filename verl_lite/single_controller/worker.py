@@ -17,14 +17,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from verl_lite import profiling
 from verl_lite.batch.wire import Packed
 from verl_lite.device import empty_cache
 from verl_lite.errors import add_circumstances
 from verl_lite.protocol import DataProto
-from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, register, unpacked
+from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, WorkerArguments, register, unpacked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,13 @@ if TYPE_CHECKING:
 class Slot:
     """The place of one rank in a worker group, with the workers of all roles.
 
-    store: address of the store that connects the ranks; None = this process opens one.
+    Attributes:
+        rank: the rank, from 0 to world_size - 1.
+        world_size: number of ranks.
+        local_world_size: number of ranks on this machine.
+        backend: "ray" or "inline".
+        store: address of the store that connects the ranks; None = this process opens one.
+        roles: the workers by role.
     """
 
     rank: int = 0
@@ -44,7 +50,15 @@ class Slot:
     local_world_size: int = 1
     backend: str = "inline"
     store: tuple[str, int] | None = None
-    roles: dict[str, Any] = field(default_factory=dict)
+    roles: dict[str, object] = field(default_factory=dict)
+
+
+class MeshPlace(NamedTuple):
+    """What a rank declares with `Worker.register_mesh`."""
+
+    dp_rank: int
+    dp_size: int
+    is_collect: bool
 
 
 _constructing: ContextVar[tuple[Slot, str] | None] = ContextVar("constructing", default=None)
@@ -58,12 +72,14 @@ class Worker:
     world_size: int
     role: str
     slot: Slot
-    _meshes: dict[str, tuple[int, int, bool]]
+    _meshes: dict[str, MeshPlace]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # not in __init__, so that a constructor can use them before, or without, super().__init__()
         worker = super().__new__(cls)
         worker.slot, worker.role = _constructing.get() or (Slot(), cls.__name__)
-        worker.rank, worker.world_size = worker.slot.rank, worker.slot.world_size
+        worker.rank = worker.slot.rank
+        worker.world_size = worker.slot.world_size
         worker._meshes = {}
         return worker
 
@@ -81,10 +97,10 @@ class Worker:
         """
         if mesh_name in self._meshes or not 0 <= dp_rank < dp_size:
             raise ValueError(f"mesh {mesh_name!r}: registered already, or dp_rank {dp_rank} is not in [0, {dp_size})")
-        self._meshes[mesh_name] = (dp_rank, dp_size, is_collect)
+        self._meshes[mesh_name] = MeshPlace(dp_rank, dp_size, is_collect)
 
-    def mesh_info(self) -> dict[str, tuple[int, int, bool]]:
-        """Returns (dp_rank, dp_size, is_collect) of this rank by mesh."""
+    def mesh_info(self) -> dict[str, MeshPlace]:
+        """Returns the place of this rank by mesh."""
         return dict(self._meshes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -166,7 +182,7 @@ def close_process_group() -> None:
     _held_store = None
 
 
-def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
+def construct(slot: Slot, role: str, make: Callable[[], object]) -> None:
     """Constructs the worker of a role in its slot."""
     token = _constructing.set((slot, role))
     try:
@@ -176,7 +192,7 @@ def construct(slot: Slot, role: str, make: Callable[[], Any]) -> None:
         _constructing.reset(token)
 
 
-def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, np.ndarray]:
+def invoke(slot: Slot, role: str, method: str, arguments: WorkerArguments) -> tuple[object, np.ndarray]:
     """Runs a worker's method. Batches are packed in arguments and results, with every backend.
 
     Returns the result, and the usage: seconds, and bytes of batches and of `profiling.count_moved`.
@@ -184,9 +200,8 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
     function = getattr(slot.roles[role], method)
     usage_before = profiling.usage()
     with _with_circumstances(slot, role, method), profiling.span(method):
-        positional = [unpacked(value) for value in args]
-        keywords = {name: unpacked(value) for name, value in kwargs.items()}
-        result = function(*positional, **keywords)
+        received = arguments.map(unpacked)
+        result = function(*received.positional, **received.keywords)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
 
@@ -196,7 +211,7 @@ def invoke(slot: Slot, role: str, method: str, args: tuple[Any, ...], kwargs: di
 
         if isinstance(result, DataProto):
             result = result.pack()
-        for value in (*args, *kwargs.values(), result):
+        for value in (*arguments.values, result):
             if isinstance(value, Packed):
                 profiling.count_moved(sum(array.nbytes for array in value.arrays))
         return result, profiling.usage() - usage_before

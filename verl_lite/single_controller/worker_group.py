@@ -7,7 +7,8 @@ through the wire format there too, so that no worker can change the caller's obj
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +16,16 @@ import torch
 
 from verl_lite.batch import wire
 from verl_lite.protocol import DataProto, DataProtoFuture
-from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, DispatchMode, Mesh, Registration
+from verl_lite.single_controller.decorator import (
+    REGISTRATION,
+    Dispatch,
+    DispatchMode,
+    Mesh,
+    Registration,
+    WorkerArguments,
+)
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
-from verl_lite.single_controller.worker import Slot, close_process_group, construct, invoke
+from verl_lite.single_controller.worker import MeshPlace, Slot, close_process_group, construct, invoke
 
 
 class Transport(Protocol):
@@ -26,48 +34,67 @@ class Transport(Protocol):
     world_size: int
     usage: np.ndarray  # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> object:
         """Returns a reference to a value that several ranks receive, so that it is sent once."""
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Starts a call and returns a handle. Arguments can be references from `share`."""
+    def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
+        """Starts a method on the first ranks, the i-th call on rank i.
 
-    def wait(self, handles: list[Any]) -> list[Any]:
-        """Returns the results. Raises the first exception of any worker immediately."""
+        Returns a function that waits for the calls and returns their results in order. It raises the first exception of
+        any worker immediately.
+
+        Args:
+            role: role of the workers.
+            method: name of the method.
+            calls: arguments by rank. They can be references from `share`.
+        """
 
     def close(self) -> None:
         """Ends the slots."""
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """The end of a call of `LocalTransport`: its result, or the exception that it raised."""
+
+    result: object = None
+    error: Exception | None = None
+
+
 class LocalTransport:
-    """Slots as objects of this process. A handle is a result or an exception."""
+    """Slots as objects of this process. A call has ended when `start` returns."""
 
     def __init__(self, pool: ResourcePool, roles: dict[str, ClassWithInitArgs]) -> None:
-        self.world_size, self.usage = pool.world_size, np.zeros(2)
-        self._slots = [
-            Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline")
-            for rank, node in enumerate(pool.nodes)
-        ]
+        self.world_size = pool.world_size
+        self.usage = np.zeros(2)
+        self._slots = []
+        for rank, node in enumerate(pool.nodes):
+            self._slots.append(Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline"))
         for slot in self._slots:
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> object:
         return value
 
-    def submit(self, rank: int, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            result, usage = invoke(self._slots[rank], role, method, args, kwargs)
-            self.usage = self.usage + usage
-            return result, None
-        except Exception as error:  # `wait` raises it
-            return None, error
+    def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
+        outcomes = [self._run(self._slots[rank], role, method, arguments) for rank, arguments in enumerate(calls)]
 
-    def wait(self, handles: list[Any]) -> list[Any]:
-        for _, error in handles:
-            if error is not None:
-                raise error
-        return [value for value, _ in handles]
+        def wait() -> list[object]:
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    raise outcome.error
+            return [outcome.result for outcome in outcomes]
+
+        return wait
+
+    def _run(self, slot: Slot, role: str, method: str, arguments: WorkerArguments) -> _Outcome:
+        try:
+            result, usage = invoke(slot, role, method, arguments)
+        except Exception as error:  # raised when the caller waits, as with Ray
+            return _Outcome(error=error)
+        self.usage = self.usage + usage
+        return _Outcome(result)
 
     def close(self) -> None:
         self._slots = []
@@ -100,51 +127,52 @@ class WorkerGroup:
         """Usage of the slots by all roles; see `Transport`."""
         return self._transport.usage
 
+    # Any: a group has the methods of its worker class, which a type checker cannot know
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        role, methods = self.__dict__.get("role"), self.__dict__.get("methods")
+        # self.role would call this method again in an object without attributes, such as a group that is unpickled
+        role = self.__dict__.get("role")
+        methods = self.__dict__.get("methods")
         raise AttributeError(f"{role} has no registered method {name!r}; it has {methods}")
 
-    def _bind(self, name: str, doc: str | None, registration: Registration) -> Callable[..., Any]:
-        def call(*args: Any, blocking: bool = registration.blocking, **kwargs: Any) -> Any:
-            future = self._start(name, registration.dispatch_mode, args, kwargs)
+    def _bind(self, name: str, doc: str | None, registration: Registration) -> Callable[..., object]:
+        """Returns the method of the group for a registered method of the worker class."""
+
+        def call(*args: object, blocking: bool = registration.blocking, **kwargs: object) -> object:
+            future = self._start(name, registration.dispatch_mode, WorkerArguments(args, kwargs))
             return future.get() if blocking else future
 
-        call.__name__, call.__doc__ = name, doc
+        call.__name__ = name
+        call.__doc__ = doc
         return call
 
-    def _start(self, name: str, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture:
+    def _start(self, method: str, mode: DispatchMode, arguments: WorkerArguments) -> DataProtoFuture[Any]:
         """Starts a call. Batches, arrays and tensors are packed and sent once for all ranks."""
-        positional = tuple(_resolved(value) for value in args)
-        keywords = {keyword: _resolved(value) for keyword, value in kwargs.items()}
-        dispatched = mode.dispatch(self, positional, keywords)
+        dispatched = mode.dispatch(self, arguments.map(_resolved))
         if mode.rank_zero:
             dispatched.calls = dispatched.calls[:1]
             dispatched.collect = [0]
 
-        shared: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id is not reused
+        shared: dict[int, _Shared] = {}
 
-        def stand_in(value: Any) -> Any:
+        def reference_to(value: object) -> object:
             if not isinstance(value, DataProto | wire.Packed | np.ndarray | torch.Tensor):
                 return value
             if id(value) not in shared:
                 packed = value.pack() if isinstance(value, DataProto) else value
-                shared[id(value)] = (value, self._transport.share(packed))
-            _, reference = shared[id(value)]
-            return reference
+                shared[id(value)] = _Shared(value, self._transport.share(packed))
+            return shared[id(value)].reference
 
-        handles = []
-        for rank, (args_of_rank, kwargs_of_rank) in enumerate(dispatched.calls):
-            sent_args = tuple(stand_in(value) for value in args_of_rank)
-            sent_kwargs = {keyword: stand_in(value) for keyword, value in kwargs_of_rank.items()}
-            handles.append(self._transport.submit(rank, self.role, name, sent_args, sent_kwargs))
+        # a generator, so that the first ranks run while the values of the others are still shared
+        calls = (arguments_of_rank.map(reference_to) for arguments_of_rank in dispatched.calls)
+        wait = self._transport.start(self.role, method, calls)
 
-        def finish() -> Any:
-            results = self._transport.wait(handles)
+        def finish() -> object:
+            results = wait()
             collected = [results[rank] for rank in dispatched.collect]
             try:
                 return mode.combine(self, collected, dispatched)
             except (TypeError, ValueError) as error:
-                error.add_note(f"in the answers of {self.role}.{name}")
+                error.add_note(f"in the answers of {self.role}.{method}")
                 raise
 
         return DataProtoFuture(finish)
@@ -152,48 +180,67 @@ class WorkerGroup:
     def mesh(self, name: str) -> Mesh:
         """Returns a mesh that the workers registered. Raises ValueError if the mesh is unknown or incomplete."""
         if name not in self._meshes:  # workers can register meshes after their construction
-            infos = self.execute_all_sync("mesh_info")
-            self._meshes = {mesh: _mesh(mesh, [info.get(mesh) for info in infos]) for mesh in set().union(*infos)}
+            places_of_ranks: list[dict[str, MeshPlace]] = self.execute_all_sync("mesh_info")
+            meshes = {}
+            for mesh in set().union(*places_of_ranks):
+                meshes[mesh] = _mesh(mesh, [places.get(mesh) for places in places_of_ranks])
+            self._meshes = meshes
         if name not in self._meshes:
             registered = sorted(self._meshes)
             raise ValueError(f"{self.role} has no mesh {name!r}; registered with Worker.register_mesh: {registered}")
         return self._meshes[name]
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Runs any method on all ranks with the same arguments. Returns a future of the list of results."""
-        return self._start(method, Dispatch.ONE_TO_ALL, args, kwargs)
+    # Any below: the method, and with it the type of its result, is chosen by name
 
-    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_async(self, method: str, *args: object, **kwargs: object) -> DataProtoFuture[list[Any]]:
+        """Runs any method on all ranks with the same arguments. Returns a future of the list of results."""
+        return self._start(method, Dispatch.ONE_TO_ALL, WorkerArguments(args, kwargs))
+
+    def execute_all_sync(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Runs any method on all ranks with the same arguments. Returns the list of results."""
         return self.execute_all_async(method, *args, **kwargs).get()
 
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
+    def execute_rank_zero_async(self, method: str, *args: object, **kwargs: object) -> DataProtoFuture[Any]:
         """Runs any method on rank 0. Returns a future of its result."""
-        return self._start(method, Dispatch.RANK_ZERO, args, kwargs)
+        return self._start(method, Dispatch.RANK_ZERO, WorkerArguments(args, kwargs))
 
-    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method: str, *args: object, **kwargs: object) -> Any:
         """Runs any method on rank 0. Returns its result."""
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
-    execute_all, execute_rank_zero = execute_all_async, execute_rank_zero_async
+    execute_all = execute_all_async
+    execute_rank_zero = execute_rank_zero_async
 
     def shutdown(self) -> None:
         """Ends the slots and the workers of all roles that share them. A second call does nothing."""
         self._transport.close()
 
 
-def _resolved(value: Any) -> Any:
+@dataclass(frozen=True)
+class _Shared:
+    """A shared value. It is kept while its call is started, so that Python gives its id to no other value."""
+
+    value: object
+    reference: object
+
+
+def _resolved(value: object) -> object:
     return value.get() if isinstance(value, DataProtoFuture) else value
 
 
-def _mesh(name: str, infos: list[tuple[int, int, bool] | None]) -> Mesh:
+def _mesh(name: str, places: Sequence[MeshPlace | None]) -> Mesh:
     """Builds a mesh from the registrations of all ranks and checks that exactly one rank collects each part."""
-    present = [info for info in infos if info is not None]
-    size = present[0][1]
-    answering = sorted(dp_rank for dp_rank, _, collects in present if collects)
-    if None in infos or any(other != size for _, other, _ in present) or answering != list(range(size)):
+    present = [place for place in places if place is not None]
+    size = present[0].dp_size
+    collected_parts = sorted(place.dp_rank for place in present if place.is_collect)
+    has_other_size = any(place.dp_size != size for place in present)
+    if len(present) < len(places) or has_other_size or collected_parts != list(range(size)):
+        registrations = [place and tuple(place) for place in places]
         raise ValueError(
             f"mesh {name!r} does not fit together: each rank must register it with the same size, and each part must "
-            f"have exactly one rank that answers; found (dp_rank, dp_size, is_collect) by rank {infos}"
+            "have exactly one rank that answers; found (dp_rank, dp_size, is_collect) by rank "
+            f"{registrations}"
         )
-    return Mesh(size, tuple(info[0] for info in present), tuple(info[2] for info in present))
+    dp_rank = tuple(place.dp_rank for place in present)
+    is_collect = tuple(place.is_collect for place in present)
+    return Mesh(size, dp_rank, is_collect)

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from typing import NamedTuple
 
 if __name__ == "__main__":  # the template's first folder of packages is its own
     sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -24,6 +25,14 @@ if __name__ == "__main__":  # the template's first folder of packages is its own
 from verl_lite.machine import process_tree
 
 STREAMS = (0, 1, 2)
+
+
+class WorkerStart(NamedTuple):
+    """What Ray starts the interpreter of a worker with."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    folder: str
 
 
 def request_worker(path: str, argv: list[str]) -> None:
@@ -39,11 +48,11 @@ def request_worker(path: str, argv: list[str]) -> None:
         template.recv(1)  # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
 
 
-def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
-    """Imports modules and forks workers until standard input closes; then returns None.
+def serve(path: str) -> WorkerStart | None:
+    """Imports modules and forks workers until standard input closes; then returns None. Returns in each worker, too,
+    with what it must run.
 
-    In a worker, returns its arguments, environment and folder. An input line is a module, or a function to call as
-    `module:function`.
+    An input line is a module, or a function to call as `module:function`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended workers
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # as in Ray's other processes
@@ -66,8 +75,10 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
             with listener.accept()[0] as connection:
                 _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
                 with connection.makefile("r") as request:
-                    argv, environment, folder = json.load(request)
+                    start = WorkerStart(*json.load(request))
                 gc.freeze()  # collections in the workers then leave the shared memory alone
+                # not a `ForkedProcess`: a worker returns to `main` and ends like any Python program, with the exit
+                # handlers that Ray has registered; its parent does not wait for it (SIGCHLD is ignored)
                 if os.fork() == 0:
                     os.setsid()  # Ray kills the process group of a worker that has died
                     process_tree.die_with_parent(template)  # Ray's workers end with their parent
@@ -75,7 +86,7 @@ def serve(path: str) -> tuple[list[str], dict[str, str], str] | None:
                         os.dup2(fd, stream)
                         os.close(fd)
                     os.dup(connection.fileno())  # stays open until this process ends
-                    return argv, environment, folder
+                    return start
                 for fd in streams:
                     os.close(fd)
 
@@ -101,11 +112,13 @@ def main(path: str, argv: list[str]) -> None:
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     del sys.modules["ray"]
-    sys.argv, environment, folder = worker
+    sys.argv = worker.argv
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path[:] = dict.fromkeys([*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path])
+    os.environ.update(worker.environment)
+    os.chdir(worker.folder)
+    # the worker's folders first, as if its interpreter had started with them; the template's others stay
+    python_path = worker.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = dict.fromkeys([*filter(None, python_path), *sys.path])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -248,7 +248,7 @@ def limits_of(program_options: ProgramConfig) -> dict[str, int]:
 
 def program_pool(
     config: AgenticConfig, log_dir: str | None = None, on_repeat: Callable[[int], None] | None = None
-) -> PoolSpec:
+) -> PoolSpec[Run, Result]:
     """Returns the description of the pool that runs the program. For the arguments see `PoolSpec`."""
     program, kwargs = program_of(config)
     options = config.program_options

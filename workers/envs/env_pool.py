@@ -60,7 +60,7 @@ class EnvPool:
         log_dir: str | None = None,
     ) -> None:
         self._templates = dict(templates)
-        self._spec = PoolSpec(
+        self._spec = PoolSpec[Begin | Act, EnvReply](
             functools.partial(EnvHost, self._templates, tuple(modules)),
             name="env",
             what="environment",
@@ -72,14 +72,14 @@ class EnvPool:
             digest=EnvReply.digest,
             log_dir=log_dir,
         )
-        self._pool: ProcessPool | InlinePool | None = None
+        self._pool: ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply] | None = None
         self._numbers = itertools.count()
         self._ids: dict[Hashable, int] = {}
         self._episodes: dict[int, _Episode] = {}
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[tuple[int, Begin | Act]]] = {tag: deque() for tag in self._templates}
 
-    def start(self) -> ProcessPool | InlinePool:
+    def start(self) -> ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply]:
         """Starts the processes without waiting for them; the first `reset` does it too."""
         if self._pool is None:
             self._pool = ProcessPool(self._spec) if self._spec.num_workers else InlinePool(self._spec)
@@ -190,7 +190,7 @@ class EnvPool:
                 self._running[tag] += 1
                 self.start().submit(number, call)
 
-    def _finish_call(self, reply: Reply) -> EnvReply | None:
+    def _finish_call(self, reply: Reply[EnvReply]) -> EnvReply | None:
         """Returns the reply for the caller, or None if its episode was discarded."""
         episode = self._episodes[reply.session]
         episode.is_busy = False
@@ -201,7 +201,7 @@ class EnvPool:
         if episode.is_discarded:
             return None
         if reply.error is None:
-            return replace(reply.value, key=episode.key, seconds=reply.seconds)
+            return replace(reply.result, key=episode.key, seconds=reply.seconds)
         del self._ids[episode.key]
         return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
 

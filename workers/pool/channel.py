@@ -6,7 +6,9 @@ The process uses `multiprocessing.Connection`, whose framing the pool's end foll
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar, cast
+
+Value = TypeVar("Value")
 
 CONTROL = -1
 """Session number of messages about the process itself."""
@@ -17,19 +19,28 @@ _CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Reply:
-    """The result of a call.
+class Reply(Generic[Value]):
+    """The result of a call. The first reply of CONTROL reports how the handler started; further ones answer pings.
 
-    value: what the call returned; None if it failed. seconds: duration of the call. error: traceback or sentence if it
-    failed. is_timeout: True if it exceeded its deadline. The first reply of CONTROL reports how the handler started;
-    further ones answer pings.
+    Attributes:
+        session: number of the session.
+        value: what the call returned; None if it failed.
+        seconds: duration of the call.
+        error: traceback or sentence if the call failed.
+        is_timeout: True if it exceeded its deadline.
     """
 
     session: int
-    value: Any = None
+    value: Value | None = None
     seconds: float = 0.0
     error: str | None = None
     is_timeout: bool = False
+
+    @property
+    def result(self) -> Value:
+        """What the call returned. Must not be read if it failed."""
+        assert self.error is None, self.error
+        return cast(Value, self.value)  # without an error, None is a returned value too
 
 
 def packed(number: int, message: bytes) -> bytes:
@@ -39,7 +50,8 @@ def packed(number: int, message: bytes) -> bytes:
 
 def unpacked(message: bytes) -> tuple[int, bytes]:
     """Splits a message into session number and content, in the process."""
-    return _NUMBER.unpack_from(message)[0], message[_NUMBER.size :]
+    [number] = _NUMBER.unpack_from(message)
+    return number, message[_NUMBER.size :]
 
 
 class PoolEnd:
@@ -63,7 +75,8 @@ class PoolEnd:
         """Sends queued data. Returns True if some is left. A closed other end is reported by `receive`."""
         try:
             while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
+                num_sent = self._socket.send(self._unsent)
+                del self._unsent[:num_sent]
         except BlockingIOError:
             return True
         except OSError:

@@ -17,13 +17,16 @@ import traceback
 from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.machine.process_tree import become_subreaper, die_with_parent
 from workers.pool.channel import CONTROL, Reply, packed, unpacked
 
 T = TypeVar("T")
+Payload = TypeVar("Payload", contravariant=True)
+Value = TypeVar("Value", covariant=True)
+
 STACK_SIGNAL = signal.SIGUSR1
 """Signal on which the process writes the stacks of its threads to a file, even inside C code."""
 
@@ -44,7 +47,11 @@ class Overdue(Exception):
 
 
 class AsyncCalls:
-    """Runs coroutines of many calls in one event loop, in a thread of its own. thread: that thread."""
+    """Runs coroutines of many calls in one event loop, in a thread of its own.
+
+    Attributes:
+        thread: id of that thread.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -54,17 +61,27 @@ class AsyncCalls:
         thread.start()
         self.thread = thread.ident
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float, subject: str, option: str) -> T:
-        """Waits for a coroutine and returns its result. Raises its exception, or Overdue after it was cancelled because
-        it took longer than `timeout_s`. subject, option: its name and the option of the time limit, for the message."""
-        return asyncio.run_coroutine_threadsafe(self._awaited(work, timeout_s, subject, option), self._loop).result()
+    def run(self, work: Coroutine[object, None, T], timeout_s: float, subject: str, option: str) -> T:
+        """Waits for a coroutine and returns its result, or raises its exception.
+
+        Args:
+            work: the coroutine.
+            timeout_s: time limit in seconds.
+            subject: name of the work for the message of Overdue.
+            option: option of the time limit, for the message.
+
+        Raises:
+            Overdue: the coroutine took longer than the limit and was cancelled.
+        """
+        limited = self._awaited(work, timeout_s, subject, option)
+        return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
 
     def _serve(self) -> None:
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by one task, which stores it as its error
                 self._loop.run_forever()
 
-    async def _awaited(self, work: Coroutine[Any, Any, T], timeout_s: float, subject: str, option: str) -> T:
+    async def _awaited(self, work: Coroutine[object, None, T], timeout_s: float, subject: str, option: str) -> T:
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
@@ -73,18 +90,20 @@ class AsyncCalls:
         return task.result()
 
 
-class Handler(Protocol):
+class Handler(Protocol[Payload, Value]):
     """Runs the calls of a process.
 
-    style: how calls run. `threads`: each call in its own thread; `commands`: likewise, and the handler ends
-    late calls itself; `async`: all calls in one event loop, in the thread `thread` (a `threading.get_ident`), and the
-    handler ends late calls itself, unless one of them blocks the event loop; any other style: one call at a time.
+    Attributes:
+        style: how calls run. `threads`: each call in its own thread; `commands`: likewise, and the handler ends late
+            calls itself; `async`: all calls in one event loop, and the handler ends late calls itself, unless one of
+            them blocks the event loop; any other style: one call at a time.
+        thread: thread of the event loop (a `threading.get_ident`); None for the other styles.
     """
 
     style: str
     thread: int | None
 
-    def run(self, session: int, payload: Any) -> Any:
+    def run(self, session: int, payload: Payload) -> Value:
         """Runs a call. The returned value is pickled; an exception becomes the reply's error."""
         ...
 
@@ -94,8 +113,14 @@ class Handler(Protocol):
 
 
 def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
-    """Serves calls until the pool closes its end. The first message is a pickled function that creates the
-    `Handler`."""
+    """Serves calls until the pool closes its end. The first message is a pickled function that creates the `Handler`.
+
+    Args:
+        socket_fd: this process's end of the channel.
+        stacks_fd: file for the stacks of threads.
+        parent_pid: process of the pool.
+        threads: maximum number of calls at the same time.
+    """
     die_with_parent(parent_pid)
     become_subreaper()  # daemons of user code stay below this process, and end with it
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGTERM; programs of user code must not inherit that
@@ -110,13 +135,14 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     os.register_at_fork(after_in_child=connection.close)  # the pool must not mistake a fork for this process
     child = Child(connection)
     try:
-        handler: Handler = pickle.loads(unpacked(connection.recv_bytes())[1])()
+        _, make = unpacked(connection.recv_bytes())
+        handler: Handler[object, object] = pickle.loads(make)()
     except BaseException as error:  # the user's modules may raise anything; the pool reports it
         return child.deliver(Reply(CONTROL, error=error_text(error)))
     child.serve(handler, threads if handler.style in CONCURRENT else 1)
 
 
-def perform(session: int, work: Callable[[], Any]) -> Reply:
+def perform(session: int, work: Callable[[], T]) -> Reply[T]:
     """Runs a call in this thread. Returns its result or its exception as a reply; raises nothing."""
     start_time = time.monotonic()
     try:
@@ -141,21 +167,23 @@ class Child:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._threads: dict[int, int] = {}  # thread by session, for running calls
-        self._calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
 
-    def serve(self, handler: Handler, threads: int) -> None:
+    def serve(self, handler: Handler[object, object], threads: int) -> None:
         """Serves calls until the pool closes its end."""
         self.deliver(Reply(CONTROL, handler.style))
         threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True).start()
         self._work(handler)
 
-    def deliver(self, reply: Reply) -> None:
+    def deliver(self, reply: Reply[object]) -> None:
         """Sends a reply to the pool. Can be called from any thread."""
         message = packed(reply.session, _pickled(reply))
         with self._sending:
             self._connection.send_bytes(message)
 
-    def _read(self, handler: Handler, threads: int) -> None:
+    def _read(self, handler: Handler[object, object], threads: int) -> None:
+        """Reads calls until the pool closes its end, and starts a thread for each call while there are fewer than
+        `threads`."""
         try:
             while True:
                 number, message = unpacked(self._connection.recv_bytes())
@@ -174,7 +202,8 @@ class Child:
         except BaseException:  # user code closed the connection, or a message cannot be read
             os._exit(1)
 
-    def _work(self, handler: Handler) -> None:
+    def _work(self, handler: Handler[object, object]) -> None:
+        """Runs calls one after the other. Never returns."""
         while True:
             session, payload = self._calls.get()
             self._threads[session] = handler.thread or threading.get_ident()
@@ -194,7 +223,8 @@ class Child:
         return stacks
 
 
-def _pickled(reply: Reply) -> bytes:
+def _pickled(reply: Reply[object]) -> bytes:
+    """Pickles a reply. A value that cannot be pickled, or is too long, becomes an error."""
     try:
         message = pickle.dumps(reply)
     except Exception as error:  # pickling objects of untrusted code can raise anything

@@ -39,10 +39,20 @@ _CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread [^\n]*(?:\
 class Process:
     """A supervised process. The constructor starts it; the thread that calls the constructor must outlive the process.
 
-    make: pickled function that creates the `Handler` in the process. threads: maximum number of calls at the same time.
-    sessions: numbers of the sessions in the process. sent: sessions with an unanswered call, in order, with the time at
-    which the call started. is_loaded: True when the process accepts calls. is_alone: True for a process that runs one
-    call at a time and gets no new sessions. pinged_at: time of a ping that is not answered yet.
+    Args:
+        make: pickled function that creates the `Handler` in the process.
+        threads: maximum number of calls at the same time.
+        log_path: file to which the output of the process is appended; None discards it.
+        is_alone: True for a process that runs one call at a time and gets no new sessions.
+        environment: all environment variables of the process; None = those of this process.
+
+    Attributes:
+        channel: the pool's end of the channel.
+        sessions: numbers of the sessions in the process.
+        sent: sessions with an unanswered call, in order, with the time at which the call started.
+        is_loaded: True when the process accepts calls.
+        pinged_at: time of a ping that is not answered yet.
+        started_at: time of its start.
     """
 
     def __init__(
@@ -88,7 +98,8 @@ class Process:
     def pid(self) -> int:
         return self._tree.process.pid
 
-    def send(self, session: int, payload: Any) -> None:
+    def send(self, session: int, payload: object) -> None:
+        """Sends a call of a session."""
         self.sent[session] = time.monotonic()
         self.channel.send(session, pickle.dumps(payload))
 
@@ -98,21 +109,25 @@ class Process:
         self.sent = dict.fromkeys(self.sent, time.monotonic())
 
     def end(self, session: int) -> None:
+        """Tells the handler that a session has ended."""
         self.channel.send(session, b"")
 
     def ping(self) -> None:
+        """Asks for the stacks of the running calls. A process whose interpreter is blocked does not answer."""
         self.pinged_at = time.monotonic()
         self.channel.send(CONTROL, b"")
 
-    def receive(self) -> list[Reply]:
+    # Any: what the code in the process has sent
+    def receive(self) -> list[Reply[Any]]:
         """Returns the replies that have arrived. Sets channel.is_closed if the process is dead."""
-        replies = []
+        replies: list[Reply[Any]] = []
         for number, message in self.channel.receive():
             if number != CONTROL:
                 if self.sent.pop(number, None) is None:
                     continue  # untrusted code can write to the channel, too
+                # A thread of the process is free now, and takes the first call that waits. Its deadline starts here.
                 next_session = next(itertools.islice(self.sent, self.threads - 1, None), None)
-                if next_session is not None:  # its waiting call starts now
+                if next_session is not None:
                     self.sent[next_session] = time.monotonic()
             try:
                 replies.append(pickle.loads(message))
@@ -192,16 +207,18 @@ class Process:
         left = PRINTED_BYTES_MAX
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:
+            # read to the end also when the log is full: the process would wait for room in the pipe
             while chunk := pipe.read(1 << 16):
                 self._printed_tail = (self._printed_tail + chunk)[-_SHOWN_CHARS:]
-                if left > 0:
-                    left -= len(chunk)
-                    with contextlib.suppress(OSError):
-                        if not os.path.exists(path):  # somebody deleted the run folder
-                            os.makedirs(os.path.dirname(path), exist_ok=True)
-                            with open(path, "ab") as again:
-                                os.dup2(again.fileno(), log.fileno(), inheritable=False)
-                        log.write(chunk if left > 0 else _LAST_LINE)
+                if left <= 0:
+                    continue
+                left -= len(chunk)
+                with contextlib.suppress(OSError):
+                    if not os.path.exists(path):  # somebody deleted the run folder
+                        os.makedirs(os.path.dirname(path), exist_ok=True)
+                        with open(path, "ab") as again:
+                            os.dup2(again.fileno(), log.fileno(), inheritable=False)
+                    log.write(chunk if left > 0 else _LAST_LINE)
 
 
 def _program(socket_fd: int, stacks_fd: int, threads: int) -> str:

@@ -20,11 +20,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from workers.pool.channel import CONTROL, Reply
 from workers.pool.child_main import CANCEL_S, CONCURRENT, Handler, perform
 from workers.pool.process import Process
+
+Payload = TypeVar("Payload")
+Value = TypeVar("Value")
 
 START_TIMEOUT_S = 120.0
 _CHECK_S = 0.25
@@ -33,20 +36,25 @@ _FAILED_STARTS_MAX = 3
 
 
 @dataclass(frozen=True)
-class PoolSpec:
-    """Description of a pool.
+class PoolSpec(Generic[Payload, Value]):
+    """Description of a pool whose calls take a Payload and return a Value.
 
-    make: picklable function that creates the `Handler` in each process. name: prefix of log files. what: name of the
-    called code in messages, such as "reward function". options: section of the configuration with the limits. error:
-    exception type that is raised if no process can be used. num_workers: processes. threads: calls per process at the
-    same time, for handlers that support it. timeout_s: deadline of a call. digest: function of a reply's value, by
-    which repeated calls are compared; None if sessions are single calls. log_dir: folder of the logs
-    {name}-{process}.log with the output of the code; None discards the output. environment: all environment variables
-    of the processes; None = those of this process. on_repeat: receives the number of a session whose running call is
-    repeated in another process.
+    Attributes:
+        make: picklable function that creates the `Handler` in each process.
+        name: prefix of log files.
+        what: name of the called code in messages, such as "reward function".
+        options: section of the configuration with the limits.
+        error: exception type that is raised if no process can be used.
+        num_workers: number of processes.
+        threads: calls per process at the same time, for handlers that support it.
+        timeout_s: deadline of a call, in seconds.
+        digest: function of a reply's value, by which repeated calls are compared; None if sessions are single calls.
+        log_dir: folder of the logs {name}-{process}.log with the output of the code; None discards the output.
+        environment: all environment variables of the processes; None = those of this process.
+        on_repeat: receives the number of a session whose running call is repeated in another process.
     """
 
-    make: Callable[[], Handler]
+    make: Callable[[], Handler[Payload, Value]]
     name: str
     what: str
     options: str
@@ -54,53 +62,64 @@ class PoolSpec:
     num_workers: int
     threads: int
     timeout_s: float
-    digest: Callable[[Any], str] | None = None
+    digest: Callable[[Value], str] | None = None
     log_dir: str | None = None
     environment: Mapping[str, str] | None = None
     on_repeat: Callable[[int], None] | None = None
 
 
 @dataclass
-class _Session:
-    """A session. process: the process that runs it. done: payload and digest of the reply for each finished call. seen:
-    number of these calls that the current process has run. call: payload of the running call, in a tuple."""
+class _Session(Generic[Payload]):
+    """A session.
+
+    Attributes:
+        number: its number.
+        process: the process that runs it.
+        done: payload of each finished call, and digest of its reply.
+        seen: number of these calls that the current process has run.
+        call: payload of the running call, in a tuple because a payload may be None.
+    """
 
     number: int
     process: Process
-    done: list[tuple[Any, str]] = field(default_factory=list)
+    done: list[tuple[Payload, str]] = field(default_factory=list)
     seen: int = 0
-    call: tuple[Any] | None = None
+    call: tuple[Payload] | None = None
 
 
-class InlinePool:
+class InlinePool(Generic[Payload, Value]):
     """The interface of `ProcessPool` in the caller's thread, for debuggers: a call has ended when `submit` returns."""
 
     processes_replaced = 0
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec[Payload, Value]) -> None:
         self._handler = spec.make()
         self.end = self._handler.end
-        self._replies: list[Reply] = []
+        self._replies: list[Reply[Value]] = []
 
-    def submit(self, number: int, payload: Any) -> None:
+    def submit(self, number: int, payload: Payload) -> None:
         self._replies.append(perform(number, partial(self._handler.run, number, payload)))
 
-    def poll(self, timeout_s: float) -> list[Reply]:
-        replies, self._replies = self._replies, []
+    def poll(self, timeout_s: float) -> list[Reply[Value]]:
+        replies = self._replies
+        self._replies = []
         return replies
 
     def close(self) -> None:
         """Does nothing."""
 
 
-class ProcessPool:
+class ProcessPool(Generic[Payload, Value]):
     """A pool of `num_workers` processes, which the constructor starts.
 
-    One thread uses the pool and must outlive it; the pool works only inside its methods. processes_replaced: number of
-    processes that died or were killed. style: `Handler.style`; None until a process is ready.
+    One thread uses the pool and must outlive it; the pool works only inside its methods.
+
+    Attributes:
+        processes_replaced: number of processes that died or were killed.
+        style: `Handler.style`; None until a process is ready.
     """
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: PoolSpec[Payload, Value]) -> None:
         self.processes_replaced = 0
         self.style: str | None = None
         self._spec = spec
@@ -108,23 +127,24 @@ class ProcessPool:
         self._overdue = f"took longer than {spec.options}.timeout_s={spec.timeout_s:g} seconds"
         self._check_s = min(_CHECK_S, spec.timeout_s / 4)
         self._timeout_s = spec.timeout_s
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, _Session[Payload]] = {}
         self._processes: list[Process] = []
-        self._replies: list[Reply] = []
+        self._replies: list[Reply[Value]] = []
         self._failed_starts = 0
         self._next_check = 0.0
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._fill()
 
-    def submit(self, number: int, payload: Any, process: Process | None = None) -> None:
+    def submit(self, number: int, payload: Payload, process: Process | None = None) -> None:
         """Sends the next call of a session. `poll` returns its reply; an error ends the session.
 
         process: where a new session starts; None = the process with the fewest sessions.
         """
         session = self._sessions.get(number)
         if session is None:
-            session = self._sessions[number] = _Session(number, process or self.emptiest())
+            session = _Session(number, process or self.emptiest())
+            self._sessions[number] = session
             session.process.sessions.add(number)
         session.call = (payload,)
         self._advance(session)
@@ -134,16 +154,20 @@ class ProcessPool:
         if number in self._sessions:
             self._forget(self._sessions[number])
 
-    def poll(self, timeout_s: float) -> list[Reply]:
+    def poll(self, timeout_s: float) -> list[Reply[Value]]:
         """Returns the replies since the last call. Waits up to timeout_s for the first reply, for `wake` or for a
         process that becomes ready. Raises the spec's `error` if no process can be used."""
         until = time.monotonic() + timeout_s
         while True:
             if time.monotonic() >= self._next_check:
                 self._check()
-            sleep_s = 0.0 if self._replies else max(0.0, min(until, self._next_check) - time.monotonic())
-            if self._receive(sleep_s) or self._replies or time.monotonic() >= until:
-                replies, self._replies = self._replies, []
+            sleep_s = 0.0
+            if not self._replies:
+                sleep_s = max(0.0, min(until, self._next_check) - time.monotonic())
+            is_woken = self._receive(sleep_s)
+            if is_woken or self._replies or time.monotonic() >= until:
+                replies = self._replies
+                self._replies = []
                 return replies
 
     def wake(self) -> None:
@@ -202,7 +226,7 @@ class ProcessPool:
 
     # ---------------------------------------------------------------------------------------------- calls and replies
 
-    def _advance(self, session: _Session) -> None:
+    def _advance(self, session: _Session[Payload]) -> None:
         """Sends the session's next call, if there is one. Finished calls that its process has not run are repeated
         first."""
         process = session.process
@@ -215,13 +239,13 @@ class ProcessPool:
         process.send(session.number, payload)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
 
-    def _answer(self, session: _Session, reply: Reply) -> None:
+    def _answer(self, session: _Session[Payload], reply: Reply[Value]) -> None:
         session.call = None
         self._replies.append(reply)
         if reply.error is not None or self._spec.digest is None:
             self._forget(session)
 
-    def _forget(self, session: _Session) -> None:
+    def _forget(self, session: _Session[Payload]) -> None:
         process = session.process
         del self._sessions[session.number]
         process.sessions.discard(session.number)
@@ -233,11 +257,13 @@ class ProcessPool:
 
     def _receive(self, timeout_s: float) -> bool:
         """Processes the messages that arrive within timeout_s. Returns True if `wake` was called."""
+        # a list, because each channel must be flushed, and `any` ends at the first one with unsent data
         if any([process.channel.flush() for process in self._processes]):
             timeout_s = min(timeout_s, self._check_s / 10)
         processes = list(self._processes)
         channels = [process.channel for process in processes]
-        ready = wait([self._wake_reader, *channels], None if math.isinf(timeout_s) else timeout_s)  # type: ignore[list-item]
+        limit_s = None if math.isinf(timeout_s) else timeout_s
+        ready = wait([self._wake_reader, *channels], limit_s)  # type: ignore[list-item]
         for process in processes:
             # the messages of one process can end another one
             if process.channel in ready and process in self._processes:
@@ -256,18 +282,21 @@ class ProcessPool:
             elif reply.error is not None:
                 raise self._spec.error(f"The {self._spec.what} does not load.\n{reply.error}")
             else:
-                process.is_loaded, self.style, self._failed_starts = True, reply.value, 0
+                process.is_loaded = True
+                self.style = str(reply.value)
+                self._failed_starts = 0
                 process.begin(process.threads if self.style in CONCURRENT else 1)
-                self._timeout_s = self._spec.timeout_s + CANCEL_S.get(reply.value, 0.0)
+                # handlers that end late calls themselves get time for it before their process is killed
+                self._timeout_s = self._spec.timeout_s + CANCEL_S.get(self.style, 0.0)
                 self.wake()  # new sessions can start
 
-    def _take_reply(self, process: Process, reply: Reply) -> None:
+    def _take_reply(self, process: Process, reply: Reply[Value]) -> None:
         session = self._sessions.get(reply.session)
         if session is None or session.process is not process:
             return
         digest: str | None = None
         if reply.error is None and self._spec.digest is not None:
-            digest = self._spec.digest(reply.value)
+            digest = self._spec.digest(reply.result)
 
         is_repeated = session.seen < len(session.done)
         if is_repeated:
@@ -283,7 +312,7 @@ class ProcessPool:
             for number in sorted(process.sessions):
                 self._advance(self._sessions[number])
 
-    def _take_repeated_reply(self, session: _Session, reply: Reply, digest: str | None) -> None:
+    def _take_repeated_reply(self, session: _Session[Payload], reply: Reply[Value], digest: str | None) -> None:
         """Continues a session whose repeated call gave the same reply as before; any other session fails."""
         _, first_digest = session.done[session.seen]
         if digest == first_digest:
@@ -319,15 +348,21 @@ class ProcessPool:
             elif any(now > since + self._timeout_s for since in process.running().values()):
                 process.ping()
 
-    def _end_overdue(self, process: Process, stacks: Mapping[int, str], *, is_frozen: bool) -> None:
-        """Kills a process that has an overdue call. The overdue call is known to be the cause if other threads of the
-        process still run. If the process is frozen (one call holds the interpreter's lock) or calls share a thread, any
-        running call can be the cause."""
+    def _end_overdue(self, process: Process, stacks: Mapping[int, str] | None, *, is_frozen: bool) -> None:
+        """Kills a process that has an overdue call.
+
+        Args:
+            process: the process.
+            stacks: stacks of the running calls by session, if they are known.
+            is_frozen: whether one call holds the interpreter's lock, so that no thread of the process runs.
+        """
         latest_start = time.monotonic() - self._timeout_s
         running = process.running()
         overdue = [session for session, start_time in running.items() if start_time < latest_start]
         if not overdue:
             return
+        # If other threads still run, the overdue call itself is the cause. In a frozen process, and if calls share a
+        # thread, any running call can be what the overdue one waits for.
         shares_thread = is_frozen or self.style == "async"
         culprits = overdue if len(running) == 1 or not shares_thread else []
         self._handle_crash(process, self._overdue, culprits, stacks, is_timeout=True)
@@ -350,11 +385,13 @@ class ProcessPool:
             is_timeout: True if a call exceeded its deadline.
         """
         process.kill()
+        # a call that ended just before the process did has its reply in the channel, and must not be repeated
         self._take_messages(process)
         if process not in self._processes:
             return  # a last message has already removed the process
         running = list(process.running())
         candidates = [number for number in culprits or running if number in running]
+        # of several running calls, the stack of a crash does not name the session
         is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
         process.note(f"this process was replaced: the {self._spec.what} {how}")

@@ -84,7 +84,7 @@ class RewardPool:
     ) -> None:
         self._config = config
         self._modules = tuple(modules)
-        self._spec = PoolSpec(
+        self._spec = PoolSpec[list[RewardItem], list[RewardResult]](
             functools.partial(RewardHandler, config, self._modules),
             name="reward",
             what="reward function",
@@ -107,7 +107,7 @@ class RewardPool:
         self._rate = RateLimit(config.max_rpm)
         self._seconds_per_call = _SENT_AHEAD_S
         self._thread: threading.Thread | None = None
-        self._pool: ProcessPool | None = None
+        self._pool: ProcessPool[list[RewardItem], list[RewardResult]] | None = None
         self._is_closing = False
 
     def start(self) -> None:
@@ -252,7 +252,7 @@ class RewardPool:
                 self._failure = reason
                 self._changed.notify_all()
 
-    def _send_queued(self, pool: ProcessPool) -> float:
+    def _send_queued(self, pool: ProcessPool[list[RewardItem], list[RewardResult]]) -> float:
         """Sends samples to processes with free capacity.
 
         Returns the time (`time.monotonic`) at which the rate limit allows the next call; infinity if the limit does not
@@ -298,11 +298,11 @@ class RewardPool:
         ahead = max(1, int(_SENT_AHEAD_S / self._seconds_per_call))
         return min(share, ahead, _SENT_AHEAD_MAX)
 
-    def _handle_reply(self, reply: Reply) -> None:
+    def _handle_reply(self, reply: Reply[list[RewardResult]]) -> None:
         items = self._sent.pop(reply.session)
         self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
         if reply.error is None:
-            self._store_results(items, reply.value)
+            self._store_results(items, reply.result)
         elif len(items) > 1:
             self._alone.extend(items)
         else:

@@ -47,7 +47,7 @@ class Programs(Protocol):
 
     def submit(self, number: int, payload: Run) -> None: ...
 
-    def poll(self, timeout_s: float) -> list[Reply]: ...
+    def poll(self, timeout_s: float) -> list[Reply[Result]]: ...
 
     def close(self) -> None: ...
 
@@ -264,7 +264,7 @@ class ProgramRunner:
 
     # ------------------------------------------------------------------------------------------- the end of an episode
 
-    def _on_program_end(self, episode: _Episode, reply: Reply) -> None:
+    def _on_program_end(self, episode: _Episode, reply: Reply[Result]) -> None:
         """Ends the episode, or sends its last answer to the reward function."""
         self._close(episode)
         trajectory, trace = episode.trajectory, episode.trace
@@ -278,7 +278,7 @@ class ProgramRunner:
                 episode,
                 "the program returned without an answer of the endpoint: it has to call base_url with its api_key",
             )
-        result: Result = reply.value
+        result = reply.result
         trajectory.metrics = self._known_metrics(result.metrics)
         if result.score is not None:
             return self._finish(episode, result.score)
