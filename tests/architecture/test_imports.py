@@ -214,7 +214,7 @@ def test_a_circle_is_found() -> None:
 WALL_CLOCK = {
     "trainer/inspect.py": "the age of a file",
     "trainer/tracking/trackers.py": "the time of a metric",
-    "workers/endpoint/protocols.py": "the time of a reply",
+    "workers/endpoint/replies.py": "the time of a reply",
 }
 
 

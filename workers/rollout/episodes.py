@@ -15,7 +15,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +33,26 @@ from workers.rollout.runner import Runner
 from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
+
+
+class DescribedMessage(TypedDict):
+    role: str
+    content: str
+
+
+class DescribedRequest(TypedDict):
+    """An entry of the column `requests`; verl_lite/schema.py describes it."""
+
+    parent: int | None
+    row: int | None
+    prompt_tokens: int
+    tokens: int
+    versions: list[int]
+    finish_reason: str
+    tool_calls: list[str]
+    messages: list[DescribedMessage]
+    text: str
+    discarded: str | None
 
 
 @dataclass
@@ -61,7 +81,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     rows: list[list[Turn]] | None = None
     outcome: float | None = None
-    requests: list[dict[str, Any]] | None = None
+    requests: list[DescribedRequest] | None = None
     first_prompts: list[int] = field(default_factory=list)
     """Numbers of tokens of the first prompts of a program's conversations."""
 
@@ -80,7 +100,11 @@ class Trajectory:
 
 def messages_of(turns: Iterable[Turn]) -> list[Message]:
     """Returns the messages of these turns: those before each action, and the action."""
-    return [m for turn in turns for m in (*turn.messages, {"role": "assistant", "content": turn.action})]
+    messages: list[Message] = []
+    for turn in turns:
+        messages += turn.messages
+        messages.append({"role": "assistant", "content": turn.action})
+    return messages
 
 
 @dataclass(frozen=True)
