@@ -34,7 +34,7 @@ from workers.pool.child_main import AsyncCalls, Overdue
 from workers.pool.process_pool import PoolSpec
 
 Program = Callable[..., object]
-"""A user's function: receives base_url, api_key, row and agentic.program_kwargs; `read_result` checks what it returns."""
+"""A user's function. It receives base_url, api_key, row and agentic.program_kwargs; `read_result` checks its result."""
 PROGRAMS: Registry[Program] = Registry("program")
 TOOL_AGENT = "workers.endpoint.tool_agent:run"
 """The built-in agent, which runs with agentic.mcp_servers and leaves the score to the reward function."""
@@ -145,9 +145,11 @@ class ProgramHost:
     def _call(self, payload: Run) -> object:
         arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
         assert self._function is not None
+        returned = self._function(**arguments)
         if self.style != "async":
-            return self._function(**arguments)
-        return self._calls.run(self._function(**arguments), self._config.timeout_s, "program", _TIME_LIMIT)
+            return returned
+        assert inspect.iscoroutine(returned)
+        return self._calls.run(returned, self._config.timeout_s, "program", _TIME_LIMIT)
 
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""

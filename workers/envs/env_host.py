@@ -124,10 +124,10 @@ class EnvHost:
     def _close(self, session: int) -> None:
         with self._changing:
             _, env = self._episodes.pop(session, (None, None))
-        if env is None:
-            return
         with contextlib.suppress(BaseException):  # the environment is discarded, whether or not it can be closed
-            env.close()
+            close = getattr(env, "close", None)
+            if callable(close):
+                close()
 
 
 def read_reset(result: object) -> EnvReply:
