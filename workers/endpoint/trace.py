@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
 from verl_lite.errors import UserError
 from workers.rollout.base import Completion
-from workers.rollout.conversation import CalledFunction, ChatJoins, Message, MessageCall, Tool, Turn
+from workers.rollout.conversation import CalledFunction, ChatJoins, Message, MessageCall, Tool
 from workers.rollout.episodes import DescribedMessage, DescribedRequest, TokenLimits
 from workers.rollout.rows import of_response
+from workers.rollout.turns import Turn
 
 TEXT_SHOWN = 2_000
 _UNRENDERABLE = (UserError, TypeError)

@@ -247,14 +247,8 @@ class VLLMEngine:
         if unfinished.candidates:
             extra[SAMPLING_CANDIDATES] = torch.cat(unfinished.candidates)
         del self._running[output.request_id]
-        return Completion(
-            output.request_id,
-            unfinished.token_ids,
-            unfinished.log_probs,
-            result.finish_reason,
-            unfinished.versions,
-            extra,
-        )
+        sampled = (unfinished.token_ids, unfinished.log_probs)
+        return Completion(output.request_id, *sampled, result.finish_reason, unfinished.versions, extra)
 
     def _num_candidates(self, request: Request) -> int:
         """Returns rollout.top_k if the candidates of this request are returned, else 0."""
