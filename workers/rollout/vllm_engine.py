@@ -225,8 +225,7 @@ class VLLMEngine:
 
     def _store(self, output: RequestOutput) -> Completion | None:
         """Stores the new tokens of a request. Returns its completion if they were the last ones."""
-        unfinished = self._running[output.request_id]
-        result = output.outputs[0]
+        unfinished, result = self._running[output.request_id], output.outputs[0]
         unfinished.token_ids += result.token_ids
         count = self._num_candidates(unfinished.request)
         if count:
@@ -506,9 +505,11 @@ def _candidates(result: CompletionOutput, count: int) -> tuple[list[float], torc
     shape = (len(result.token_ids), count + 1)  # the sampled token and the most probable ones, usually with it
     log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
     ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
+    sampled = ids[:, 0]
     candidates = ids[:, 1:].where(log_probs[:, 1:].isfinite(), -1)
     # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
-    candidates[:, -1] = candidates[:, -1].where((candidates == ids[:, :1]).any(dim=1), ids[:, 0])
+    has_sampled = (candidates == sampled[:, None]).any(dim=1)
+    candidates[:, -1] = candidates[:, -1].where(has_sampled, sampled)
     return log_probs[:, 0].tolist(), candidates
 
 
