@@ -103,6 +103,15 @@ class _Continued:
     held: int
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """Tokens that are encoded once, and the slots of all sequences that begin with them."""
+
+    token_ids: tuple[int, ...]
+    images: ImageInputs | None
+    slots: list[int] = field(default_factory=list)
+
+
 @register_rollout_engine("hf")
 class HFEngine:
     """Rollout engine on transformers. See `build_rollout_engine` for the arguments, `RolloutEngine` for the methods."""
@@ -381,37 +390,40 @@ class HFEngine:
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
-        assert self._cache is not None
-        slots_of: dict[tuple[int, ...], list[int]] = {}
-        images: dict[tuple[int, ...], ImageInputs | None] = {}
+        prompts: dict[tuple[int, ...], _Prompt] = {}
         for slot, row in enumerate(rows, start=first):
+            token_ids = row.encoded()
             # prompts with equal tokens may have different images: the last entry of a key tells them apart
-            key = (*row.encoded(), -1 if row.request.images is None else row.request.images.digest)
-            slots_of.setdefault(key, []).append(slot)
-            images[key] = row.request.images
-        ordered = sorted((key for key in slots_of if len(key) > 1), key=len)
-        for span in _pack([len(key) - 1 for key in ordered], self._config.max_num_batched_tokens):
-            keys = ordered[span.start : span.stop]
-            ids = _padded([key[:-1] for key in keys]).to(self._device)
-            slots: list[int] = []
-            sources: list[int] = []  # row of the batch whose keys and values each slot gets
-            for row_of_batch, key in enumerate(keys):
-                slots += slots_of[key]
-                sources += [row_of_batch] * len(slots_of[key])
-            self._cache.begin_prefill(
-                torch.tensor(slots, device=self._device), torch.tensor(sources, device=self._device)
-            )
+            key = (*token_ids, -1 if row.request.images is None else row.request.images.digest)
+            prompt = prompts.setdefault(key, _Prompt(token_ids, row.request.images))
+            prompt.slots.append(slot)
 
-            positions = torch.arange(ids.shape[1]).expand(len(keys), -1)
-            image_inputs: dict[str, torch.Tensor] = {}
-            images_of_rows = [images[key] for key in keys]
-            present = [each for each in images_of_rows if each is not None]
-            if present:
-                positions = _image_positions(positions, images_of_rows)
-                image_inputs = {name: tensor.to(self._device) for name, tensor in join_images(present).items()}
-            self._forward(
-                self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **image_inputs
-            )
+        # of a prompt of one token nothing is encoded: its token is the input of the first decode step
+        ordered = [prompt for prompt in prompts.values() if prompt.token_ids]
+        ordered.sort(key=lambda prompt: len(prompt.token_ids))
+        lengths = [len(prompt.token_ids) for prompt in ordered]
+        for span in _pack(lengths, self._config.max_num_batched_tokens):
+            self._encode(ordered[span.start : span.stop])
+
+    def _encode(self, prompts: Sequence[_Prompt]) -> None:
+        """Encodes prompts in one forward and stores their keys and values in all their slots."""
+        assert self._cache is not None
+        ids = _padded([prompt.token_ids for prompt in prompts]).to(self._device)
+        slots: list[int] = []
+        sources: list[int] = []  # row of the batch whose keys and values each slot gets
+        for row, prompt in enumerate(prompts):
+            slots += prompt.slots
+            sources += [row] * len(prompt.slots)
+        self._cache.begin_prefill(torch.tensor(slots, device=self._device), torch.tensor(sources, device=self._device))
+
+        positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
+        image_inputs: dict[str, torch.Tensor] = {}
+        images = [prompt.images for prompt in prompts]
+        present = [each for each in images if each is not None]
+        if present:
+            positions = _image_positions(positions, images)
+            image_inputs = {name: tensor.to(self._device) for name, tensor in join_images(present).items()}
+        self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **image_inputs)
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str]) -> None:
