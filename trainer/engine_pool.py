@@ -10,7 +10,8 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from trainer.roles import ActorRole, Metrics
 from verl_lite.config import PPOConfig
@@ -28,6 +29,29 @@ POLL_S = 0.1
 MOST_TRANSFER_S = 600.0
 _STARTS_AT_ONCE = 8
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class EngineCall(Protocol[T_co]):
+    """A running call of an engine."""
+
+    def get(self) -> Sequence[T_co]:
+        """Waits for the call. Returns the results of the engine's ranks."""
+
+
+@dataclass(frozen=True)
+class CallResults(Generic[T]):
+    """The results of a call of several engines.
+
+    Attributes:
+        of_first_ranks: result of the first rank of each engine, without those that died.
+        replaced: the engines whose process died and was replaced.
+    """
+
+    of_first_ranks: list[T]
+    replaced: list[int]
+
 
 class EnginePool:
     """The worker groups of the engines.
@@ -39,35 +63,47 @@ class EnginePool:
     """
 
     def __init__(self, start: Callable[[int], WorkerGroup], num_engines: int, tell: Callable[[str], None]) -> None:
-        self._start, self._tell = start, tell
+        self._start = start
+        self._tell = tell
         self._failures: dict[int, WorkerDiedError] = {}  # since the last weight update, by engine
         with ThreadPoolExecutor(_STARTS_AT_ONCE) as threads:
             started = [threads.submit(start, engine) for engine in range(num_engines)]
-        self.groups: list[WorkerGroup] = [future.result() for future in started if future.exception() is None]
-        if failures := [error for future in started if (error := future.exception()) is not None]:
-            self.shutdown()
-            raise failures[0]
+        errors = [future.exception() for future in started]
+        self.groups: list[WorkerGroup] = [
+            future.result() for future, error in zip(started, errors, strict=True) if error is None
+        ]
+        for error in errors:
+            if error is not None:
+                self.shutdown()
+                raise error
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int]]:
-        """Calls a method of all engines at the same time. Returns the results of the first ranks, and the engines whose
-        process died and was replaced. Raises the first cause if its replacement dies before the next weight update."""
-        calls = {engine: getattr(group, method) for engine, group in enumerate(self.groups)}
-        return self.gather({engine: call(*args, blocking=False, **kwargs) for engine, call in calls.items()})
+    def call(self, start: Callable[[WorkerGroup], EngineCall[T]]) -> CallResults[T]:
+        """Calls all engines at the same time, and replaces those whose process died.
 
-    def gather(self, futures: Mapping[int, Any]) -> tuple[list[Any], list[int]]:
+        Args:
+            start: starts the call of one engine, with blocking=False.
+
+        Raises:
+            WorkerDiedError: a replaced engine died before the next weight update. This is the first cause.
+        """
+        return self.gather({engine: start(group) for engine, group in enumerate(self.groups)})
+
+    def gather(self, calls: Mapping[int, EngineCall[T]]) -> CallResults[T]:
         """Waits for calls of engines, by engine; see `call`."""
-        results, died = [], list[tuple[int, WorkerDiedError]]()
-        for engine, future in futures.items():
+        results: list[T] = []
+        deaths: dict[int, WorkerDiedError] = {}
+        for engine, call in calls.items():
             try:
-                results.append(future.get()[0])
+                results.append(call.get()[0])
             except WorkerDiedError as error:
-                died.append((engine, error))
-        for engine, death in died:
+                deaths[engine] = error
+        for engine, death in deaths.items():
             self._replace(engine, death)
-        return results, [engine for engine, _ in died]
+        return CallResults(results, list(deaths))
 
     def _replace(self, engine: int, error: WorkerDiedError) -> None:
-        if (first := self._failures.get(engine)) is not None:
+        first = self._failures.get(engine)
+        if first is not None:
             first.add_note(f"the engine that replaced it died in the same step: {error}")
             raise first
         self._failures[engine] = error
@@ -92,8 +128,11 @@ class EnginePool:
 class SeparateActorRole(ActorRole):
     """The driver's interface to policy workers that train and to engines in a separate pool.
 
-    queue: the queue of the engines (`workers.rollout.group_queue`). rewards: handle of the reward pool; None if there
-    is none.
+    Args:
+        group: the policy workers.
+        engines: the engines.
+        queue: the queue of the engines (`workers.rollout.group_queue`).
+        rewards: handle of the reward pool; None if there is none.
     """
 
     def __init__(
@@ -105,9 +144,12 @@ class SeparateActorRole(ActorRole):
         rewards: ServiceHandle | None,
     ) -> None:
         super().__init__(group, config)
-        self.engines, self._queue, self._rewards = engines, queue, rewards
+        self.engines = engines
+        self._queue = queue
+        self._rewards = rewards
         self._open: dict[str, tuple[GroupPlan, SamplingParams]] = {}  # groups that are not complete
-        self._version = self._trained = 0  # version of the engines' weights, and of the trainer's
+        self._version = 0  # of the engines' weights
+        self._trained = 0  # version of the trainer's weights
         self._address: tuple[str, int] | None = None  # of the channel to all engines
         limit_s = config.trainer.stall_timeout_s
         self._transfer_s = MOST_TRANSFER_S if limit_s is None else min(MOST_TRANSFER_S, limit_s / 2)
@@ -123,8 +165,9 @@ class SeparateActorRole(ActorRole):
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         owners: list[int | None] = [None] * len(plans)
         if not self.config.async_training.max_off_policy_threshold:
-            blocks = enumerate(chunk_bounds(len(plans), self.num_engines))
-            owners = [engine for engine, (start, stop) in blocks for _ in range(start, stop)]
+            # the engine that would have the group on the trainer's devices
+            for engine, (start, stop) in enumerate(chunk_bounds(len(plans), self.num_engines)):
+                owners[start:stop] = [engine] * (stop - start)
         self._open |= {plan.key: (plan, sampling) for plan in plans}
         self._queue.call("put", [self._queued(plan.key, owner) for plan, owner in zip(plans, owners, strict=True)])
 
@@ -133,23 +176,33 @@ class SeparateActorRole(ActorRole):
         return QueuedGroup(key, len(plan.samples), pickle.dumps(self._open[key]), engine)
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
-        started = progress = time.monotonic()
-        wanted, collected, limit_s = set(keys), list[GroupResults](), self.config.trainer.stall_timeout_s
+        wanted = set(keys)
+        collected: list[GroupResults] = []
+        limit_s = self.config.trainer.stall_timeout_s
+        poll_s = POLL_S if seconds is None else min(POLL_S, seconds)
+        started = time.monotonic()
+        progress = started
         while wanted & self._open.keys():
             now = time.monotonic()
             if seconds is not None and now - started >= seconds:
                 break
             if limit_s is not None and now - progress > limit_s:
                 raise StalledError(f"no rollout engine has completed a group for {limit_s:g} s")
-            if found := self._take(POLL_S if seconds is None else min(POLL_S, seconds), with_metrics=False):
+            taken = self._take(poll_s, with_metrics=False)
+            if taken:
                 progress = time.monotonic()
-                collected += found
+                collected += taken
         return collected + self._take(0.0, with_metrics=seconds is None)
 
     def _take(self, seconds: float, with_metrics: bool) -> list[GroupResults]:
-        results, replaced = self.engines.call("take_groups", seconds, with_metrics)
-        self._restore(replaced)
-        complete = [report.key for result in results for report in result.reports]
+        taken: CallResults[GroupResults] = self.engines.call(
+            lambda engine: engine.take_groups(seconds, with_metrics, blocking=False)
+        )
+        self._restore(taken.replaced)
+        results = taken.of_first_ranks
+        complete: list[str] = []
+        for result in results:
+            complete += [report.key for report in result.reports]
         for key in complete:
             del self._open[key]
         if complete:
@@ -183,18 +236,23 @@ class SeparateActorRole(ActorRole):
             rewards.call("cancel", items)
 
     def snapshot_groups(self) -> list[GroupPlan]:
-        found, replaced = self.engines.call("snapshot_groups")
-        self._restore(replaced)
-        running = {plan.key: plan for plans in found for plan in plans}
+        snapshots: CallResults[list[GroupPlan]] = self.engines.call(
+            lambda engine: engine.snapshot_groups(blocking=False)
+        )
+        self._restore(snapshots.replaced)
+        running: dict[str, GroupPlan] = {}
+        for plans in snapshots.of_first_ranks:
+            running |= {plan.key: plan for plan in plans}
+        # a group that waits in the queue, or whose engine died, continues from its plan
         return [running.get(key, plan) for key, (plan, _) in self._open.items()]
 
     def abort_groups(self, keys: Sequence[str]) -> int:
         for key in keys:
             del self._open[key]
         self._queue.call("remove", keys)
-        tokens, replaced = self.engines.call("abort_groups", list(keys))
-        self._restore(replaced)
-        return sum(tokens)
+        tokens: CallResults[int] = self.engines.call(lambda engine: engine.abort_groups(list(keys), blocking=False))
+        self._restore(tokens.replaced)
+        return sum(tokens.of_first_ranks)
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         self._trained = step
@@ -208,24 +266,29 @@ class SeparateActorRole(ActorRole):
 
     def _transfer(self, version: int, engines: Sequence[int]) -> Metrics:
         """Sends the trainer's weights to these engines, again if one of them was replaced meanwhile."""
-        size, names = self.config.rollout.tensor_model_parallel_size, ["the trainer"]
+        size = self.config.rollout.tensor_model_parallel_size
+        names = ["the trainer"]
         for engine in engines:
-            names += [f"engine {engine}" + (f" (rank {rank})" if size > 1 else "") for rank in range(size)]
+            for rank in range(size):
+                names.append(f"engine {engine} (rank {rank})" if size > 1 else f"engine {engine}")
+
         while True:
             address = self._address or self.group.open_channel()
             ends = [ChannelEnd(address, tuple(names), rank, self._transfer_s) for rank in range(len(names))]
             sending = self.group.send_weights(ends[0], blocking=False)
-            receivers = {engine: self.engines.groups[engine] for engine in engines}
-            receiving = {
-                engine: group.receive_weights(version, ends[1 + number * size], blocking=False)
-                for number, (engine, group) in enumerate(receivers.items())
-            }
+            receiving = {}
+            for number, engine in enumerate(engines):
+                first_end = ends[1 + number * size]
+                receiving[engine] = self.engines.groups[engine].receive_weights(version, first_end, blocking=False)
             sent = sending.get()
-            received, replaced = self.engines.gather(receiving)
-            failures = [each for each in (*sent, *received) if isinstance(each, TransferError)]
-            self._address = address if len(engines) == self.num_engines and not failures and not replaced else None
-            if replaced:
-                self._requeue(replaced)
+            received: CallResults[object] = self.engines.gather(receiving)
+
+            failures = [result for result in (*sent, *received.of_first_ranks) if isinstance(result, TransferError)]
+            # the next transfer to all engines uses the same channel, unless one of its ends is lost
+            is_whole = len(engines) == self.num_engines and not failures and not received.replaced
+            self._address = address if is_whole else None
+            if received.replaced:
+                self._requeue(received.replaced)
             elif failures:
                 raise failures[0]
             else:

@@ -6,16 +6,17 @@ samples, so the samples depend neither on time nor on the number of ranks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
 from trainer.data.order import build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
 from trainer.requirements import needs_greedy_baseline
-from trainer.rollout_scheduler import Group, Rows
+from trainer.sample_groups import Group, Rows, SavedRows, SourceState, saved_rows
 from trainer.validation.sample import plain_value
 from verl_lite.config import EnvManagerConfig, PPOConfig
+from verl_lite.json_types import JsonObject
 from verl_lite.protocol import DataProto
 from workers.rollout.answers import answer_plans
 from workers.rollout.base import derive_seed
@@ -56,6 +57,19 @@ def prompt_groups(
     return groups
 
 
+class PromptState(TypedDict):
+    """The state of a `PromptSource`.
+
+    epoch, loader: its position in the data. waiting: tensors and other columns of the prompts that were drawn and not
+    used. asked: the prompts of the batches being filled. The last two exist only where batches are cut.
+    """
+
+    epoch: int
+    loader: JsonObject
+    waiting: NotRequired[SavedRows | None]
+    asked: NotRequired[dict[int, dict[str, int]]]
+
+
 class PromptSource:
     """Draws the training prompts, epoch after epoch. epoch: epoch of the last prompts, from 0.
 
@@ -65,10 +79,12 @@ class PromptSource:
     """
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
-        self.config, self.epoch = config, 0
+        self.config = config
+        self.epoch = 0
         self.order = build_order(data, config)
         self.loader = build_train_loader(data, config, self.order)
-        self._prompts, self._greedy_too = len(data), needs_greedy_baseline(config)
+        self._num_prompts = len(data)
+        self._greedy_too = needs_greedy_baseline(config)
         self._cuts = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
         self._batches = self._epochs()
         self._waiting: DataProto | None = None
@@ -77,6 +93,7 @@ class PromptSource:
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
         if not self._cuts:
             return self._groups(next(self._batches), step)
+        # the batches of earlier steps are complete, so that no prompt is drawn for them any more
         oldest = step - self.config.async_training.depth
         self._drawn = {batch_step: drawn for batch_step, drawn in self._drawn.items() if batch_step >= oldest}
         return self.draw(self.config.data.train_batch_size, step)
@@ -85,9 +102,10 @@ class PromptSource:
         drawn = self._drawn.setdefault(step, {})
         groups: list[Group] = []
         batches_without_new = 0
-        while number and len(set(drawn.values())) < self._prompts and batches_without_new <= len(self.loader):
+        while number and len(set(drawn.values())) < self._num_prompts and batches_without_new <= len(self.loader):
             batch = self._waiting or next(self._batches)
-            uids, rows = batch.non_tensor_batch["uid"], batch.non_tensor_batch["index"]
+            uids = batch.non_tensor_batch["uid"]
+            rows = batch.non_tensor_batch["index"]
             new = np.flatnonzero([uid not in drawn for uid in uids])[:number]
             drawn |= dict(zip(uids[new], rows[new].tolist(), strict=True))
 
@@ -107,15 +125,16 @@ class PromptSource:
         """Passes a finished training batch to the data sampler. Returns the sampler's metrics."""
         return self.order.update(batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "loader": self.loader.state_dict()}
-        if not self._cuts:
-            return state
-        waiting = self._waiting and (dict(self._waiting.batch.items()), self._waiting.non_tensor_batch)
-        return state | {"waiting": waiting, "asked": {step: dict(drawn) for step, drawn in self._drawn.items()}}
+    def state_dict(self) -> SourceState:
+        state: PromptState = {"epoch": self.epoch, "loader": self.loader.state_dict()}
+        if self._cuts:
+            state["waiting"] = None if self._waiting is None else saved_rows(self._waiting)
+            state["asked"] = {step: dict(drawn) for step, drawn in self._drawn.items()}
+        return dict(state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self._batches = state["epoch"], self._epochs()
+    def load_state_dict(self, state: SourceState) -> None:
+        self.epoch = state["epoch"]
+        self._batches = self._epochs()
         self.loader.load_state_dict(state["loader"])
         waiting = state.get("waiting")
         self._waiting = None if waiting is None else DataProto.from_dict(*waiting)
@@ -189,14 +208,22 @@ class EnvGroup:
 class EnvSource:
     """Draws groups of episodes: one of each group of environments in turn.
 
-    purpose: "train", or "val", whose batches all have the same episodes. batch_size: number of episodes of a batch.
-    next_group: number of the next group; number n is episode n // G of the environments of group n % G.
+    Args:
+        manager: section agentic.train_env_manager or agentic.val_env_manager.
+        seed: seed of the run.
+        batch_size: number of episodes of a batch.
+        purpose: "train", or "val", whose batches all have the same episodes.
+
+    Attributes:
+        next_group: number of the next group; number n is episode n // G of the environments of group n % G.
     """
 
     epoch = 0
 
     def __init__(self, manager: EnvManagerConfig, seed: int, batch_size: int, purpose: str = "train") -> None:
-        self.manager, self.batch_size, self.purpose = manager, batch_size, purpose
+        self.manager = manager
+        self.batch_size = batch_size
+        self.purpose = purpose
         self.envs = env_groups(manager, seed, purpose)
         self.next_group = 0
 
@@ -206,7 +233,9 @@ class EnvSource:
             size = self.manager.group_size
             raise ValueError(f"a batch of {self.batch_size} episodes cannot be cut into groups of {size}")
         if self.purpose != "train":
-            self.next_group, start_step = 0, 1  # the random numbers depend on the step
+            # the random numbers depend on the number of the group and on the step
+            self.next_group = 0
+            start_step = 1
         return self._draw(number, start_step)
 
     def draw(self, number: int, step: int) -> list[Group]:
@@ -217,16 +246,18 @@ class EnvSource:
         return self.draw_batch(1, 1)
 
     def _draw(self, number: int, start_step: int) -> list[Group]:
-        first, self.next_group = self.next_group, self.next_group + number
+        first = self.next_group
+        self.next_group += number
         return [Group(self._plan(index, start_step)) for index in range(first, self.next_group)]
 
     def _plan(self, number: int, start_step: int) -> GroupPlan:
         """Returns the plan of group `number`. The names of its episodes are ROLL's."""
         episode_id, place = divmod(number, len(self.envs))
-        env, manager = self.envs[place], self.manager
+        env = self.envs[place]
+        manager = self.manager
         name = f"{env.tag}_{env.group_id}_{episode_id}_{env.seed}"
         members = manager.group_size + manager.group_size_redundancy
-        specs = tuple(
+        specs = [
             EpisodeSpec(
                 traj_id=f"{name}_{env_id}",
                 traj_group_id=name,
@@ -240,17 +271,17 @@ class EnvSource:
                 purpose=self.purpose,
             )
             for env_id in range(env.group_id * members, (env.group_id + 1) * members)
-        )
-        return GroupPlan(f"{self.purpose}/{name}", specs)
+        ]
+        return GroupPlan(f"{self.purpose}/{name}", tuple(specs))
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Returns no metrics: environments do not choose their episodes by the results."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SourceState:
         return {"next_group": self.next_group}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SourceState) -> None:
         self.next_group = state["next_group"]
 
 
@@ -259,10 +290,13 @@ def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGr
     num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
     share, rest = divmod(manager.num_env_groups, len(manager.tags))
     counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
-    groups: list[tuple[float, EnvGroup]] = []
+    groups: list[EnvGroup] = []
+    places: dict[int, float] = {}  # of each group in the order of use, by its id
     for tag, count in zip(manager.tags, counts, strict=True):
         for rank in range(count):
             group_id = len(groups)
             group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
-            groups.append(((rank + 0.5) / count, EnvGroup(group_id, tag, group_seed)))
-    return [group for _, group in sorted(groups, key=lambda entry: (entry[0], entry[1].group_id))]
+            groups.append(EnvGroup(group_id, tag, group_seed))
+            # the groups of each tag are spread evenly over the interval from 0 to 1
+            places[group_id] = (rank + 0.5) / count
+    return sorted(groups, key=lambda group: (places[group.group_id], group.group_id))

@@ -20,17 +20,30 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 import torch
 
+from trainer.sample_groups import (
+    AnswerRewards,
+    Engines,
+    Group,
+    GroupFilter,
+    GroupSource,
+    Rows,
+    SavedRows,
+    SourceState,
+    assembled,
+    sample_ids,
+    saved_rows,
+    with_columns,
+)
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupResults
+from workers.rollout.specs import EpisodeCounts, GroupPlan
 
 SLICE_S = 0.1
 """Seconds between two checks of the scores of complete groups while other groups are running."""
@@ -38,122 +51,28 @@ SLICE_S = 0.1
 torch.serialization.add_safe_globals([Metric])  # the metrics since the last batch are part of a checkpoint
 
 
-class Rows(NamedTuple):
-    """Consecutive rows of a batch."""
-
-    batch: DataProto
-    start: int
-    stop: int
+SavedGroup: TypeAlias = tuple[GroupPlan, int, int, EpisodeCounts | None, str | None, SavedRows | None]
+"""A group in a checkpoint: plan, version, step, counts and kind of `Group`, and its rows."""
 
 
-@dataclass(eq=False)  # two groups are never the same, and a set may hold them
-class Group:
-    """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
+class Snapshot(TypedDict):
+    """The state of a scheduler in memory; see its attributes."""
 
-    Attributes:
-        plan: what the engines sample; without samples if the group was complete when a checkpoint was written.
-        columns: the columns that the source knows. None if the engines return all columns, or if the group was complete
-            when a checkpoint was written.
-        version: weights with which the group was started.
-        step: batch for which it was started.
-        sampled: its rows once it is complete, with all columns: those of the source, those of the engines, and the
-            scores if the filter needed them. A complete group therefore needs nothing else, whether its rows were
-            sampled by this process or read from a checkpoint.
-        counts: counts of its episodes.
-        kind: None until the group is complete; then "kept", or the reason why the filter drops the group.
-    """
-
-    plan: GroupPlan
-    columns: Rows | None = None
-    version: int = 0
-    step: int = 0
-    sampled: Rows | None = None
-    counts: EpisodeCounts | None = None
-    kind: str | None = None
-
-    @property
-    def is_kept(self) -> bool:
-        """True if the group is complete and can be trained on."""
-        return self.kind == "kept"
-
-    @property
-    def is_dropped(self) -> bool:
-        """True if the filter dropped the group."""
-        return self.kind not in ("kept", None)
+    source: SourceState
+    groups: list[Group]
+    sizes: dict[int, int]
+    counts: dict[str, int]
+    metrics: list[dict[str, Metric]]
 
 
-class Engines(Protocol):
-    """Runs groups on the rollout engines, as `trainer.roles.ActorRole` does."""
+class SchedulerState(TypedDict):
+    """The state of a scheduler in a checkpoint, which `torch.load` reads without the classes of this file."""
 
-    @property
-    def num_engines(self) -> int: ...
-
-    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
-
-    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]: ...
-
-    def snapshot_groups(self) -> list[GroupPlan]: ...
-
-    def abort_groups(self, keys: Sequence[str]) -> int: ...
-
-
-class GroupSource(Protocol):
-    """Draws groups in a fixed order; see `trainer.group_sources`. epoch: epoch of the last group, from 0."""
-
-    epoch: int
-
-    def draw_batch(self, step: int, start_step: int) -> list[Group]:
-        """Returns the groups of the batch of `step`, which are started in `start_step`."""
-
-    def draw(self, number: int, step: int) -> list[Group]:
-        """Returns up to `number` groups that replace dropped ones in this step; none if there are no more."""
-
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """Receives a finished training batch, in the order of the steps. Returns metrics."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class AnswerRewards(Protocol):
-    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.Rewards`."""
-
-    def are_ready(self, batch: DataProto) -> np.ndarray:
-        """Returns (B,) bool: True for rows whose reward is available without waiting."""
-
-    def submit(self, batch: DataProto) -> None:
-        """Starts the computation of the rewards of these rows."""
-
-    def cancel(self, sample_ids: Sequence[str]) -> None:
-        """Ends the computation of rewards that are not needed."""
-
-
-class GroupFilter:
-    """Base class of filters, which decide which complete groups are trained on."""
-
-    drops = True
-    """False if this filter, with its options, never drops a group. The driver need not check the groups during
-    sampling then."""
-    adds_scores = False
-    """True if the filter adds the scores to the rows of the groups."""
-
-    def judge(self, groups: Sequence[Group]) -> None:
-        """Sets `kind` of complete groups whose rewards are available, or may be waited for."""
-        raise NotImplementedError
-
-    def most(self, wanted: int) -> float:
-        """Returns the maximum number of groups that may be drawn for a batch of `wanted` groups."""
-        raise NotImplementedError
-
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
-        """Keeps `missing` of the dropped groups, or raises. Called if no more groups may be drawn to replace them."""
-        raise NotImplementedError
-
-    def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
-        return {}
+    source: SourceState
+    groups: list[SavedGroup]
+    sizes: dict[int, int]
+    counts: dict[str, int]
+    metrics: list[dict[str, Metric]]
 
 
 class RolloutScheduler:
@@ -372,7 +291,7 @@ class RolloutScheduler:
                 rows, start, stop = group.sampled
                 aborted_tokens += int(rows.batch["response_mask"][start:stop].sum())
         if self.rewards is not None:
-            self.rewards.cancel(_sample_ids(surplus))
+            self.rewards.cancel(sample_ids(surplus))
         self.counts["aborted"] += len(surplus)
 
         chosen_tokens = int(batch.batch["response_mask"].sum())
@@ -463,7 +382,7 @@ class RolloutScheduler:
                 group = of_key[report.key]
                 stop = start + report.num_rows
                 assert result.rows is not None
-                group.sampled = _with_columns(group.columns, Rows(result.rows, start, stop))
+                group.sampled = with_columns(group.columns, Rows(result.rows, start, stop))
                 group.counts = report.counts
                 start = stop
 
@@ -517,7 +436,7 @@ class RolloutScheduler:
             metrics["async/trainer_idle_frac"] = Metric.last(min(1.0, waited / period))
         return metrics
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """Returns the current state, which shares its groups with the scheduler."""
         return {
             "source": self.source.state_dict(),
@@ -527,7 +446,7 @@ class RolloutScheduler:
             "metrics": list(self._metrics),
         }
 
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Restores a snapshot, in this process or in another one. The next `get_batch` starts the groups again that
         were not complete."""
         self.source.load_state_dict(snapshot["source"])
@@ -537,7 +456,7 @@ class RolloutScheduler:
         self._metrics = list(snapshot["metrics"])
         self._is_restored = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SchedulerState:
         """Returns the state for a checkpoint. Groups that continue under new weights are saved as far as they were
         sampled, if their samples can be continued in another process. Waits for all others."""
         continued: dict[str, GroupPlan] = {}
@@ -546,7 +465,7 @@ class RolloutScheduler:
         if others := [key for key in self._running() if key not in continued]:
             self._collect(others, self.groups)
 
-        groups = []
+        groups: list[SavedGroup] = []
         for group in self.groups:
             # of a complete group its rows are saved, and of a running one what continues it
             if group.sampled is not None:
@@ -555,14 +474,13 @@ class RolloutScheduler:
             else:
                 plan = continued[group.plan.key]
                 rows = group.columns
-            columns = None
+            columns: SavedRows | None = None
             if rows is not None:
-                saved = rows.batch.select_idxs(np.arange(rows.start, rows.stop))
-                columns = (dict(saved.batch.items()), saved.non_tensor_batch)
+                columns = saved_rows(rows.batch.select_idxs(np.arange(rows.start, rows.stop)))
             groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
-        return self.snapshot() | {"groups": groups}
+        return {**self.snapshot(), "groups": groups}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SchedulerState) -> None:
         """Restores the result of `state_dict`."""
         groups = []
         for plan, version, step, counts, kind, columns in state["groups"]:
@@ -576,7 +494,7 @@ class RolloutScheduler:
             else:
                 group.sampled = rows
             groups.append(group)
-        self.restore(state | {"groups": groups})
+        self.restore({**state, "groups": groups})
 
     def _begin_again(self) -> None:
         """Starts the incomplete groups of a restored state, once. The rewards of complete groups that had not been
@@ -594,53 +512,6 @@ class RolloutScheduler:
                 unscored.append(group)
         if unscored:
             self.rewards.submit(assembled(unscored))
-
-
-def assembled(groups: Sequence[Group]) -> DataProto:
-    """Returns the rows of complete groups, ordered by group."""
-    return _gathered([group.sampled for group in groups if group.sampled is not None])
-
-
-def _with_columns(columns: Rows | None, sampled: Rows) -> Rows:
-    """Adds the columns of the source, if there are any, to the rows that an engine returned."""
-    if columns is None:
-        return sampled
-    source_rows = columns.batch.slice(columns.start, columns.stop)
-    engine_rows = sampled.batch.slice(sampled.start, sampled.stop)
-    rows = source_rows | engine_rows
-    return Rows(rows, 0, len(rows))
-
-
-def _gathered(parts: Sequence[Rows]) -> DataProto:
-    """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
-    batches = list({id(part.batch): part.batch for part in parts}.values())
-    names: dict[str, None] = {}  # in the order of their first occurrence
-    for batch in batches:
-        names |= dict.fromkeys(batch.non_tensor_batch)
-
-    complete = []
-    first_row: dict[int, int] = {}
-    num_rows = 0
-    for batch in batches:
-        columns = batch.non_tensor_batch
-        selected = batch.select(meta_info_keys=[])
-        selected.non_tensor_batch = {name: columns.get(name, np.full(len(batch), None)) for name in names}
-        complete.append(selected)
-        first_row[id(batch)] = num_rows
-        num_rows += len(batch)
-
-    rows = [first_row[id(part.batch)] + np.arange(part.start, part.stop) for part in parts]
-    return DataProto.concat(complete).select_idxs(np.concatenate(rows).astype(np.int64))
-
-
-def _sample_ids(groups: Sequence[Group]) -> list[str]:
-    """Returns the ids of the samples of groups of answers, running or complete."""
-    ids: list[str] = []
-    for group in groups:
-        rows = group.columns or group.sampled
-        if rows is not None:
-            ids += map(str, rows.batch.non_tensor_batch["sample_id"][rows.start : rows.stop])
-    return ids
 
 
 def _version_metrics(batch: DataProto) -> dict[str, Metric]:

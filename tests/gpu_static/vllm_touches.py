@@ -70,11 +70,11 @@ VARIABLES = {
     "_store": {"output": OUTPUT},
     "_candidates": {"result": COMPLETION},
     "_routes_of": {"output": OUTPUT},
-    "_disable_expert_recording": {"core": CLIENT},
-    "_summarize_engine": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
-    "_repack_tied_head": {"worker": WORKER, "head": HEAD},
-    "_unpack_experts": {"worker": WORKER, "module.quant_method": EXPERTS},
-    "_has_stale_experts": {"worker": WORKER, "methods": EXPERTS},
+    "disable_expert_recording": {"core": CLIENT},
+    "summarize_engine": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
+    "repack_tied_head": {"worker": WORKER, "head": HEAD},
+    "unpack_experts": {"worker": WORKER, "module.quant_method": EXPERTS},
+    "has_stale_experts": {"worker": WORKER, "methods": EXPERTS},
     "_shut_down_within_process_group": {"core": CLIENT},
 }
 """The classes of a function's parameters and variables."""

@@ -37,7 +37,7 @@ from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
 from workers.policy.vision import VISION_FAMILIES
-from workers.rollout import hf_engine
+from workers.rollout import lean_decoder
 from workers.rollout.slot_cache import check_layers
 
 
@@ -221,16 +221,16 @@ def test_the_hf_engine_samples_with_the_log_probs_of_training(family: str, tmp_p
     engine.close()
 
 
-@pytest.mark.parametrize("smallest", [0, hf_engine.PACKED_ELEMENTS])
-@pytest.mark.parametrize("family", sorted(set(hf_engine.LEAN_FAMILIES) - VISION_FAMILIES.keys()))
+@pytest.mark.parametrize("smallest", [0, lean_decoder.PACKED_ELEMENTS])
+@pytest.mark.parametrize("family", sorted(set(lean_decoder.LEAN_FAMILIES) - VISION_FAMILIES.keys()))
 def test_lean_decoding_samples_with_the_log_probs_of_training(
     family: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a weight update, with matrices of oneDNN and of torch. For models with images see test_vision.py."""
-    monkeypatch.setattr(hf_engine, "PACKED_ELEMENTS", smallest)
+    monkeypatch.setattr(lean_decoder, "PACKED_ELEMENTS", smallest)
     more = {"mistral": {"sliding_window": None}, "llama": {"attention_bias": True}}.get(family, {})
     network = tiny_network(family, **more)
-    assert hf_engine.lean_decoder(tiny_network(family, **more), 16) is not None
+    assert lean_decoder.lean_decoder(tiny_network(family, **more), 16) is not None
     network.save_pretrained(tmp_path)
     engine = make_engine("hf", str(tmp_path), 16, max_num_seqs=4)
     network.config.use_cache = False
@@ -247,7 +247,7 @@ def test_a_sleeping_engine_keeps_no_copy_of_its_weights_and_decodes_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copies in oneDNN's layout are as large as the weights, and an update needs their memory."""
-    monkeypatch.setattr(hf_engine, "PACKED_ELEMENTS", 0)
+    monkeypatch.setattr(lean_decoder, "PACKED_ELEMENTS", 0)
     network = tiny_network("llama")
     network.save_pretrained(tmp_path)
     engine: Any = make_engine("hf", str(tmp_path), 16, max_num_seqs=4)
@@ -268,7 +268,7 @@ def test_a_sleeping_engine_keeps_no_copy_of_its_weights_and_decodes_as_before(
 def test_only_models_with_the_layers_of_llama_decode_leanly() -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     others = [tiny_network("gemma2"), tiny_network("llama").bfloat16(), tiny_network("llama", rope_parameters=dynamic)]
-    assert [hf_engine.lean_decoder(network, 16) for network in others] == [None, None, None]
+    assert [lean_decoder.lean_decoder(network, 16) for network in others] == [None, None, None]
 
 
 def test_a_layer_with_a_state_that_is_not_told_of_borders_is_no_silent_leak() -> None:

@@ -28,7 +28,7 @@ from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import PolicyBuilder, token_network
 from workers.policy.value_head import value_head
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
-from workers.rollout import hf_engine
+from workers.rollout import lean_decoder
 from workers.rollout.base import Request, RolloutEngine, SamplingParams, build_rollout_engine
 
 PROMPT, RESPONSE = 40, 6
@@ -112,11 +112,11 @@ def plain_log_probs(network: Any, given: dict[str, torch.Tensor], tokens: list[i
     return torch.log_softmax(logits / temperature, dim=1)[range(len(tokens)), tokens]
 
 
-@pytest.mark.parametrize("smallest", [0, hf_engine.PACKED_ELEMENTS])
+@pytest.mark.parametrize("smallest", [0, lean_decoder.PACKED_ELEMENTS])
 def test_greedy_tokens_and_log_probs_equal_transformers_generate(
     path: str, smallest: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(hf_engine, "PACKED_ELEMENTS", smallest)
+    monkeypatch.setattr(lean_decoder, "PACKED_ELEMENTS", smallest)
     requests, network = requests_of(path, n=1, temperature=0.0), network_of(path)
     engine = request.getfixturevalue("engine")
     done = run(engine, requests)

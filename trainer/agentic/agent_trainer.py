@@ -35,7 +35,7 @@ from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.endpoint.program_host import is_command, program_of, program_pool
-from workers.endpoint.protocols import check_ignored_fields
+from workers.endpoint.request_fields import check_ignored_fields
 from workers.envs.env_pool import EnvPool
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.conversation import ChatJoins

@@ -27,7 +27,7 @@ class ModelShape:
     experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
     the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
     is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). is_lean: True if the
-    hf engine decodes on a CPU with joined projections (`workers.rollout.hf_engine.LeanDecoder`). tower: the vision
+    hf engine decodes on a CPU with joined projections (`workers.rollout.lean_decoder.LeanDecoder`). tower: the vision
     tower of a vision-language model.
     """
 
@@ -164,7 +164,7 @@ def config_like(name: str) -> dict[str, Any]:
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Returns the shape that a config.json describes. Raises UserError if it lacks a size."""
-    from workers.rollout.hf_engine import has_lean_layers
+    from workers.rollout.lean_decoder import has_lean_layers
 
     kind = str(config.get("model_type", "llama"))
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")

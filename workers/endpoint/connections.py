@@ -7,8 +7,8 @@ replaces the oldest one that belongs to nobody, so that programs can always conn
 import asyncio
 import resource
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Hashable
+from typing import cast
 
 MAX_CONNECTIONS = 4096
 FILES_SHARE = 2
@@ -40,8 +40,9 @@ class Connections:
     def __init__(self, refused: Callable[[str], None]) -> None:
         self._refused = refused
         self._limit = most_connections()
-        self._owners: dict[asyncio.Transport, Any] = {}  # in the order of their beginning
-        self._counts: Counter[Any] = Counter()
+        # in the order of their beginning; None while a connection belongs to nobody
+        self._owners: dict[asyncio.Transport, Hashable | None] = {}
+        self._counts: Counter[Hashable] = Counter()
 
     def admit(self, transport: asyncio.Transport) -> bool:
         """Adds a new connection. Returns False if there is no place for it; it is then closed."""
@@ -58,7 +59,7 @@ class Connections:
         asyncio.get_running_loop().call_later(ANONYMOUS_S, self._expire, transport)
         return True
 
-    def give(self, transport: asyncio.BaseTransport | None, owner: Any) -> bool:
+    def give(self, transport: asyncio.BaseTransport | None, owner: Hashable) -> bool:
         """Gives a connection to the episode whose key it has sent. Returns False if the episode has too many."""
         known = cast(asyncio.Transport, transport)
         if known not in self._owners or self._owners[known] is owner:
@@ -70,7 +71,7 @@ class Connections:
         self._counts[owner] += 1
         return True
 
-    def release(self, owner: Any) -> None:
+    def release(self, owner: Hashable) -> None:
         """Makes the connections of an episode that has ended replaceable."""
         for transport, current in self._owners.items():
             if current is owner:

@@ -13,9 +13,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import psutil
 
@@ -35,6 +35,15 @@ EXCEEDED = 125
 _CHECK_S = 0.2
 
 
+class Limits(TypedDict):
+    """Limits of a command. key: digest of its API key."""
+
+    memory_mb: int
+    processes: int
+    file_mb: int
+    key: NotRequired[str]
+
+
 def base_environment(names: Iterable[str]) -> dict[str, str]:
     """Returns the variables of this process that programs inherit: `KEPT` and these names."""
     # without the first variable, a program would see all devices of the machine
@@ -49,15 +58,16 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
     return environment
 
 
-def main(limits: Mapping[str, Any], command: list[str]) -> int:
+def main(limits: Limits, command: list[str]) -> int:
     """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
     parent = os.getppid()
     process_tree.become_subreaper()  # descendants whose parent ends become children of this process
     process_tree.hide_memory()
-    for name, value in ((resource.RLIMIT_FSIZE, limits["file_mb"] << 20), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(name)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(name, (value, value))
+    for name, wanted in ((resource.RLIMIT_FSIZE, limits["file_mb"] << 20), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(name)
+        # no process may exceed the limit that it inherited
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(name, (limit, limit))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(kill_all()))
     try:
         tree = ProcessTree(command, os.environ)

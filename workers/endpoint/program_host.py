@@ -16,24 +16,26 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from verl_lite.config import AgenticConfig, ProgramConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import DatasetRow, JsonObject, KeywordArguments
 from verl_lite.machine.folders import temporary_folder
 from verl_lite.machine.host import cpu_count
 from verl_lite.machine.process_tree import ProcessTree, end_adopted, hide_memory
 from verl_lite.registry import Registry
 from workers.endpoint.callers import key_digest
-from workers.endpoint.limited import COMMAND, base_environment
+from workers.endpoint.limited import COMMAND, Limits, base_environment
 from workers.envs.env_host import NonsenseError, check_metric_names, read_number
 from workers.pool.child_main import AsyncCalls, Overdue
 from workers.pool.process_pool import PoolSpec
 
-PROGRAMS: Registry[Any] = Registry("program")
+Program = Callable[..., object]
+"""A user's function. It receives base_url, api_key, row and agentic.program_kwargs; `read_result` checks its result."""
+PROGRAMS: Registry[Program] = Registry("program")
 TOOL_AGENT = "workers.endpoint.tool_agent:run"
 """The built-in agent, which runs with agentic.mcp_servers and leaves the score to the reward function."""
 RESULT_BYTES_MAX = 1 << 20
@@ -56,7 +58,7 @@ class Run:
 
     url: str
     api_key: str
-    row: dict[str, Any]
+    row: DatasetRow
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,18 @@ def client_environment(url: str, api_key: str) -> dict[str, str]:
 class ProgramHost:
     """Handler of a pool's process that runs the program. A session is one episode.
 
-    config: section agentic.program_options. kwargs: further arguments of the function. threads: number of episodes at
-    the same time; with 1, the process's environment has the address and the key of the episode.
+    Args:
+        program: package.module:function, or a command line.
+        kwargs: further arguments of the function.
+        config: section agentic.program_options.
+        threads: number of episodes at the same time; with 1, the process's environment has the address and the key of
+            the episode.
     """
 
-    def __init__(self, program: str, kwargs: Mapping[str, Any], config: ProgramConfig, threads: int) -> None:
-        self._program, self._config, self._kwargs = program, config, dict(kwargs)
+    def __init__(self, program: str, kwargs: KeywordArguments, config: ProgramConfig, threads: int) -> None:
+        self._program = program
+        self._config = config
+        self._kwargs = dict(kwargs)
         self._is_alone = threads == 1
         self._command = shlex.split(program) if is_command(program) else None
         if self._command and shutil.which(self._command[0]) is None:
@@ -121,7 +129,7 @@ class ProgramHost:
         # the built-in agent leaves the score to the reward function, so its other numbers are no misspelt score
         return replace(result, names=()) if self._program == TOOL_AGENT else result
 
-    def _returned(self, payload: Run) -> Any:
+    def _returned(self, payload: Run) -> object:
         """Runs the program and returns what it returned."""
         if self._command is not None:
             return self._run_command(payload)
@@ -134,17 +142,19 @@ class ProgramHost:
         os.environ |= client_environment(payload.url, _NO_KEY)
         return self._call(payload)
 
-    def _call(self, payload: Run) -> Any:
+    def _call(self, payload: Run) -> object:
         arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
         assert self._function is not None
+        returned = self._function(**arguments)
         if self.style != "async":
-            return self._function(**arguments)
-        return self._calls.run(self._function(**arguments), self._config.timeout_s, "program", _TIME_LIMIT)
+            return returned
+        assert inspect.iscoroutine(returned)
+        return self._calls.run(returned, self._config.timeout_s, "program", _TIME_LIMIT)
 
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""
 
-    def _run_command(self, payload: Run) -> Any:
+    def _run_command(self, payload: Run) -> object:
         """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
         $VERL_LITE_RESULT; None if it wrote none."""
         assert self._command is not None
@@ -155,7 +165,7 @@ class ProgramHost:
             task.write(json.dumps({"row": payload.row, **self._kwargs}).encode())
             task.seek(0)
             with tempfile.TemporaryFile() as output:
-                limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
+                limits: Limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
                 tree = ProcessTree(
                     [*COMMAND, json.dumps(limits), *self._command],
                     environment,
@@ -192,7 +202,7 @@ class ProgramHost:
         return status
 
 
-def read_result_file(path: Path) -> Any:
+def read_result_file(path: Path) -> object:
     """Returns the JSON in a file that a command wrote; None without a file.
 
     Raises NonsenseError if it is no file, is too large or is not JSON. A link or a pipe is not opened: reading could
@@ -217,13 +227,17 @@ def read_result_file(path: Path) -> Any:
         raise NonsenseError(f"the file $VERL_LITE_RESULT is not JSON: {error}") from error
 
 
-def program_of(config: AgenticConfig) -> tuple[str, dict[str, Any]]:
+def program_of(config: AgenticConfig) -> tuple[str, JsonObject]:
     """Returns the program of a run and its further arguments: agentic.program, or the built-in agent."""
     if config.program is not None:
         return config.program, config.program_kwargs
-    limits, names = limits_of(config.program_options), config.program_options.environment
-    servers = {"servers": config.mcp_servers, "limits": limits, "environment": names}
-    return TOOL_AGENT, {**servers, **config.program_kwargs}
+    kwargs = {
+        "servers": config.mcp_servers,
+        "limits": limits_of(config.program_options),
+        "environment": config.program_options.environment,
+        **config.program_kwargs,
+    }
+    return TOOL_AGENT, kwargs
 
 
 def episodes_per_process(config: AgenticConfig) -> int:
@@ -237,7 +251,7 @@ def episodes_per_process(config: AgenticConfig) -> int:
     return THREADS
 
 
-def limits_of(program_options: ProgramConfig) -> dict[str, int]:
+def limits_of(program_options: ProgramConfig) -> Limits:
     """Returns the limits that `workers.endpoint.limited` enforces."""
     return {
         "memory_mb": program_options.memory_mb,
@@ -273,7 +287,7 @@ _NO_KEY = "pass-api_key-to-the-client"
 """API key in the environment of functions that share a process, where it cannot identify an episode."""
 
 
-def load_function(program: str, kwargs: Mapping[str, Any]) -> Any:
+def load_function(program: str, kwargs: KeywordArguments) -> Program:
     """Imports the function package.module:function. Raises UserError if it is missing or cannot be called with
     base_url, api_key, row and `kwargs`."""
     try:
@@ -287,7 +301,7 @@ def load_function(program: str, kwargs: Mapping[str, Any]) -> Any:
     return function
 
 
-def read_result(returned: Any) -> Result:
+def read_result(returned: object) -> Result:
     """Checks what a program returned: None, a number, or a dict of a score and metrics, in which text is ignored.
 
     Raises NonsenseError if the score or a metric is no finite number, or if a name cannot be that of a metric.

@@ -13,9 +13,9 @@ import json
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -25,9 +25,14 @@ from verl_lite.envs.tool_calls import strict_json
 from verl_lite.errors import UserError
 from workers.endpoint.callers import Callers, Verdict
 from workers.endpoint.connections import Connections, LimitedProtocol
-from workers.endpoint.protocols import APIS, ChatCompletions, Messages, Responses, Settings, new_name, written
+from workers.endpoint.messages import Messages
+from workers.endpoint.protocols import APIS, Api
+from workers.endpoint.replies import new_name, openai_error
+from workers.endpoint.request_fields import Body, Settings
+from workers.endpoint.responses import Responses
 from workers.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
 from workers.rollout.base import Completion, SamplingParams, derive_seed
+from workers.rollout.conversation import Message
 
 PING_S = 5.0
 """Seconds after which a stream without an answer begins, and between its pings."""
@@ -44,10 +49,18 @@ ENDED_KEYS = 10_000
 """Number of closed episodes whose keys the server recognizes."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(eq=False)
 class Call:
-    """A running or answered request. request_id, prompt_ids, sampling: for the engine. waiters: number of clients that
-    wait for the answer. deliveries: number of clients that received the answer, or are receiving it."""
+    """A running or answered request.
+
+    Attributes:
+        request_id, prompt_ids, sampling: the request of the engine.
+        waiters: number of clients that wait for the answer.
+        deliveries: number of clients that received the answer, or are receiving it.
+    """
 
     episode: "Episode"
     node: Node
@@ -61,9 +74,19 @@ class Call:
 
 @dataclass(eq=False)
 class Episode:
-    """An open episode. key: its API key. name: prefix of its request ids. settings: for reading its requests. sampling:
-    of its answers. seed: number from which the seeds of its requests are derived. calls: by API and body. is_open:
-    False after its end."""
+    """An open episode.
+
+    Attributes:
+        key: its API key.
+        name: prefix of its request ids.
+        settings: how its requests are read.
+        sampling: sampling parameters of its answers.
+        seed: number from which the seeds of its requests are derived.
+        calls: its requests, by the digest of API and body.
+        histories: conversations of the Responses API, by the id of the reply that ends them.
+        is_open: False after its end.
+        readers: lets only some of its bodies arrive at the same time.
+    """
 
     key: str
     name: str
@@ -73,7 +96,7 @@ class Episode:
     seed: int
     calls: dict[bytes, list[Call]] = field(default_factory=dict)
     running: set[Call] = field(default_factory=set)
-    histories: dict[str, list[Any]] = field(default_factory=dict)  # conversations of the Responses API, by reply
+    histories: dict[str, list[Message]] = field(default_factory=dict)
     is_open: bool = True
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
 
@@ -81,9 +104,14 @@ class Episode:
 class Endpoint:
     """The server. All methods may be called from the engine's thread.
 
-    on_request: called in the server's thread when `take` has something new. model: name that /v1/models returns.
-    training: sampling parameters of training, which requests may repeat, also in a validation with others; None = those
-    of the episode. Raises UserError if the address cannot be used.
+    Args:
+        model: name that /v1/models returns.
+        on_request: called in the server's thread when `take` has something new.
+        training: sampling parameters of training, which requests may repeat, also in a validation with others; None =
+            those of the episode.
+
+    Raises:
+        UserError: the address cannot be used.
     """
 
     def __init__(
@@ -94,14 +122,18 @@ class Endpoint:
         on_request: Callable[[], None],
         training: SamplingParams | None = None,
     ) -> None:
-        self._config, self._model, self._on_request, self._training = config, model, on_request, training
+        self._config = config
+        self._model = model
+        self._on_request = on_request
+        self._training = training
         self._episodes: dict[bytes, Episode] = {}
         self._ended: deque[bytes] = deque(maxlen=ENDED_KEYS)
         self._new: deque[Call] = deque()
         self._aborted: deque[Call] = deque()
         self._failure: str | None = None
         self.callers: Callers | None = None  # set if programs are commands
-        self._verdicts: WeakKeyDictionary[Any, dict[str, Verdict]] = WeakKeyDictionary()  # by connection and key
+        self._verdicts: WeakKeyDictionary[asyncio.Transport, dict[str, Verdict]] = WeakKeyDictionary()
+        """Whose process sent the requests of a connection, by connection and API key."""
         self._refused: Counter[str] = Counter()
         self._connections = Connections(self._count_refusal)
         self._loop = asyncio.new_event_loop()
@@ -125,10 +157,20 @@ class Endpoint:
     # ----------------------------------------------------------------------------------------- the engine's thread
 
     def open(self, name: str, trace: Trace, sampling: SamplingParams, seed: int, key: str | None = None) -> str:
-        """Opens an episode. Returns its API key. name: unique name of the episode. key: None for a new key."""
-        config, key = self._config, key or f"sk-{secrets.token_urlsafe(24)}"
-        removed, ignored = tuple(config.removed_blocks), frozenset(config.ignored_fields)
-        settings = Settings(self._training or sampling, removed, ignored)
+        """Opens an episode. Returns its API key.
+
+        Args:
+            name: unique name of the episode.
+            sampling: sampling parameters of its answers.
+            seed: number from which the seeds of its requests are derived.
+            key: its API key; None for a new one.
+        """
+        key = key or f"sk-{secrets.token_urlsafe(24)}"
+        settings = Settings(
+            self._training or sampling,
+            removed_blocks=tuple(self._config.removed_blocks),
+            ignored_fields=frozenset(self._config.ignored_fields),
+        )
         self._episodes[_digest(key)] = Episode(key, name, trace, settings, sampling, seed)
         return key
 
@@ -165,7 +207,8 @@ class Endpoint:
         self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _run(self, work: Any) -> Any:
+    def _run(self, work: Coroutine[None, None, T]) -> T:
+        """Runs a coroutine in the server's thread and waits for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ----------------------------------------------------------------------------------------- the server's thread
@@ -201,8 +244,10 @@ class Endpoint:
         episode.is_open = False
         self._connections.release(episode)
         self._ended.append(digest)
-        for call in (running := list(episode.running)):
+        running = list(episode.running)
+        for call in running:
             _fail(call, Refusal(_ENDED))
+        # the engine does not know the requests that it has not taken yet, so nobody has to abort them
         for call in [call for call in self._new if call.episode is episode]:
             self._new.remove(call)
             running.remove(call)
@@ -221,11 +266,14 @@ class Endpoint:
         else:  # the client has left meanwhile
             trace.counts.update({"sampled": len(completion.token_ids), "discarded/late": len(completion.token_ids)})
 
-    def _handler(self, api: ChatCompletions, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
+    def _handler(
+        self, api: Api, answer: Callable[[web.Request, Api], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Returns a handler that answers requests of this API with `answer`, and refusals with the API's errors."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                response: web.StreamResponse = await answer(request, api)
-                return response
+                return await answer(request, api)
             except (Refusal, RecursionError) as error:
                 refusal = error if isinstance(error, Refusal) else Refusal(f"the request is nested too deeply: {error}")
                 if refusal.kind is not None:
@@ -238,9 +286,10 @@ class Endpoint:
 
         return handle
 
-    async def _answer(self, request: web.Request, api: ChatCompletions) -> web.StreamResponse:
-        episode, raw, body = await self._read(request)
-        calls = episode.calls.setdefault(hashlib.blake2b(api.path.encode() + raw).digest(), [])
+    async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        read = await self._read(request)
+        episode, body = read.episode, read.body
+        calls = episode.calls.setdefault(hashlib.blake2b(api.path.encode() + read.raw).digest(), [])
         call = _repeated(calls) if _is_retry(request) else None
         if call is None:
             call = self._begin(episode, self._conversation(api, episode, body))
@@ -260,7 +309,7 @@ class Endpoint:
             if not call.waiters and not call.future.done():
                 self._loop.call_later(RETRY_S, self._abandon, call)
 
-    async def _stream(self, request: web.Request, api: ChatCompletions, call: Call, body: Any) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, api: Api, call: Call, body: Body) -> web.StreamResponse:
         """Sends the answer as server-sent events, and pings until it is complete. An error before the first ping has
         its own status."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
@@ -273,17 +322,20 @@ class Endpoint:
             await response.prepare(request)
         if (refusal := call.future.exception()) is not None:
             assert isinstance(refusal, Refusal)
-            await response.write(written(api.error_event(refusal)))
+            await response.write(api.error_event(refusal).written())
         else:
             with _delivered(call, request):
                 events = api.events(call.future.result(), body, _named(api, call, body))
-                await response.write(b"".join(map(written, events)))
+                await response.write(b"".join(event.written() for event in events))
                 await response.write_eof()
         return response
 
-    def _conversation(self, api: ChatCompletions, episode: Episode, body: Any) -> Conversation:
+    def _conversation(self, api: Api, episode: Episode, body: Body) -> Conversation:
         conversation = api.read(body, episode.settings)
-        if not isinstance(api, Responses) or (before := body.get("previous_response_id")) is None:
+        if not isinstance(api, Responses):
+            return conversation
+        before = body.get("previous_response_id")
+        if before is None:
             return conversation
         if not isinstance(before, str) or before not in episode.histories:
             field = "previous_response_id"
@@ -294,19 +346,24 @@ class Endpoint:
 
     def _begin(self, episode: Episode, conversation: Conversation) -> Call:
         """Adds a request to the trace and to the queue of the engine."""
-        most, trace, sampling = self._config.max_requests, episode.trace, episode.sampling
+        trace = episode.trace
+        most = self._config.max_requests
         if self._failure is not None:
             raise Refusal(self._failure, status=503)
         if len(trace.nodes) >= most:
             raise Refusal(
                 f"the episode has made {most} requests, the limit of agentic.endpoint.max_requests", kind="requests"
             )
-        node = trace.add(conversation, sampling.max_tokens)
+
+        node = trace.add(conversation, episode.sampling.max_tokens)
+        # the answer to a request with a seed does not depend on the number of requests before it
         number = node.number if conversation.seed is None else f"seed {conversation.seed}"
-        sampling = replace(sampling, max_tokens=node.room, seed=derive_seed(episode.seed, 0, number, 0))
-        name, future = f"{episode.name}/{node.number}", self._loop.create_future()
+        seed = derive_seed(episode.seed, 0, number, 0)
+        sampling = replace(episode.sampling, max_tokens=node.room, seed=seed)
+
+        future: asyncio.Future[Answer] = self._loop.create_future()
         future.add_done_callback(lambda done: done.exception())  # an error that no client waits for is not logged
-        call = Call(episode, node, name, tuple(node.context()), sampling, future)
+        call = Call(episode, node, f"{episode.name}/{node.number}", tuple(node.context()), sampling, future)
         episode.running.add(call)
         self._new.append(call)
         self._on_request()
@@ -320,10 +377,10 @@ class Endpoint:
             self._on_request()
 
     def _authenticated(self, request: web.Request) -> Episode:
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        digest = _digest(given)
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        digest = _digest(key)
         episode = self._episodes.get(digest)
-        if episode is not None and hmac.compare_digest(episode.key.encode(), given.encode(errors="replace")):
+        if episode is not None and hmac.compare_digest(episode.key.encode(), key.encode(errors="replace")):
             return episode
         if digest in self._ended:
             raise Refusal(_ENDED)
@@ -346,8 +403,8 @@ class Endpoint:
         if verdicts[key] == "foreign":
             raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key", kind="key")
 
-    async def _read(self, request: web.Request) -> tuple[Episode, bytes, dict[str, Any]]:
-        """Returns the episode of a request, and its body."""
+    async def _read(self, request: web.Request) -> "_ReadRequest":
+        """Checks a request and reads its body. Its key and its sender are checked before the body is in memory."""
         episode = self._authenticated(request)
         await self._check_caller(request, episode.key)
         if not self._connections.give(request.transport, episode):
@@ -369,7 +426,7 @@ class Endpoint:
             raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
         if not isinstance(body, dict):
             raise Refusal("the body is not a JSON object")
-        return episode, raw, body
+        return _ReadRequest(episode, raw, body)
 
     async def _body(self, request: web.Request) -> bytes:
         """Returns the body of a request. Raises Refusal if it is too large or arrives too slowly."""
@@ -386,9 +443,10 @@ class Endpoint:
         except web.RequestPayloadError as error:
             raise Refusal(f"the body cannot be read: {error}") from error
 
-    async def _count_tokens(self, request: web.Request, api: ChatCompletions) -> web.Response:
-        episode, _, body = await self._read(request)
-        return web.json_response({"input_tokens": episode.trace.count_tokens(api.read(body, episode.settings))})
+    async def _count_tokens(self, request: web.Request, api: Api) -> web.Response:
+        read = await self._read(request)
+        conversation = api.read(read.body, read.episode.settings)
+        return web.json_response({"input_tokens": read.episode.trace.count_tokens(conversation)})
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "verl_lite"}
@@ -397,13 +455,22 @@ class Endpoint:
     async def _unknown_route(self, request: web.Request) -> web.Response:
         routes = ", ".join([*(api.path for api in APIS), f"{Messages.path}/count_tokens", "/v1/models"])
         refusal = Refusal(f"{request.method} {request.path}: the endpoint has the routes {routes}")
-        return web.json_response(ChatCompletions().error(refusal), status=404)
+        return web.json_response(openai_error(refusal), status=404)
+
+
+@dataclass(frozen=True)
+class _ReadRequest:
+    """A request with a valid key. raw: its body as it was sent."""
+
+    episode: Episode
+    raw: bytes
+    body: Body
 
 
 _ENDED = "the episode of this API key has ended, because its program returned"
 
 
-def _named(api: ChatCompletions, call: Call, body: Any) -> str:
+def _named(api: Api, call: Call, body: Body) -> str:
     """Returns a name for the reply, under which a response can be continued."""
     name = new_name()
     if isinstance(api, Responses):

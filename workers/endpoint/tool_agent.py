@@ -4,6 +4,8 @@ Each episode has a connection of its own to each server. A server with a command
 own and without secrets of the trainer (`workers.endpoint.limited`). Episodes share the process of a server with a url.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import functools
@@ -13,15 +15,24 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import anyio
 from openai import AsyncOpenAI, BadRequestError
 
 from verl_lite.errors import UserError, printable
+from verl_lite.json_types import ChatMessage, DatasetRow, JsonMapping, JsonObject
 from verl_lite.machine import process_tree
 from verl_lite.machine.folders import temporary_folder
 from workers.endpoint.limited import COMMAND, base_environment
+
+if TYPE_CHECKING:  # the package is an extra
+    from mcp.client.stdio import TransportStreams
+    from mcp.types import CallToolResult, Tool
+
+ServerEntry = JsonMapping
+"""An entry of agentic.mcp_servers: {command, args, env} or {url, headers}."""
 
 CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
 TIMEOUT_S = 30.0
@@ -32,8 +43,8 @@ ERROR_CHARACTERS = 2_000
 async def run(
     base_url: str,
     api_key: str,
-    row: Mapping[str, Any],
-    servers: Mapping[str, Mapping[str, Any]],
+    row: DatasetRow,
+    servers: Mapping[str, ServerEntry],
     limits: Mapping[str, int],
     environment: Iterable[str] = (),
     max_turns: int = 8,
@@ -56,42 +67,53 @@ async def run(
         The numbers of tool calls, of failed ones, and of answers. The reward function scores the last answer.
     """
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
-    messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *row["prompt"]]
-    calls = errors = turns = 0
+    messages: list[ChatMessage] = [*row["prompt"]]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    num_calls = num_errors = turns = 0
     async with contextlib.AsyncExitStack() as stack:
         started = [Server(name, entry, limits, environment, timeout_s) for name, entry in servers.items()]
         for server in started:
             await stack.enter_async_context(server.running())
         tools = named_tools(started)
-        functions: list[Any] = [
-            {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-            for name, (_, tool) in tools.items()
-        ]
+        functions = [_function(name, named.tool) for name, named in tools.items()]
+
         while turns < max_turns:
             try:
-                reply = await client.chat.completions.create(
-                    model="policy",
-                    messages=messages,
-                    tools=[{"type": "function", "function": function} for function in functions],
-                )
+                reply = await client.chat.completions.create(model="policy", messages=messages, tools=functions)
             except BadRequestError as error:
                 if error.code == "context_length_exceeded" and turns:
                     break  # the results of the last calls do not fit
                 raise
-            messages.append(answer := reply.choices[0].message)
+            answer = reply.choices[0].message
+            messages.append(answer)
             turns += 1
-            for call in answer.tool_calls or ():
-                result, worked = await call_tool(tools, call.function.name, call.function.arguments)
-                if (surplus := len(result) - max_result_chars) > 0:
-                    result = f"{result[:max_result_chars]}\n[{surplus} more characters are left out]"
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-                calls, errors = calls + 1, errors + (not worked)
             if not answer.tool_calls:
                 break
-    return {"tool_calls": calls, "tool_errors": errors, "turns": turns}
+            for call in answer.tool_calls:
+                result, worked = await call_tool(tools, call.function.name, call.function.arguments)
+                content = _shortened(result, max_result_chars)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                num_calls += 1
+                num_errors += not worked
+    return {"tool_calls": num_calls, "tool_errors": num_errors, "turns": turns}
 
 
-async def call_tool(tools: "Mapping[str, tuple[Server, Any]]", name: str, arguments: str) -> tuple[str, bool]:
+def _function(name: str, tool: Tool) -> JsonObject:
+    """Returns the description of a tool for the policy, under this name."""
+    function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _shortened(result: str, most: int) -> str:
+    """Returns the result of a tool, of which at most this number of characters is kept."""
+    surplus = len(result) - most
+    if surplus <= 0:
+        return result
+    return f"{result[:most]}\n[{surplus} more characters are left out]"
+
+
+async def call_tool(tools: Mapping[str, NamedTool], name: str, arguments: str) -> tuple[str, bool]:
     """Calls one of the `named_tools`. Returns its result or an error as text, and True if it worked.
 
     arguments: as JSON. Raises UserError if the server has ended.
@@ -105,12 +127,12 @@ async def call_tool(tools: "Mapping[str, tuple[Server, Any]]", name: str, argume
         return f"Error: the arguments are not valid JSON: {error}", False
     if not isinstance(values, dict):
         return "Error: the arguments are not a JSON object", False
-    server, tool = tools[name]
-    return await server.call(tool.name, values)
+    named = tools[name]
+    return await named.server.call(named.tool.name, values)
 
 
 def check_servers(
-    servers: Mapping[str, Mapping[str, Any]],
+    servers: Mapping[str, ServerEntry],
     limits: Mapping[str, int],
     environment: Iterable[str] = (),
     timeout_s: float = TIMEOUT_S,
@@ -121,7 +143,7 @@ def check_servers(
     except ImportError as error:
         raise UserError(f'agentic.mcp_servers: {error}; install the package: pip install "verl_lite[mcp]"') from error
 
-    async def tools_of(name: str, entry: Mapping[str, Any]) -> list[Any]:
+    async def tools_of(name: str, entry: ServerEntry) -> list[Tool]:
         server = Server(name, entry, limits, environment, timeout_s)
         async with server.running():
             return server.tools
@@ -134,15 +156,21 @@ def check_servers(
             raise UserError(f"{key}: the server has no tools; remove it, or correct its arguments")
 
 
-def located(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def located(servers: Mapping[str, ServerEntry]) -> dict[str, JsonObject]:
     """Returns the servers with absolute names of files, because their commands run in folders of their own."""
+    entries = {}
+    for name, entry in servers.items():
+        entries[name] = {key: _absolute(value) for key, value in entry.items()}
+    return entries
 
-    def absolute(value: Any) -> Any:
-        if isinstance(value, list):
-            return [absolute(word) for word in value]
-        return os.path.abspath(value) if isinstance(value, str) and os.path.isfile(value) else value
 
-    return {name: {key: absolute(value) for key, value in entry.items()} for name, entry in servers.items()}
+def _absolute(value: object) -> object:
+    """Returns a value of an entry with the absolute name instead of each name of a file."""
+    if isinstance(value, list):
+        return [_absolute(word) for word in value]
+    if isinstance(value, str) and os.path.isfile(value):
+        return os.path.abspath(value)
+    return value
 
 
 class Server:
@@ -153,13 +181,18 @@ class Server:
     """
 
     def __init__(
-        self, name: str, entry: Mapping[str, Any], limits: Mapping[str, int], names: Iterable[str], timeout_s: float
+        self, name: str, entry: ServerEntry, limits: Mapping[str, int], names: Iterable[str], timeout_s: float
     ) -> None:
-        self.name, self.tools = name, list[Any]()
-        self._entry, self._limits, self._timeout_s = entry, limits, timeout_s
-        own = {variable: str(value) for variable, value in (entry.get("env") or {}).items()}
-        self._environment = base_environment(names) | own
-        self._scope, self._is_open, self._done = anyio.CancelScope(), asyncio.Event(), asyncio.Event()
+        self.name = name
+        self.tools: list[Tool] = []
+        self._entry = entry
+        self._limits = limits
+        self._timeout_s = timeout_s
+        own_variables = {variable: str(value) for variable, value in (entry.get("env") or {}).items()}
+        self._environment = base_environment(names) | own_variables
+        self._scope = anyio.CancelScope()
+        self._is_open = asyncio.Event()
+        self._done = asyncio.Event()
         self._failure: BaseException | None = None
 
     @contextlib.asynccontextmanager
@@ -181,7 +214,7 @@ class Server:
             if self._failure is not None:
                 raise self._error("failed")
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    async def call(self, tool: str, arguments: JsonObject) -> tuple[str, bool]:
         """Returns the result of a tool or an error as text, and True if it worked. Raises UserError if the server has
         ended."""
         try:
@@ -190,6 +223,7 @@ class Server:
         except TimeoutError:
             return f"Error: the tool did not answer within {self._timeout_s:g} seconds", False
         except Exception as error:  # an error of the protocol, or a result that contradicts the tool's schema
+            # only a server that still answers leaves the error to the policy
             try:
                 with anyio.fail_after(self._timeout_s):
                     await self._list_tools()
@@ -210,6 +244,7 @@ class Server:
                         self._scope.deadline = anyio.current_time() + self._timeout_s
                         self._client = await stack.enter_async_context(Client(self._streams()))
                         self.tools = await self._list_tools()
+                        # from now on, `call` limits the time
                         self._scope.deadline = math.inf
                     self._is_open.set()
                     await self._done.wait()
@@ -230,7 +265,7 @@ class Server:
         await asyncio.shield(self._task)
 
     @contextlib.asynccontextmanager
-    async def _streams(self) -> AsyncIterator[Any]:
+    async def _streams(self) -> AsyncIterator[TransportStreams]:
         """Starts the command of the server, or connects to its url. Yields a transport of `mcp`."""
         from mcp import StdioServerParameters, stdio_client
 
@@ -256,12 +291,14 @@ class Server:
                 # `mcp` kills the process with the limits if it takes long, and its children would stay
                 process_tree.end_marked(mark, reaps=True)
 
-    async def _list_tools(self) -> list[Any]:
-        tools, cursor = [], None
+    async def _list_tools(self) -> list[Tool]:
+        tools: list[Tool] = []
+        cursor: str | None = None
         while True:
             page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
             tools += page.tools
-            if (cursor := page.next_cursor) is None:
+            cursor = page.next_cursor
+            if cursor is None:
                 return tools
 
     def _error(self, problem: str, remedy: str = "") -> UserError:
@@ -273,18 +310,30 @@ class Server:
         return UserError(f"agentic.mcp_servers.{self.name}: the server {problem}: {reason}{remedy}{shown}")
 
 
-def named_tools(servers: Sequence[Server]) -> dict[str, tuple[Server, Any]]:
+@dataclass(frozen=True)
+class NamedTool:
+    """A tool and its server. The policy may know the tool by another name than the server."""
+
+    server: Server
+    tool: Tool
+
+
+def named_tools(servers: Sequence[Server]) -> dict[str, NamedTool]:
     """Returns the tools of all servers by name. If several servers have a tool of the same name, the names of these
     tools begin with the server's name."""
-    counts = Counter(tool.name for server in servers for tool in server.tools)
-    return {
-        tool.name if counts[tool.name] == 1 else f"{server.name}__{tool.name}": (server, tool)
-        for server in servers
-        for tool in server.tools
-    }
+    counts: Counter[str] = Counter()
+    for server in servers:
+        counts.update(tool.name for tool in server.tools)
+
+    tools = {}
+    for server in servers:
+        for tool in server.tools:
+            name = tool.name if counts[tool.name] == 1 else f"{server.name}__{tool.name}"
+            tools[name] = NamedTool(server, tool)
+    return tools
 
 
-def text_of(result: Any) -> str:
+def text_of(result: CallToolResult) -> str:
     """Returns the text of a tool's result, in which content of other types is named."""
     parts = []
     for block in result.content:

@@ -15,19 +15,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
 from verl_lite.errors import UserError
 from workers.rollout.base import Completion
-from workers.rollout.conversation import ChatJoins, Message, Turn
-from workers.rollout.episodes import TokenLimits
+from workers.rollout.conversation import CalledFunction, ChatJoins, Message, MessageCall, Tool
+from workers.rollout.episodes import DescribedMessage, DescribedRequest, TokenLimits
 from workers.rollout.rows import of_response
+from workers.rollout.turns import Turn
 
 TEXT_SHOWN = 2_000
 _UNRENDERABLE = (UserError, TypeError)
 """Errors of the chat template, and of the tokenizer for surrogates in the arguments of tool calls."""
-
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
@@ -52,7 +53,11 @@ class Refusal(Exception):
         kind: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.field, self.code, self.kind = message, status, field, code, kind
+        self.message = message
+        self.status = status
+        self.field = field
+        self.code = code
+        self.kind = kind
 
 
 class ContextOverflow(Refusal):
@@ -80,14 +85,18 @@ class ContextOverflow(Refusal):
 class Conversation:
     """The content of a request, independent of its API.
 
-    messages: in the format of chat templates. tools: functions in OpenAI's format. calls_tools: False if the answer
-    must not contain tool calls. max_tokens: limit of the answer's tokens; None = no own limit. stop: texts that end the
-    answer. seed: number from which, with the seed of the episode, the answer is drawn; None = the request's number.
-    names_tokens: True if the answer needs the text of each token.
+    Attributes:
+        messages: the whole conversation.
+        tools: the functions that the answer may call.
+        calls_tools: False if the answer must not contain tool calls.
+        max_tokens: limit of the answer's tokens; None = no own limit.
+        stop: texts that end the answer.
+        seed: number from which, with the seed of the episode, the answer is drawn; None = the request's number.
+        names_tokens: True if the answer needs the text of each token.
     """
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Tool] = field(default_factory=list)
     calls_tools: bool = True
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -97,13 +106,21 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer. tool_calls: in OpenAI's format. prompt_ids: the whole context that the policy sampled from.
-    token_ids, log_probs: sampled tokens, up to the end of a stop text. stop: the stop text that ended the answer.
-    tokens: text of each token, if the request wants it."""
+    """A sampled answer.
+
+    Attributes:
+        text: its text without thinking and tool calls.
+        thinking: text of its thinking; may be empty.
+        finish_reason: stop, length or tool_calls, as OpenAI names them.
+        prompt_ids: the whole context that the policy sampled from.
+        token_ids, log_probs: sampled tokens, up to the end of a stop text.
+        stop: the stop text that ended the answer.
+        tokens: text of each token, if the request wants it.
+    """
 
     text: str
     thinking: str
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[MessageCall]
     finish_reason: str
     prompt_ids: list[int]
     token_ids: list[int]
@@ -114,15 +131,26 @@ class Answer:
     @property
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        calls: Message = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        return {"role": "assistant", "content": self.text} | calls
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
 
 
 @dataclass(eq=False)
 class Node:
-    """A request and its answer. added: messages that follow the answer of `parent`. prompt_ids: token ids of these
-    messages; without a parent, the whole prompt. room: maximum number of tokens of the answer. is_delivered: True if
-    the answer was sent to a client that was still connected."""
+    """A request and its answer.
+
+    Attributes:
+        number: place of the request in its episode.
+        parent: the request whose answer this one continues; None for a new conversation.
+        added: messages that follow the answer of `parent`.
+        prompt_ids: token ids of these messages; without a parent, the whole prompt.
+        key: digest of tools and messages; see `_keys`.
+        room: maximum number of tokens of the answer.
+        is_delivered: True if the answer was sent to a client that was still connected.
+        row: number of the training row; None before `Trace.rows`, and for an answer that is not trained on.
+    """
 
     number: int
     parent: "Node | None"
@@ -157,11 +185,23 @@ class Node:
 class Trace:
     """The requests of one episode.
 
-    joins: builds token ids from messages. tokenizer: decodes answers. stop_token_ids: tokens that end an answer.
+    Args:
+        joins: builds token ids from messages.
+        tokenizer: decodes answers.
+        limits: numbers of tokens that fit a row and the engine's context.
+        stop_token_ids: tokens that end an answer.
     """
 
-    def __init__(self, joins: ChatJoins, tokenizer: Any, limits: TokenLimits, stop_token_ids: Sequence[int]) -> None:
-        self._joins, self._tokenizer, self._limits = joins, tokenizer, limits
+    def __init__(
+        self,
+        joins: ChatJoins,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: TokenLimits,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self._joins = joins
+        self._tokenizer = tokenizer
+        self._limits = limits
         self._stop_token_ids = frozenset(stop_token_ids)
         self._answered: dict[bytes, Node] = {}
         self.nodes: list[Node] = []
@@ -177,28 +217,41 @@ class Trace:
         messages, tools = conversation.messages, conversation.tools
         if not messages or messages[-1]["role"] == "assistant":
             raise Refusal("the last message has to be one of the user or a tool", field="messages")
+
         keys = list(_keys(messages, tools))
-        parent, ids = None, tuple[int, ...]()
-        ends = [place for place in range(len(messages), 0, -1) if messages[place - 1]["role"] == "assistant"]
-        place = next((place for place in ends if keys[place] in self._answered), 0)
-        if place:
-            parent = self._answered[keys[place]]
+        parent: Node | None = None
+        ids: tuple[int, ...] = ()
+        start = self._continued_place(messages, keys)
+        if start:
+            parent = self._answered[keys[start]]
             assert parent.answer is not None
+            calls = messages[start - 1].get("tool_calls") or ()
             try:
-                calls = messages[place - 1].get("tool_calls") or ()
-                ids = self._joins.join(parent.answer.token_ids, *messages[place:], calls=calls)
+                ids = self._joins.join(parent.answer.token_ids, *messages[start:], calls=calls)
             except _UNRENDERABLE:  # for example a second message of the assistant; the whole conversation is rendered
-                parent, place = None, 0
+                parent = None
+                start = 0
         if parent is None:
             try:
                 ids = self._joins.prompt(messages, tools)
             except _UNRENDERABLE as error:
                 raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
             self.first_prompts.append(len(ids))
-        node = Node(len(self.nodes), parent, conversation, messages[place:], ids, keys[-1])
+
+        node = Node(len(self.nodes), parent, conversation, messages[start:], ids, keys[-1])
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
         self.nodes.append(node)
         return node
+
+    def _continued_place(self, messages: Sequence[Message], keys: Sequence[bytes]) -> int:
+        """Returns the number of messages up to the last answer of this episode; 0 if the conversation continues none.
+
+        keys: digests of the beginnings of the messages.
+        """
+        for place in range(len(messages), 0, -1):
+            if messages[place - 1]["role"] == "assistant" and keys[place] in self._answered:
+                return place
+        return 0
 
     def count_tokens(self, conversation: Conversation) -> int:
         """Returns the number of tokens of the prompt, without adding the request. Raises Refusal as `add`."""
@@ -212,7 +265,9 @@ class Trace:
 
     def _room(self, node: Node) -> int:
         """Returns the number of tokens that still fit the columns of a row and the engine's context."""
-        limits, length = self._limits, len(node.context())
+        limits = self._limits
+        length = len(node.context())
+        # tokens of a first prompt above its limit move into the response (`trajectories.trajectory_rows`)
         first = min(len(node.path()[0].prompt_ids), limits.max_prompt_length)
         room = min(first + limits.max_response_length, limits.max_model_len) - length
         if room < 1:
@@ -228,12 +283,15 @@ class Trace:
 
     def commit(self, node: Node, completion: Completion) -> Answer:
         """Adds the sampled answer of a request."""
-        ids, request = completion.token_ids, node.conversation
+        request = node.conversation
+        ids = completion.token_ids
         self.counts["sampled"] += len(ids)
         is_ended = bool(ids) and ids[-1] in self._stop_token_ids
         text = self._decoded(ids[:-1] if is_ended else ids)
 
-        stop, kept = None, len(ids)
+        # the engine knows only stop tokens: it samples past a stop text, and what follows the text is discarded
+        stop: str | None = None
+        kept = len(ids)
         stops = [(text.index(each), each) for each in request.stop if each in text]
         if stops:
             start, stop = min(stops)
@@ -242,18 +300,19 @@ class Trace:
         self.counts["discarded/after_stop"] += len(ids) - kept
 
         thinking, text = split_thinking(text)
-        calls: list[dict[str, Any]] = []
-        rest = ""
+        split = SplitAnswer(text)
         if request.tools and request.calls_tools and self._joins.notation is not None:
-            text, calls, rest = split_tool_calls(text, node.number, self._joins.notation, request.tools)
+            split = split_tool_calls(text, node.number, self._joins.notation, request.tools)
+        tokens: list[str] = []
+        if request.names_tokens:
+            tokens = [self._decoded([token]) for token in ids[:kept]]
 
         node.completion = completion
-        tokens = [self._decoded([token]) for token in ids[:kept]] if request.names_tokens else []
         node.answer = Answer(
-            text,
+            split.text,
             thinking,
-            calls,
-            _finish_reason(completion.finish_reason, stop, bool(calls), rest),
+            split.calls,
+            _finish_reason(completion.finish_reason, stop, bool(split.calls), split.rest),
             node.context(),
             ids[:kept],
             completion.log_probs[:kept],
@@ -263,7 +322,7 @@ class Trace:
         self._remember(node, node.answer.message)
         if stop is not None:
             # an agent may append the text that ended the answer
-            self._remember(node, node.answer.message | {"content": node.answer.text + stop})
+            self._remember(node, {**node.answer.message, "content": node.answer.text + stop})
         return node.answer
 
     def _remember(self, node: Node, message: Message) -> None:
@@ -280,10 +339,14 @@ class Trace:
 
     def _tokens_until(self, ids: Sequence[int], characters: int) -> int:
         """Returns the smallest number of tokens whose text has this number of characters."""
-        low, high = 0, len(ids)
+        low = 0
+        high = len(ids)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if len(self._decoded(ids[:middle])) >= characters else (middle + 1, high)
+            if len(self._decoded(ids[:middle])) >= characters:
+                high = middle
+            else:
+                low = middle + 1
         return low
 
     # ----------------------------------------------------------------------------------------------------------- rows
@@ -315,10 +378,12 @@ class Trace:
         """Returns the turns of the row that ends with this node. The prompt of the first turn contains the turns before
         it that belong to another row."""
         turns: list[Turn] = []
-        ids, messages = list[int](), list[Message]()
+        ids: list[int] = []
+        messages: list[Message] = []
         for node in end.path():
             assert node.answer is not None and node.completion is not None
-            ids, messages = [*ids, *node.prompt_ids], [*messages, *node.added]
+            ids += node.prompt_ids
+            messages += node.added
             kept = len(node.answer.token_ids)
             if node.row != end.row:
                 ids += node.answer.token_ids
@@ -337,33 +402,21 @@ class Trace:
                 extra=node.completion.extra if node is end else of_response(node.completion.extra),
             )
             turns.append(turn)
-            ids, messages = [], []
+            ids = []
+            messages = []
         return turns
 
-    def described(self) -> list[dict[str, Any]]:
+    def described(self) -> list[DescribedRequest]:
         """Returns the column `requests` (verl_lite/schema.py). Call `rows` before."""
-        return [
-            {
-                "parent": None if node.parent is None else node.parent.number,
-                "row": node.row,
-                "prompt_tokens": len(node.answer.prompt_ids),
-                "tokens": len(node.answer.token_ids),
-                "versions": [min(node.completion.versions, default=-1), max(node.completion.versions, default=-1)],
-                "finish_reason": node.answer.finish_reason,
-                "tool_calls": [call["function"]["name"] for call in node.answer.tool_calls],
-                "messages": [{"role": m["role"], "content": shown(m)[:TEXT_SHOWN]} for m in node.added],
-                "text": (node.answer.thinking + node.answer.text)[:TEXT_SHOWN],
-                "discarded": None if node.row is not None else "undelivered",
-            }
-            if node.answer is not None and node.completion is not None
-            else _unanswered(node)
-            for node in self.nodes
-        ]
+        return [_described(node) for node in self.nodes]
 
 
-def _unanswered(node: Node) -> dict[str, Any]:
-    """Returns the description of a request that was aborted before its answer was complete."""
-    return {
+def _described(node: Node) -> DescribedRequest:
+    """Returns the description of a request; without an answer, it was aborted before its answer was complete."""
+    messages: list[DescribedMessage] = []
+    for message in node.added:
+        messages.append({"role": message["role"], "content": shown(message)[:TEXT_SHOWN]})
+    described: DescribedRequest = {
         "parent": None if node.parent is None else node.parent.number,
         "row": None,
         "prompt_tokens": len(node.context()),
@@ -371,10 +424,22 @@ def _unanswered(node: Node) -> dict[str, Any]:
         "versions": [-1, -1],
         "finish_reason": "abort",
         "tool_calls": [],
-        "messages": [{"role": m["role"], "content": shown(m)[:TEXT_SHOWN]} for m in node.added],
+        "messages": messages,
         "text": "",
         "discarded": "aborted",
     }
+    if node.answer is None or node.completion is None:
+        return described
+
+    versions = node.completion.versions
+    described["row"] = node.row
+    described["tokens"] = len(node.answer.token_ids)
+    described["versions"] = [min(versions, default=-1), max(versions, default=-1)]
+    described["finish_reason"] = node.answer.finish_reason
+    described["tool_calls"] = [call["function"]["name"] for call in node.answer.tool_calls]
+    described["text"] = (node.answer.thinking + node.answer.text)[:TEXT_SHOWN]
+    described["discarded"] = None if node.row is not None else "undelivered"
+    return described
 
 
 def split_thinking(text: str) -> tuple[str, str]:
@@ -388,30 +453,38 @@ def split_thinking(text: str) -> tuple[str, str]:
     return "", text
 
 
+@dataclass(frozen=True)
+class SplitAnswer:
+    """The text of an answer before its tool calls, the calls in OpenAI's format, and the text behind them."""
+
+    text: str
+    calls: list[MessageCall] = field(default_factory=list)
+    rest: str = ""
+
+
 def split_tool_calls(
-    text: str, number: int, notation: Notation = tagged_calls, tools: Sequence[dict[str, Any]] = ()
-) -> tuple[str, list[dict[str, Any]], str]:
-    """Splits the text of an answer at its tool calls.
+    text: str, number: int, notation: Notation = tagged_calls, tools: Sequence[Tool] = ()
+) -> SplitAnswer:
+    """Splits the text of an answer at its tool calls. If one of them has a syntax error or is cut off, the answer has
+    the whole text and no calls.
 
     Args:
+        text: the text of the answer, without thinking.
         number: number of the request, for the identifiers of the calls.
         notation: reads the calls.
         tools: tools of the request, whose schemas give the types of arguments.
-
-    Returns:
-        The text before the calls, the calls in OpenAI's format, and the text behind them. If a call has a syntax error
-        or is cut off, the whole text is returned without calls.
     """
     parsed = notation(text)
     if not parsed.calls or any(call.problem or not _is_text(call.name) for call in parsed.calls):
-        return text, [], ""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    calls = []
+        return SplitAnswer(text)
+
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls: list[MessageCall] = []
     for index, call in enumerate(parsed.calls):
         typed = with_types(call, schemas.get(call.name))
-        function = {"name": call.name, "arguments": json.dumps(typed.arguments)}
+        function: CalledFunction = {"name": call.name, "arguments": json.dumps(typed.arguments)}
         calls.append({"id": _call_id(number, index), "type": "function", "function": function})
-    return text[: parsed.start].rstrip(), calls, text[parsed.end :]
+    return SplitAnswer(text[: parsed.start].rstrip(), calls, text[parsed.end :])
 
 
 def _call_id(number: int, index: int) -> str:
@@ -439,31 +512,35 @@ def _is_text(name: str) -> bool:
 
 def shown(message: Message) -> str:
     """Returns the text of a message with its tool calls, for logs and reports."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    parts = [str(message["content"]), *(f"{call['name']}({call['arguments']})" for call in calls)]
+    parts = [message["content"]]
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        parts.append(f"{function['name']}({function['arguments']})")
     return "\n".join(part for part in parts if part)
 
 
-def _keys(messages: Sequence[Message], tools: list[dict[str, Any]]) -> Iterator[bytes]:
+def _keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[bytes]:
     """Yields the digest of the tools, and of the tools with each beginning of the messages."""
-    key = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(errors="surrogatepass"), digest_size=16).digest()
+    text = json.dumps(tools, sort_keys=True).encode(errors="surrogatepass")
+    key = hashlib.blake2b(text, digest_size=16).digest()
     yield key
     for message in messages:
-        yield (key := _key(key, message))
+        key = _key(key, message)
+        yield key
 
 
 def _key(before: bytes, message: Message) -> bytes:
     """Returns the digest of a conversation that continues another one with this message."""
-    role, content = message["role"], message["content"]
-    calls = [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
+    role = message["role"]
+    content = message["content"]
+    calls = [[call["function"]["name"], arguments_of(call)] for call in message.get("tool_calls") or ()]
     if role == "assistant":  # a client may leave out the thinking, or send it back as part of the text
         content = split_thinking(content)[1].strip()
-    same = [role, content, calls]
-    text = json.dumps(same, sort_keys=True).encode(errors="surrogatepass")
+    text = json.dumps([role, content, calls], sort_keys=True).encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=16).digest()
 
 
-def _arguments(call: dict[str, Any]) -> Any:
+def arguments_of(call: MessageCall) -> object:
     """Returns the arguments of a tool call as a value, so that their spelling as JSON does not matter."""
     arguments = call["function"]["arguments"]
     try:

@@ -13,10 +13,10 @@ import re
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from verl_lite.envs import Env, EnvTemplate, find_env
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 from verl_lite.registry import import_modules
 
 METRICS_MAX = 64
@@ -47,7 +47,7 @@ class EnvReply:
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
+    info: JsonObject = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
     is_timeout: bool = False
@@ -125,7 +125,9 @@ class EnvHost:
         with self._changing:
             _, env = self._episodes.pop(session, (None, None))
         with contextlib.suppress(BaseException):  # the environment is discarded, whether or not it can be closed
-            env.close()  # type: ignore[union-attr]
+            close = getattr(env, "close", None)
+            if callable(close):
+                close()
 
 
 def read_reset(result: object) -> EnvReply:
@@ -145,25 +147,28 @@ def read_step(result: object) -> EnvReply:
     return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
 
 
-def _parts(method: str, result: Any, expected: str) -> tuple[Any, ...]:
+def _parts(method: str, result: object, expected: str) -> tuple[object, ...]:
     number = expected.count(",") + 1
-    is_right = isinstance(result, tuple | list) and len(result) == number
-    _expect(is_right, f"what {method} gave", result, f"{number} values: a tuple {expected}")
+    if not isinstance(result, tuple | list) or len(result) != number:
+        raise _nonsense(f"what {method} gave", result, f"{number} values: a tuple {expected}")
     return tuple(result)
 
 
-def _text(what: str, value: Any) -> str:
-    _expect(isinstance(value, str), what, value, "text")
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _nonsense(what, value, "text")
     _expect(value == value.encode(errors="replace").decode(), what, value, "text that UTF-8 can encode")
     return str(value)
 
 
-def read_number(what: str, value: Any) -> float:
+def read_number(what: str, value: object) -> float:
     """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. what: name of the value."""
     item = getattr(value, "item", None)  # a numpy scalar, or an array of one number
     number = item() if callable(item) and getattr(value, "size", 1) == 1 else value
+    if not isinstance(number, numbers.Real):
+        raise _nonsense(what, number, "a finite number")
     try:
-        is_finite = isinstance(number, numbers.Real) and math.isfinite(number)
+        is_finite = math.isfinite(number)
     except OverflowError:  # an integer or a fraction that no float can hold
         is_finite = False
     _expect(is_finite, what, number, "a finite number")
@@ -187,7 +192,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's type, without importing numpy
 
 
-def _info(method: str, info: Any) -> dict[str, Any]:
+def _info(method: str, info: object) -> JsonObject:
     where = f"in the info of {method}"
     checked = _mapping(f"the info of {method}", info)
     for key in ("suffix", "env_instruction"):
@@ -210,14 +215,19 @@ def _info(method: str, info: Any) -> dict[str, Any]:
     return checked
 
 
-def _mapping(what: str, value: Any) -> dict[Any, Any]:
-    _expect(isinstance(value, Mapping), what, value, "a dictionary")
+def _mapping(what: str, value: object) -> JsonObject:
+    if not isinstance(value, Mapping):
+        raise _nonsense(what, value, "a dictionary")
     return dict(value)
 
 
 def _expect(is_right: bool, what: str, value: object, expected: str) -> None:
     if not is_right:
-        text = repr(value)
-        if len(text) > _SHOWN_CHARS:
-            text = text[:_SHOWN_CHARS] + "..."
-        raise NonsenseError(f"{what} is {text}, expected {expected}")
+        raise _nonsense(what, value, expected)
+
+
+def _nonsense(what: str, value: object, expected: str) -> NonsenseError:
+    text = repr(value)
+    if len(text) > _SHOWN_CHARS:
+        text = text[:_SHOWN_CHARS] + "..."
+    return NonsenseError(f"{what} is {text}, expected {expected}")

@@ -59,7 +59,7 @@ _rendering = threading.Lock()
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[dict[str, Any]]], **arguments: Any
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, object]]], **arguments: Any
 ) -> list[str]:
     """Renders chats to texts, with the result of `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)`.
 

@@ -78,13 +78,22 @@ class _Group:
 
     def unfinished(self) -> list[int]:
         """Returns the numbers of the answers that the engine is still to sample."""
-        return [n for n, spec in enumerate(self.samples) if not (spec.is_padding or n in self.completions)]
+        numbers = []
+        for number, spec in enumerate(self.samples):
+            if not spec.is_padding and number not in self.completions:
+                numbers.append(number)
+        return numbers
 
 
 class AnswerRunner:
     """Runs groups of answers; see `group_run.SampleRunner`.
 
-    on_finished: receives the reward items of the answers that ended in one engine step, with their token ids.
+    Args:
+        runner: the engine; the owner of a request is the key of its group and its number in the group.
+        response_length: width R of the columns.
+        pad_token_id: token of the padding.
+        stop_token_ids: tokens that end an answer.
+        on_finished: receives the reward items of the answers that ended in one engine step, with their token ids.
     """
 
     def __init__(
@@ -96,9 +105,11 @@ class AnswerRunner:
         stop_token_ids: tuple[int, ...],
         on_finished: Callable[[list[tuple[RewardItem, list[int]]]], None],
     ) -> None:
-        self._runner, self._on_finished = runner, on_finished
-        self._response_length, self._pad_token_id = response_length, pad_token_id
+        self._runner = runner
+        self._response_length = response_length
+        self._pad_token_id = pad_token_id
         self._stop_token_ids = stop_token_ids
+        self._on_finished = on_finished
         self._groups: dict[str, _Group] = {}
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
@@ -110,6 +121,7 @@ class AnswerRunner:
         for number, spec in enumerate(group.samples):
             name = f"{plan.key}/{number}"
             if spec.finish_reason is not None:
+                # complete before the checkpoint from which the run resumes
                 tokens, log_probs, versions = spec.sampled.lists()
                 completion = Completion(name, tokens, log_probs, spec.finish_reason, versions)
                 whole_answers.append(((plan.key, number), completion))
@@ -130,7 +142,8 @@ class AnswerRunner:
         for (key, number), completion in finished:
             group = self._groups[key]
             group.completions[number] = completion
-            if (item := group.samples[number].item) is not None:
+            item = group.samples[number].item
+            if item is not None:
                 answers.append((item, completion.token_ids))
         if answers:
             self._on_finished(answers)
@@ -160,8 +173,9 @@ class AnswerRunner:
         running = self._unfinished_requests(key)
         self._runner.abort([request.request_id for request in running])
         group = self._groups.pop(key)
-        num_running = sum(len(request.sampled.token_ids) for request in running)
-        return num_running + sum(len(completion.token_ids) for completion in group.completions.values())
+        running_tokens = sum(len(request.sampled.token_ids) for request in running)
+        complete_tokens = sum(len(completion.token_ids) for completion in group.completions.values())
+        return running_tokens + complete_tokens
 
     def take(self, key: str) -> CompleteGroup:
         group = self._groups.pop(key)

@@ -21,13 +21,14 @@ Guarantees of every engine (tests/workers/rollout/test_engines.py checks them fo
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
 from verl_lite.config import NetworkConfig, RolloutConfig
+from verl_lite.json_types import JsonObject
 from verl_lite.registry import Registry
 from verl_lite.schema import SAMPLING_CANDIDATES
 
@@ -42,14 +43,15 @@ ExtraOutputs = Mapping[str, tuple[int, ...]]
 class SamplingParams:
     """Sampling parameters of one request.
 
-    temperature: 0 = greedy.
-    top_p: in (0, 1].
-    top_k: -1 = all tokens.
-    min_p: smallest probability of a token relative to the most probable one; 0 = all tokens.
-    max_tokens: maximum length of the response, at least 1; the engine's context may end a response earlier.
-    seed: seed of this request, see `derive_seed`.
-    stop_token_ids: tokens that end the response; the stop token is its last token.
-    ignore_eos: if True, stop tokens do not end the response, and sampling continues to max_tokens.
+    Attributes:
+        temperature: 0 = greedy.
+        top_p: in (0, 1].
+        top_k: -1 = all tokens.
+        min_p: smallest probability of a token relative to the most probable one; 0 = all tokens.
+        max_tokens: maximum length of the response, at least 1; the engine's context may end a response earlier.
+        seed: seed of this request, see `derive_seed`.
+        stop_token_ids: tokens that end the response; the stop token is its last token.
+        ignore_eos: if True, stop tokens do not end the response, and sampling continues to max_tokens.
     """
 
     temperature: float = 1.0
@@ -172,7 +174,7 @@ class RolloutEngine(Protocol):
         """Ends the engine and releases all its memory, files and processes."""
 
 
-ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
+ROLLOUT_ENGINES: Registry[Callable[..., RolloutEngine]] = Registry("rollout engine")
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has attention kernels on a CPU."""
 HF_ONLY_ON_CPU = ("diffllama", "minimax_m2")
@@ -275,7 +277,7 @@ def build_rollout_engine(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
-    override_config: dict[str, Any] | None = None,
+    override_config: JsonObject | None = None,
     trust_remote_code: bool = False,
 ) -> RolloutEngine:
     """Builds the rollout engine that `rollout.name` selects.
@@ -288,7 +290,9 @@ def build_rollout_engine(
         seed: seed of all randomness that is not seeded by a request.
         override_config: entries that replace those of the model's config.
 
-    Raises ValueError if the name is unknown, ImportError if the engine's package is missing.
+    Raises:
+        ValueError: the name is unknown.
+        ImportError: the engine's package is missing.
     """
     name = resolve_engine_name(name)
     if name in _BUILT_IN:

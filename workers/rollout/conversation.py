@@ -1,11 +1,11 @@
-"""Multi-turn prompts: the messages that each turn adds to a conversation, and the token ids that join the turns.
+"""Multi-turn prompts: messages, and the token ids that join the turns of a conversation.
 
-`turn_messages` fills the environment's template; `ChatJoins` turns messages into token ids with the chat template and
-never re-encodes sampled tokens. The first prompt is the template's text of the first messages. Between a sampled turn
-and the next one, the template's text for that place is inserted: the end of the turn (if the policy did not sample it),
-the environment's message and the generation prompt. The token ids therefore equal the encoded template text of the
-whole conversation, provided that the sampled ids are the tokenizer's own encoding of their text. Some templates rewrite
-earlier turns. The sampled tokens stay unchanged in that case, because the policy saw them and is trained on them:
+`ChatJoins` turns messages into token ids with the chat template and never re-encodes sampled tokens. The first prompt
+is the template's text of the first messages. Between a sampled turn and the next one, the template's text for that
+place is inserted: the end of the turn (if the policy did not sample it), the environment's message and the generation
+prompt. The token ids therefore equal the encoded template text of the whole conversation, provided that the sampled ids
+are the tokenizer's own encoding of their text. Some templates rewrite earlier turns. The sampled tokens stay unchanged
+in that case, because the policy saw them and is trained on them:
 
 - Thinking that a template strips from earlier turns stays in the context.
 - An empty think block at the start of the generation prompt (Qwen3 with enable_thinking=False) stays in each turn.
@@ -15,21 +15,64 @@ earlier turns. The sampled tokens stay unchanged in that case, because the polic
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import NotRequired, TypedDict
 
-import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-from verl_lite.envs.base import EnvTemplate
 from verl_lite.envs.tool_calls import NOTATIONS, Notation, ToolCall, tagged_calls
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject, KeywordArguments
 from workers.policy.chat_template import ChatTemplateError, render_chats, tool_arguments
 from workers.policy.tokenizer import NO_TEMPLATE
 
-Message = dict[str, Any]
-"""role: system, user, assistant or tool; content: text; tool_calls of an assistant's message, in OpenAI's format."""
+
+class CalledFunction(TypedDict):
+    """The function of a tool call. arguments: as JSON text; `ChatJoins` gives templates their value."""
+
+    name: str
+    arguments: str | JsonObject
+
+
+class MessageCall(TypedDict):
+    """A tool call of an assistant's message, in OpenAI's format. id: may be empty."""
+
+    id: NotRequired[str]
+    type: str
+    function: CalledFunction
+
+
+class Message(TypedDict):
+    """A message of a conversation.
+
+    Attributes:
+        role: system, user, assistant or tool.
+        content: its text.
+        tool_calls: calls of an assistant's message.
+        tool_call_id, name: the call that the result of a tool belongs to, and the name of its function.
+    """
+
+    role: str
+    content: str
+    tool_calls: NotRequired[list[MessageCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class ToolFunction(TypedDict):
+    """description, parameters: are not checked; only the chat template reads them."""
+
+    name: str
+    description: object
+    parameters: object
+
+
+class Tool(TypedDict):
+    """A tool that the policy may call, in OpenAI's format."""
+
+    type: str
+    function: ToolFunction
+
 
 _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
 _PROBE = "verlliteprobe"
@@ -71,7 +114,7 @@ class ChatJoins:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: KeywordArguments | None = None,
         *,
         system: bool = False,
         most_tokens: int | None = None,
@@ -82,17 +125,12 @@ class ChatJoins:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
         longest = characters_per_token(tokenizer)
-        self._most_characters = None if longest is None or most_tokens is None else longest * most_tokens + 1
+        self._most_characters: int | None = None
+        if longest is not None and most_tokens is not None:
+            self._most_characters = longest * most_tokens + 1
         self._check_joins(system)
-        try:
-            takes_results = _PROBE in self._after_answer([*_SHORT_CHAT, {"role": "tool", "content": _PROBE}])
-        except UserError:  # the template rejects the role or omits the answer before the message
-            takes_results = False
-        self.tool_role = "tool" if takes_results else "user"
-        try:
-            self._takes_tools = _PROBE in self._render(_SHORT_CHAT[:1], tools=[_PROBE_TOOL])
-        except UserError:
-            self._takes_tools = False
+        self.tool_role = "tool" if self._prints_tool_message() else "user"
+        self._takes_tools = self._prints_tools()
 
         self.notation: Notation | None = tagged_calls
         self._after_arguments = ""
@@ -109,25 +147,26 @@ class ChatJoins:
         self.end_of_turn = self._closing_of_turn()
         self.ends_of_turn = self._all_ends_of_turn()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Returns the token ids of the first prompt, generation prompt included.
 
         A text that certainly has more than `most_tokens` tokens is cut to a beginning that also has more than that.
-        tools: functions in OpenAI's format. If the template ignores tools, a system message describes them.
+
+        Args:
+            messages: the conversation so far.
+            tools: the functions that the policy may call. If the template ignores tools, a system message describes
+                them.
         """
-        if not tools:
-            return self._encoded(self._render(self._accepted(messages))[: self._most_characters])
-        if self._takes_tools:
+        if tools and self._takes_tools:
             text = self._render(self._accepted(messages), tools=list(tools))
+        elif tools:
+            text = self._render(self._accepted(_with_described_tools(messages, tools)))
         else:
-            functions = "\n".join(json.dumps(tool["function"]) for tool in tools)
-            is_first = messages[0]["role"] == "system"
-            system = (f"{messages[0]['content']}\n\n" if is_first else "") + TOOLS.format(functions)
-            text = self._render(self._accepted([{"role": "system", "content": system}, *messages[is_first:]]))
+            text = self._render(self._accepted(messages))
         return self._encoded(text[: self._most_characters])
 
     def join(
-        self, response_ids: Sequence[int], *messages: Message, calls: Sequence[dict[str, Any]] = ()
+        self, response_ids: Sequence[int], *messages: Message, calls: Sequence[MessageCall] = ()
     ) -> tuple[int, ...]:
         """Returns the token ids between a sampled turn and the next: end of turn, messages and generation prompt.
 
@@ -170,7 +209,7 @@ class ChatJoins:
         index = closing_index(ids, self._tokenizer, self._special_ids)
         return 0 if index is None else index + 1
 
-    def _accepted(self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()) -> list[Message]:
+    def _accepted(self, messages: Sequence[Message], calls: Sequence[MessageCall] = ()) -> list[Message]:
         """Returns the messages without parts that the template would reject or omit.
 
         Messages of tools and tool calls become text if the template has no role for them. The arguments of tool calls
@@ -180,25 +219,20 @@ class ChatJoins:
             calls: the tool calls before the first message.
         """
         names = {str(call.get("id")): call["function"]["name"] for call in calls}
-        result = []
+        accepted: list[Message] = []
         for message in messages:
             own_calls = message.get("tool_calls") or ()
             names |= {str(call.get("id")): call["function"]["name"] for call in own_calls}
             if message["role"] == "tool":
-                result.append(self._accepted_result(message, names))
+                accepted.append(self._accepted_result(message, names))
             elif own_calls and not self._takes_tools:
-                texts = []
-                for call in own_calls:
-                    function = call["function"]
-                    written_call = {"name": function["name"], "arguments": tool_arguments(function["arguments"])}
-                    texts.append(f"<tool_call>{json.dumps(written_call)}</tool_call>")
-                written = "\n".join(texts)
-                result.append({"role": message["role"], "content": f"{message['content'] or ''}{written}"})
+                written = "\n".join(_written_call(call) for call in own_calls)
+                accepted.append({"role": message["role"], "content": f"{message['content'] or ''}{written}"})
             elif own_calls:
-                result.append(message | {"tool_calls": [_with_values(call) for call in own_calls]})
+                accepted.append({**message, "tool_calls": [_with_values(call) for call in own_calls]})
             else:
-                result.append(message)
-        return result
+                accepted.append(message)
+        return accepted
 
     def _accepted_result(self, message: Message, names: Mapping[str, str]) -> Message:
         """Returns the result of a tool as the template takes it. names: of the functions, by the id of their call."""
@@ -206,10 +240,11 @@ class ChatJoins:
         takes_identity = self._takes_called_results or self.tool_role == "tool"
         if not identifier or not takes_identity:
             return {"role": self.tool_role, "content": message["content"]}
-        named = {"name": names[identifier]} if identifier in names and not message.get("name") else {}
-        return {**message, **named}
+        if identifier in names and not message.get("name"):
+            return {**message, "name": names[identifier]}
+        return message
 
-    def _render(self, messages: Sequence[Message], **more: Any) -> str:
+    def _render(self, messages: Sequence[Message], **more: object) -> str:
         return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs, **more)[0]
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -228,9 +263,11 @@ class ChatJoins:
             return self._after_answer([*_SHORT_CHAT, {"role": role, "content": content}])
 
         before, _, after = rendered(_PROBE).partition(_PROBE)
-        for change in (str, str.strip):
-            if rendered(_ODD_CONTENT) == before + change(_ODD_CONTENT) + after:
-                return lambda content, change=change: before + change(content) + after  # type: ignore[misc]
+        odd = rendered(_ODD_CONTENT)
+        if odd == before + _ODD_CONTENT + after:
+            return lambda content: before + content + after
+        if odd == before + _ODD_CONTENT.strip() + after:
+            return lambda content: before + content.strip() + after
         return rendered
 
     def _after_answer(self, messages: list[Message]) -> str:
@@ -239,6 +276,20 @@ class ChatJoins:
         if not found:
             raise self._template_error("leaves out the content of the assistant's message")
         return rest
+
+    def _prints_tool_message(self) -> bool:
+        """Returns True if the template shows a message of the role tool after an answer."""
+        try:
+            return _PROBE in self._after_answer([*_SHORT_CHAT, {"role": "tool", "content": _PROBE}])
+        except UserError:  # the template rejects the role or omits the answer before the message
+            return False
+
+    def _prints_tools(self) -> bool:
+        """Returns True if the template shows the tools of a conversation."""
+        try:
+            return _PROBE in self._render(_SHORT_CHAT[:1], tools=[_PROBE_TOOL])
+        except UserError:
+            return False
 
     def _closing_of_turn(self) -> int:
         """Returns the token that ends an assistant's turn before a user's message."""
@@ -256,8 +307,7 @@ class ChatJoins:
         """Returns the tokens that end a turn before any kind of message."""
         texts = [self._continuations[role](_PROBE) for role in self._continuations]
         if self._takes_called_results:
-            result = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_ID, "name": _PROBE}
-            texts.append(self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [result]))
+            texts.append(self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [_probe_result(_PROBE)]))
         ends = {self.end_of_turn}
         for text in texts:
             ids = self._encode(text)
@@ -271,7 +321,7 @@ class ChatJoins:
         of a call. The notation is None if no notation reads a call as the template writes it."""
         chat: list[Message] = [_SHORT_CHAT[0], _probe_turn([_probe_call(_PROBE, _PROBE_ID)])]
         try:
-            rendered = self._render([*chat, {"role": "tool", "content": "", "tool_call_id": _PROBE_ID, "name": _PROBE}])
+            rendered = self._render([*chat, _probe_result("")])
             start = self._render(_SHORT_CHAT[:1])
         except UserError:
             return None, ""
@@ -292,9 +342,9 @@ class ChatJoins:
         """Returns True if the template accepts the result of a call, with id and name, and shows its content."""
         if self.notation is None:
             return False
-        result = {"role": "tool", "content": _PROBE + _PROBE, "tool_call_id": _PROBE_ID, "name": _PROBE}
+        content = _PROBE + _PROBE
         try:
-            return _PROBE + _PROBE in self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [result])
+            return content in self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [_probe_result(content)])
         except UserError:
             return False
 
@@ -305,21 +355,24 @@ class ChatJoins:
             return True
         bare = self._continuations["tool"](_PROBE)
         for name, identifier in ((_PROBE, _PROBE_ID), ("other", "vlother00")):
-            result = {"role": "tool", "content": _PROBE, "tool_call_id": identifier, "name": name}
+            result = _probe_result(_PROBE, identifier, name)
             if self._after_calls([_probe_call(name, identifier)], [result]) != bare:
                 return True
         return False
 
-    def _after_calls(self, calls: Sequence[dict[str, Any]], messages: Sequence[Message]) -> str:
+    def _after_calls(self, calls: Sequence[MessageCall], messages: Sequence[Message]) -> str:
         """Returns the template's text after a turn with these calls.
 
         The arguments of the calls are replaced: what the policy sampled must not decide where the turn ends.
         """
-        probes = [_probe_call(call["function"]["name"], str(call.get("id")), {}) for call in calls[:-1]]
-        identifier = str(calls[-1].get("id"))
-        last = _probe_call(calls[-1]["function"]["name"], identifier)
+        *earlier_calls, last_call = calls
+        probes = [_probe_call(call["function"]["name"], str(call.get("id")), {}) for call in earlier_calls]
+        identifier = str(last_call.get("id"))
+        probes.append(_probe_call(last_call["function"]["name"], identifier))
+
+        # only the last call has the argument that marks its place, and the id of a call may follow its arguments
         after_arguments = self._after_arguments.replace(_PROBE_ID, identifier)
-        text = self._render([_SHORT_CHAT[0], _probe_turn([*probes, last]), *messages])
+        text = self._render([_SHORT_CHAT[0], _probe_turn(probes), *messages])
         _, found, rest = text.partition(_PROBE_ARGUMENT)
         if not found or not rest.startswith(after_arguments):
             raise self._template_error("leaves out the tool calls of an assistant's message, or their arguments")
@@ -331,22 +384,31 @@ class ChatJoins:
         One difference is allowed: the generation prompt and the head of an answered turn may differ by a suffix, such
         as a think block or a space.
         """
-        first, second, third = ({"role": "user", "content": f"q{number}"} for number in (1, 2, 3))
-        first_answer, other_answer = ({"role": "assistant", "content": text} for text in (_ANSWER, _OTHER_ANSWER))
-        beginning: list[Message] = [{"role": "system", "content": "s"}] * system + [first]
+        beginning: list[Message] = [{"role": "user", "content": "q1"}]
+        if system:
+            beginning = [{"role": "system", "content": "s"}, *beginning]
+        second: Message = {"role": "user", "content": "q2"}
+        third: Message = {"role": "user", "content": "q3"}
+        answers: list[Message] = [{"role": "assistant", "content": text} for text in (_ANSWER, _OTHER_ANSWER)]
+
+        # the texts that `prompt` and `join` write
         prompt = self._rendered_or_refused(beginning, system)
         self._rendered_or_refused([*_SHORT_CHAT, second], False)
-        whole = self._rendered_or_refused([*beginning, first_answer, second, other_answer, third], system)
+        # the same conversation in one text
+        whole = self._rendered_or_refused([*beginning, answers[0], second, answers[1], third], system)
         head, found, rest = whole.partition(_ANSWER)
         middle, found_too, tail = rest.partition(_OTHER_ANSWER)
         if not found or not found_too:
             raise self._template_error("leaves out the content of an assistant's message")
-        joins = [self._after_answer([*_SHORT_CHAT, message]) for message in (second, third)]
-        for part, expected in ((head, prompt), (middle, joins[0])):
+
+        second_join = self._after_answer([*_SHORT_CHAT, second])
+        third_join = self._after_answer([*_SHORT_CHAT, third])
+        for part, expected in ((head, prompt), (middle, second_join)):
             if not part.startswith(expected) and not expected.startswith(part):
                 raise self._unstable_text_error(part, expected)
-        if tail != joins[1]:
-            raise self._unstable_text_error(tail, joins[1])
+        # no answer follows the last join, so that its text has no such difference
+        if tail != third_join:
+            raise self._unstable_text_error(tail, third_join)
 
     def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
         try:
@@ -372,26 +434,47 @@ class ChatJoins:
         )
 
 
-def _probe_call(name: str, identifier: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+def _with_described_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Returns the messages with a description of the tools at the end of their system message, or in a new one."""
+    system = TOOLS.format("\n".join(json.dumps(tool["function"]) for tool in tools))
+    if messages[0]["role"] == "system":
+        system = f"{messages[0]['content']}\n\n{system}"
+        messages = messages[1:]
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _written_call(call: MessageCall) -> str:
+    """Returns a tool call as text, for templates without tools."""
+    function = call["function"]
+    written = {"name": function["name"], "arguments": tool_arguments(function["arguments"])}
+    return f"<tool_call>{json.dumps(written)}</tool_call>"
+
+
+def _probe_call(name: str, identifier: str, arguments: JsonObject | None = None) -> MessageCall:
     """Returns a tool call whose arguments mark its place in a rendered text."""
     values = {_PROBE_KEY: _PROBE_ARGUMENT} if arguments is None else arguments
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": values}}
 
 
-def _probe_turn(calls: list[dict[str, Any]]) -> Message:
+def _probe_turn(calls: list[MessageCall]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _call_of_result(message: Message) -> dict[str, Any]:
+def _probe_result(content: str, identifier: str = _PROBE_ID, name: str = _PROBE) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": identifier, "name": name}
+
+
+def _call_of_result(message: Message) -> MessageCall:
     """Returns the tool call that a result belongs to, as far as the result names it."""
     return _probe_call(str(message.get("name") or _PROBE), str(message["tool_call_id"]))
 
 
-def _with_values(call: dict[str, Any]) -> dict[str, Any]:
+def _with_values(call: MessageCall) -> MessageCall:
     """Returns a tool call with its arguments as a value, and with its id if it has one."""
-    function = {**call["function"], "arguments": tool_arguments(call["function"]["arguments"])}
-    identified = {"id": call["id"]} if call.get("id") not in (None, "", "None") else {}
-    return {**identified, "type": "function", "function": function}
+    function: CalledFunction = {**call["function"], "arguments": tool_arguments(call["function"]["arguments"])}
+    if call.get("id") in (None, "", "None"):
+        return {"type": "function", "function": function}
+    return {"id": call["id"], "type": "function", "function": function}
 
 
 def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -437,9 +520,9 @@ def closing_index(
     return index
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any]) -> int | None:
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: KeywordArguments) -> int | None:
     """Returns the token that ends an assistant's turn in the chat template, or None if the template writes none."""
-    following = {"role": "user", "content": _PROBE}
+    following: Message = {"role": "user", "content": _PROBE}
     for messages in (_SHORT_CHAT, [*_SHORT_CHAT, following]):
         token = _end_after_answer(tokenizer, messages, template_arguments)
         if token is not None:
@@ -447,13 +530,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[
     return None
 
 
-def writes_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any]) -> bool:
+def writes_end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: KeywordArguments) -> bool:
     """Returns whether the chat template writes an end after an answer that ends the chat."""
     return _end_after_answer(tokenizer, _SHORT_CHAT, template_arguments) is not None
 
 
 def _end_after_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_arguments: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_arguments: KeywordArguments
 ) -> int | None:
     """Returns the token that the chat template writes as the end of the first answer, or None without one."""
     if tokenizer.chat_template is None:
@@ -466,88 +549,6 @@ def _end_after_answer(
     ids = tokenizer.encode(after, add_special_tokens=False) if after else []
     index = closing_index(ids, tokenizer)
     return None if index is None else int(ids[index])
-
-
-@dataclass
-class Turn:
-    """One turn of an episode: the agent's action, the observation before it, and the reward of the step.
-
-    messages, prompt_ids: the part of the prompt that this turn adds to the earlier turns; the whole prompt in step mode
-        (`EnvTemplate.by_step`).
-    response_ids, log_probs, versions, finish_reason: see `Completion`.
-    action: text of the response without its stop token.
-    observation, state_hash: the observation before the action, and the name of its state.
-    reward: reward of the step, including a format penalty.
-    is_valid: False if the environment reported an invalid action.
-    info: the `info` dict that the environment's step returned.
-    extra: see `Completion`. Values for the whole context are kept by the last turn of a trajectory only.
-    """
-
-    messages: list[Message]
-    prompt_ids: tuple[int, ...]
-    response_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    versions: list[int]
-    action: str
-    observation: str
-    state_hash: str
-    reward: float = 0.0
-    is_valid: bool = True
-    info: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def turn_messages(
-    template: EnvTemplate,
-    observation: str,
-    past: Sequence[Turn],
-    *,
-    instruction: str,
-    info: Mapping[str, Any],
-    max_response_length: int,
-) -> list[Message]:
-    """Returns the messages that the next turn adds to the conversation, from the environment's template.
-
-    In step mode (`template.by_step`), each turn is a separate conversation, and its user message summarises the last
-    `history_length` turns with valid and invalid actions (ROLL: only invalid actions).
-
-    Args:
-        past: all turns so far.
-        instruction: the environment's task, included in the first turn of a trajectory, and in each turn in step mode.
-        info: the `info` dict of the reset or step that returned `observation`.
-        max_response_length: maximum number of tokens of the turn's response.
-    """
-    is_first = template.by_step or not past
-    fields: dict[str, Any] = {
-        "observation": observation,
-        "env_instruction": instruction if is_first else "",
-        "turn_idx": len(past) + 1,
-        "suffix": info.get("suffix") or "",
-        "actions_left": template.max_steps - len(past),
-        "max_response_length": max_response_length,
-    }
-    if template.by_step:
-        history = past[len(past) - min(template.history_length, len(past)) :]
-        first = len(past) - len(history) + 1
-        fields |= {
-            "history": "\n".join(
-                f"(step {number}, observation: {turn.observation}, action: {turn.action}"
-                f"{' (not a valid action)' * (not turn.is_valid)}, reward: {turn.reward:g})"
-                for number, turn in enumerate(history, start=first)
-            ),
-            "history_length": len(history),
-            "step_count": len(past),
-            "current_step": len(past) + 1,
-            "current_observation": observation,
-        }
-    content = template.agent_template.format(**fields)
-    if is_first and instruction and "env_instruction" not in template.fields:
-        content = instruction + ("" if instruction[-1].isspace() else "\n") + content
-    is_tool = info.get("use_tool") and not is_first
-    system = template.agent_system_template if is_first else None
-    message: Message = {"role": "tool" if is_tool else "user", "content": content}
-    return [{"role": "system", "content": system}, message] if system else [message]
 
 
 _PROBE_KEY, _PROBE_ARGUMENT = "verllitekey", "verlliteargument"

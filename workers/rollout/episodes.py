@@ -15,38 +15,65 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.base import EnvTemplate
+from verl_lite.json_types import JsonObject, KeywordArguments
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.scoring import SCORE, is_score
 from workers.envs.env_host import EnvReply
 from workers.envs.env_pool import EnvPool
 from workers.rollout.base import Completion, Request, SamplingParams, derive_seed
-from workers.rollout.conversation import ChatJoins, Message, Turn, turn_messages
+from workers.rollout.conversation import ChatJoins, Message
 from workers.rollout.group_run import CompleteGroup
 from workers.rollout.rows import of_response
 from workers.rollout.runner import Runner
 from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
+from workers.rollout.turns import Turn, turn_messages
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
+
+
+class DescribedMessage(TypedDict):
+    role: str
+    content: str
+
+
+class DescribedRequest(TypedDict):
+    """An entry of the column `requests`; verl_lite/schema.py describes it."""
+
+    parent: int | None
+    row: int | None
+    prompt_tokens: int
+    tokens: int
+    versions: list[int]
+    finish_reason: str
+    tool_calls: list[str]
+    messages: list[DescribedMessage]
+    text: str
+    discarded: str | None
 
 
 @dataclass
 class Trajectory:
     """An episode and its result.
 
-    stop: reason for the end. terminated, truncated: the environment ended it. max_steps, max_length: it reached a limit
-    on turns or tokens. failed: the environment failed, its rewards are not a valid score, or its first prompt is too
-    long; `error` has the reason, and `is_timeout` is True for a timeout. surplus: its group was complete before it
-    ended. is_kept: True if the episode becomes rows; a failed one does only if its group would be incomplete without
-    it. prompt_messages, prompt_ids: prompt of the first turn, even if it was too long to be sampled from. metrics:
-    metrics of the environment, aggregated over the turns. rows: turns of each training row; None = one row, or in mode
-    `step` one per turn. outcome: score of an episode whose turns have no rewards of their own. requests: the column
-    `requests` of a program's episode.
+    Attributes:
+        by_step: True in mode `step` (`EnvTemplate.by_step`), where each turn is a conversation of its own.
+        stop: reason for the end. terminated, truncated: the environment ended it. max_steps, max_length: it reached a
+            limit on turns or tokens. failed: the environment failed, its rewards are not a valid score, or its first
+            prompt is too long. surplus: its group was complete before it ended.
+        error, is_timeout: why a failed episode failed, and whether it was a timeout.
+        is_kept: True if the episode becomes rows; a failed one does only if its group would be incomplete without it.
+        prompt_messages, prompt_ids: prompt of the first turn, even if it was too long to be sampled from.
+        metrics: metrics of the environment, aggregated over the turns.
+        rows: turns of each training row; None = one row, or in mode `step` one per turn.
+        outcome: score of an episode whose turns have no rewards of their own.
+        requests: the column `requests` of a program's episode.
+        first_prompts: numbers of tokens of the first prompts of a program's conversations.
     """
 
     spec: EpisodeSpec | ProgramSpec
@@ -61,9 +88,8 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     rows: list[list[Turn]] | None = None
     outcome: float | None = None
-    requests: list[dict[str, Any]] | None = None
+    requests: list[DescribedRequest] | None = None
     first_prompts: list[int] = field(default_factory=list)
-    """Numbers of tokens of the first prompts of a program's conversations."""
 
     @property
     def score(self) -> float:
@@ -80,7 +106,11 @@ class Trajectory:
 
 def messages_of(turns: Iterable[Turn]) -> list[Message]:
     """Returns the messages of these turns: those before each action, and the action."""
-    return [m for turn in turns for m in (*turn.messages, {"role": "assistant", "content": turn.action})]
+    messages: list[Message] = []
+    for turn in turns:
+        messages += turn.messages
+        messages.append({"role": "assistant", "content": turn.action})
+    return messages
 
 
 @dataclass(frozen=True)
@@ -97,9 +127,13 @@ class TokenLimits:
 class _Episode:
     """A queued or running episode.
 
-    key: unique key in the pool and the engine. context: tokens of the conversation so far (in mode `step`: of the last
-    turn). observation, info: last reply of the environment. messages, prompt_ids: messages and prompt of the turn that
-    is being sampled.
+    Attributes:
+        key: unique key in the pool and the engine.
+        request_id: the turn that the engine is sampling.
+        context: tokens of the conversation so far (in mode `step`: of the last turn).
+        instruction: the environment's task, which its reset returned.
+        observation, info: last reply of the environment.
+        messages, prompt_ids: messages and prompt of the turn that is being sampled.
     """
 
     key: str
@@ -113,7 +147,7 @@ class _Episode:
     context: list[int] = field(default_factory=list)
     instruction: str = ""
     observation: str = ""
-    info: dict[str, Any] = field(default_factory=dict)
+    info: JsonObject = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
 
@@ -131,17 +165,20 @@ def count_episodes(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
     """Counts the episodes that were not ended as surplus."""
     ended = [trajectory for trajectory in trajectories if trajectory.stop != "surplus"]
     failed = [trajectory for trajectory in ended if trajectory.stop == "failed"]
-    first_failure = None
+    first_failure: str | None = None
     if failed:
         spec = failed[0].spec
         kind = "program" if isinstance(spec, ProgramSpec) else "environment"
         first_failure = f"episode {spec.traj_id} of the {kind} {spec.tag!r}:\n{failed[0].error}"
+    first_prompts: list[int] = []
+    for trajectory in ended:
+        first_prompts += trajectory.first_prompts
     return EpisodeCounts(
         episodes=len(ended),
         failed=len(failed),
         timeouts=sum(trajectory.is_timeout for trajectory in failed),
         first_failure=first_failure,
-        first_prompts=tuple(length for trajectory in ended for length in trajectory.first_prompts),
+        first_prompts=tuple(first_prompts),
     )
 
 
@@ -149,7 +186,11 @@ class EpisodeRunner:
     """Runs groups of episodes; see `group_run.SampleRunner`.
 
     Args:
+        runner: the engine; the owner of a request is its episode.
+        pool: the environments.
+        tokenizer: encodes prompts and decodes actions.
         templates: entries of agentic.custom_envs by tag.
+        limits: numbers of tokens that fit a row and the engine's context.
         seed: seed of the run.
         stop_token_ids: stop tokens of the model. The end-of-turn token of the chat template also ends a turn.
         chat_template_kwargs: data.apply_chat_template_kwargs.
@@ -164,7 +205,7 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        runner: Runner[Any],
+        runner: Runner[_Episode],
         pool: EnvPool,
         tokenizer: PreTrainedTokenizerBase,
         templates: Mapping[str, EnvTemplate],
@@ -172,14 +213,18 @@ class EpisodeRunner:
         *,
         seed: int,
         stop_token_ids: Iterable[int],
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: KeywordArguments | None = None,
         format_penalty: Mapping[str, float] | None = None,
         max_live: int,
         rows: Callable[[Sequence[Trajectory]], DataProto],
     ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._limits = limits
+        self._seed = seed
         self._to_rows = rows
-        self._runner, self._pool, self._tokenizer = runner, pool, tokenizer
-        self._templates, self._limits, self._seed = templates, limits, seed
         has_system = any(template.agent_system_template for template in templates.values())
         self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system, most_tokens=limits.max_model_len)
         self._stop_token_ids = tuple(sorted({*stop_token_ids, *self._joins.ends_of_turn}))
@@ -274,16 +319,21 @@ class EpisodeRunner:
         """Processes the reply of an environment to a reset or an action: ends the episode or submits its next turn."""
         trajectory = episode.trajectory
         if reply.error is not None or reply.observation is None:
-            trajectory.error, trajectory.is_timeout = reply.error, reply.is_timeout
+            trajectory.error = reply.error
+            trajectory.is_timeout = reply.is_timeout
             return self._end(episode, "failed")
-        episode.observation, episode.info = reply.observation, reply.info
+        episode.observation = reply.observation
+        episode.info = reply.info
         if not trajectory.turns:
             episode.instruction = reply.info.get("env_instruction") or ""
             return self._submit_turn(episode)
+
         turn = trajectory.turns[-1]
         turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
         penalty = 0.0 if turn.is_valid else self._format_penalty.get(episode.spec.purpose, 0.0)
-        turn.reward, turn.info = reply.reward + penalty, reply.info
+        turn.reward = reply.reward + penalty
+        turn.info = reply.info
+        # the sum of finite rewards may be too large for a score
         if not is_score(trajectory.score):
             trajectory.error = f"The rewards of the episode sum to {trajectory.score:g}; expected {SCORE}."
             return self._end(episode, "failed")
@@ -295,17 +345,18 @@ class EpisodeRunner:
 
     def _submit_turn(self, episode: _Episode) -> None:
         """Submits the next turn to the engine, or ends the episode if the turn does not fit."""
-        trajectory, template, limits = episode.trajectory, episode.template, self._limits
-        spec, turn, most = episode.spec, len(trajectory.turns), limits.max_response_length
+        trajectory = episode.trajectory
+        template = episode.template
+        limits = self._limits
+        turn = len(trajectory.turns)
+        most = limits.max_response_length
         messages = turn_messages(
             template,
             episode.observation,
             trajectory.turns,
             instruction=episode.instruction,
             info=episode.info,
-            max_response_length=min(
-                template.max_tokens_per_step or limits.max_response_length, limits.max_response_length
-            ),
+            max_response_length=min(template.max_tokens_per_step or most, most),
         )
         if turn == 0 or template.by_step:
             ids = self._joins.prompt(messages)
@@ -314,9 +365,12 @@ class EpisodeRunner:
         else:
             ids = self._joins.join(trajectory.turns[-1].response_ids, messages[0])
             episode.context.extend(ids)
+            # all that follows the first prompt is in the response column of the row
             room = most - (len(episode.context) - len(trajectory.prompt_ids))
+
         if turn == 0:
-            trajectory.prompt_messages, trajectory.prompt_ids = messages, ids
+            trajectory.prompt_messages = messages
+            trajectory.prompt_ids = ids
             if len(ids) > limits.max_prompt_length:
                 trajectory.error = (
                     f"The first prompt has at least {len(ids)} tokens, and data.max_prompt_length="
@@ -331,7 +385,10 @@ class EpisodeRunner:
         )
         if room < 1:
             return self._end(episode, "max_length")
-        episode.messages, episode.prompt_ids = messages, ids
+
+        spec = episode.spec
+        episode.messages = messages
+        episode.prompt_ids = ids
         sampling = replace(
             episode.sampling,
             max_tokens=room,
@@ -346,9 +403,9 @@ class EpisodeRunner:
         episode.request_id = None
         trajectory = episode.trajectory
         response_ids = completion.token_ids
-        ended_by_token = bool(response_ids) and response_ids[-1] in self._stop_token_ids
-        said = response_ids[:-1] if ended_by_token else response_ids
-        action = self._tokenizer.decode(said, clean_up_tokenization_spaces=False)
+        is_stopped = bool(response_ids) and response_ids[-1] in self._stop_token_ids
+        action_ids = response_ids[:-1] if is_stopped else response_ids
+        action = self._tokenizer.decode(action_ids, clean_up_tokenization_spaces=False)
         assert isinstance(action, str)
         state_hash = episode.info.get("state_hash")
         if state_hash is None:
@@ -375,9 +432,11 @@ class EpisodeRunner:
 
     def _end(self, episode: _Episode, stop: Stop) -> None:
         """Ends an episode. Ends the other members of its group as surplus if the group is complete."""
-        trajectory, group = episode.trajectory, episode.group
-        trajectory.stop, episode.is_ended = stop, True
+        trajectory = episode.trajectory
+        group = episode.group
+        trajectory.stop = stop
         trajectory.metrics = aggregate_metrics(trajectory.turns)
+        episode.is_ended = True
         episode.context = []
         if episode.request_id is not None:
             self._runner.abort([episode.request_id])
@@ -386,6 +445,7 @@ class EpisodeRunner:
         group.open.remove(episode)
         if stop == "surplus":
             return
+        # a group with redundancy has other members in the place of a failed one
         can_do_without = group.kept + len(group.open) >= group.size
         if stop == "failed" and can_do_without:
             return

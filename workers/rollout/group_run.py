@@ -116,11 +116,13 @@ class GroupRun:
 
     def take(self, with_metrics: bool) -> GroupResults:
         """Returns the complete groups, and the metrics since they were last taken."""
-        complete, self._complete = self._complete, []
-        rows = None
+        complete = self._complete
+        self._complete = []
+        rows: DataProto | None = None
         if complete:
             rows = DataProto.concat([group_rows for _, group_rows in complete])
-            count_moved(sum(column.nbytes for column in rows.batch.values() if isinstance(column, torch.Tensor)))
+            tensors = [column for column in rows.batch.values() if isinstance(column, torch.Tensor)]
+            count_moved(sum(tensor.nbytes for tensor in tensors))
         metrics = self._take_metrics() if with_metrics else {}
         return GroupResults([report for report, _ in complete], rows, metrics)
 
@@ -153,21 +155,25 @@ class GroupRun:
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Advances the samples (see `SampleRunner.advance`) and collects the groups that are complete."""
         self._runner.advance(wait_s, until_completion)
-        for key in [key for key in self._open if self._runner.is_finished(key)]:
+        finished = [key for key in self._open if self._runner.is_finished(key)]
+        for key in finished:
             del self._open[key]
             group = self._runner.take(key)
-            self._complete.append((GroupReport(key, len(group.rows), group.counts), group.rows))
+            report = GroupReport(key, len(group.rows), group.counts)
+            self._complete.append((report, group.rows))
 
     def close(self) -> None:
         """Ends the processes and threads of the runner."""
         self._runner.close()
 
     def _take_metrics(self) -> dict[str, Metric]:
-        active, beside = self._active_s, self._beside_s
+        active_s = self._active_s
+        beside_s = self._beside_s
         self._active_s = self._beside_s = 0.0
-        return {
-            "rollout/slowest_rank_seconds": Metric.max(active),
-            "rollout/mean_rank_seconds": Metric.mean(active, 1),
-            **({"rollout/seconds_beside_training": Metric.mean(beside, 1)} if beside else {}),
-            **self._runner.take_metrics(active + beside),
+        metrics = {
+            "rollout/slowest_rank_seconds": Metric.max(active_s),
+            "rollout/mean_rank_seconds": Metric.mean(active_s, 1),
         }
+        if beside_s:
+            metrics["rollout/seconds_beside_training"] = Metric.mean(beside_s, 1)
+        return metrics | self._runner.take_metrics(active_s + beside_s)

@@ -6,28 +6,23 @@ the gap; waiting sequences enter as soon as enough slots are free to justify a p
 last token, once for all its samples; the last token is the input of the first decode step. Unused slots keep finished
 sequences. If a prompt begins with one of them (the next turn of a conversation), only the rest of it is encoded.
 
-A decode step of a small model through the modules of transformers takes longer in Python and in small operations than
-in matrix products. In fp32 on a CPU, `LeanDecoder` therefore computes the same function from the same parameters: it
-multiplies once by all projections that read the same input, rotates queries and keys together, and calls torch without
-modules between. It keeps large matrices a second time in oneDNN's layout, which is faster for few rows,
-until the weights change or the engine sleeps.
+In fp32 on a CPU, `lean_decoder.LeanDecoder` computes the decode steps of the common families in less time.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import ModelOutput
 
 from verl_lite.config import RolloutConfig
+from verl_lite.json_types import JsonObject
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engine.parameters import WholeWeights
 from workers.policy.causal_lm import output_logits
@@ -44,6 +39,7 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
+from workers.rollout.lean_decoder import lean_decoder
 from workers.rollout.sampling import Truncation, sample
 from workers.rollout.slot_cache import (
     SLOT_ATTENTION,
@@ -52,22 +48,23 @@ from workers.rollout.slot_cache import (
     check_full_attention,
     check_layers,
     kv_shape,
-    slot_attention,
 )
 
 # a prefill of any size costs about as much as a decode step; waiting until this share of the slots is free amortises it
 _REFILL_SHARE = 1 / 8
-LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl")
-"""Model families (model_type) that have exactly these layers; the tests compare each with transformers."""
-PACKED_ELEMENTS = 1 << 18
-"""Smallest matrix that is kept in oneDNN's layout; products with smaller ones are faster without it."""
-_ROTARY_OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence of the batch
 
 
 @dataclass
 class _Sequence:
-    """An unfinished request. limit: maximum number of response tokens. stops: ids of the tokens that end it.
-    encoded_by: version of the weights of its first keys and values. candidates: of each new token, (rollout.top_k,)."""
+    """An unfinished request.
+
+    Attributes:
+        limit: maximum number of response tokens.
+        stops: ids of the tokens that end it.
+        token_ids, log_probs, versions: its response so far; see `Completion`.
+        encoded_by: version of the weights of its first keys and values.
+        candidates: of each new token, (rollout.top_k,).
+    """
 
     request: Request
     limit: int
@@ -98,6 +95,23 @@ class _Sequence:
         return 0 if self.request.images is None else self.request.images.shift
 
 
+@dataclass(frozen=True)
+class _Continued:
+    """A sequence that continues a kept one. held: number of tokens whose keys and values its slot already has."""
+
+    row: _Sequence
+    held: int
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Tokens that are encoded once, and the slots of all sequences that begin with them."""
+
+    token_ids: tuple[int, ...]
+    images: ImageInputs | None
+    slots: list[int] = field(default_factory=list)
+
+
 @register_rollout_engine("hf")
 class HFEngine:
     """Rollout engine on transformers. See `build_rollout_engine` for the arguments, `RolloutEngine` for the methods."""
@@ -111,7 +125,7 @@ class HFEngine:
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
-        override_config: dict[str, Any],
+        override_config: JsonObject,
         trust_remote_code: bool,
     ) -> None:
         if config.tensor_model_parallel_size != 1:
@@ -119,7 +133,10 @@ class HFEngine:
                 f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: expected 1, because the hf "
                 "engine runs on one device; set rollout.name=vllm to distribute an engine over several devices"
             )
-        self._config, self._max_model_len, self._device, self._dtype = config, max_model_len, device, dtype
+        self._config = config
+        self._max_model_len = max_model_len
+        self._device = device
+        self._dtype = dtype
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
         check_full_attention(model_config, max_model_len)
         with no_init_weights(), device:
@@ -135,10 +152,12 @@ class HFEngine:
         self._model.tie_weights()  # skipped above together with the initialisation
         self._model.requires_grad_(False).eval()
         self._excluded = placeholder_ids(model_config)
+        # the lean decoder does not report the chosen experts
         self._lean = None if config.router_replay else lean_decoder(self._model, max_model_len)
         self._names = parameter_names(self._model)
         self._routers = Routers(self._model) if config.router_replay else None
-        self.extra_outputs = ({} if self._routers is None else self._routers.extra_outputs) | candidates_of(config)
+        routed = {} if self._routers is None else self._routers.extra_outputs
+        self.extra_outputs = routed | candidates_of(config)
         self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
         # the weights whose order `_targets` has; a reference would keep their tensors after the trainer has moved
@@ -152,7 +171,8 @@ class HFEngine:
 
     def _allocate(self) -> None:
         """Allocates the KV cache, and the tensors with the step inputs and sampling parameters of each slot."""
-        slots, device = self._slots, self._device
+        slots = self._slots
+        device = self._device
         self._cache: SlotCache | None = SlotCache(
             self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
         )
@@ -181,6 +201,7 @@ class HFEngine:
         self._admit()
         if not self._running:
             return []
+
         rows = len(self._running)
         tokens, positions, shifts, seeds, top_k = self._integers[:, :rows]
         temperature, top_p, min_p = self._floats[:, :rows]
@@ -193,6 +214,7 @@ class HFEngine:
             logits = self._forward(self._model, **inputs, attention_mask=mask).logits[:, -1]
         if self._excluded:
             logits[:, self._excluded] = -torch.inf
+
         sampled, log_probs, candidates = sample(
             logits,
             temperature=temperature,
@@ -208,14 +230,13 @@ class HFEngine:
         positions += 1
         return self._record(sampled.tolist(), log_probs.tolist())
 
-    def _forward(self, network: torch.nn.Module, **inputs: Any) -> Any:
+    def _forward(self, network: PreTrainedModel, **inputs: torch.Tensor) -> ModelOutput:
         """Runs `network` over the cache, and stores the chosen experts there with rollout.router_replay."""
-        inputs |= {"past_key_values": self._cache, "use_cache": True}
         if self._routers is None:
-            return network(**inputs)
+            return network(**inputs, past_key_values=self._cache, use_cache=True)
         assert self._cache is not None
         with self._routers.watched() as routes:
-            outputs = network(**inputs)
+            outputs = network(**inputs, past_key_values=self._cache, use_cache=True)
         self._cache.store_routes(torch.stack([layer.experts for layer in routes], dim=1))
         return outputs
 
@@ -228,14 +249,21 @@ class HFEngine:
             row.log_probs.append(log_prob)
             row.versions.append(self._version)
             if token in row.stops or len(row.token_ids) >= row.limit:
-                reason: FinishReason = "stop" if token in row.stops else "length"
-                ended[slot] = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.versions)
-                if self._cache is not None and (routes := self._cache.routes) is not None:
-                    ended[slot].extra[ROUTED_EXPERTS] = routes[slot, : row.length - 1].to("cpu", copy=True)
-                if row.candidates:
-                    ended[slot].extra[SAMPLING_CANDIDATES] = torch.stack(row.candidates)
+                ended[slot] = self._completion(slot, row)
         self._remove(list(ended))
         return list(ended.values())
+
+    def _completion(self, slot: int, row: _Sequence) -> Completion:
+        """Returns the completion of a sequence that has ended in this slot."""
+        reason: FinishReason = "stop" if row.token_ids[-1] in row.stops else "length"
+        completion = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.versions)
+        if self._cache is not None and self._cache.routes is not None:
+            # a copy, because another sequence gets the slot; no forward has read the last token
+            routes = self._cache.routes[slot, : row.length - 1]
+            completion.extra[ROUTED_EXPERTS] = routes.to("cpu", copy=True)
+        if row.candidates:
+            completion.extra[SAMPLING_CANDIDATES] = torch.stack(row.candidates)
+        return completion
 
     def _remove(self, slots: list[int]) -> None:
         """Removes the running sequences in `slots`.
@@ -266,19 +294,22 @@ class HFEngine:
         worthwhile = min(len(self._waiting), max(1, int(self._slots * _REFILL_SHARE)))
         if not self._waiting or (self._running and free < worthwhile):
             return
+
         first = len(self._running)
         fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         continued = self._claim_kept(fresh, first)
-        rows = [row for row, _ in continued] + fresh
+        rows = [each.row for each in continued] + fresh
         self._running += rows
         for row in rows:
             row.encoded_by = self._version
-        slots = slice(first, first + len(rows))
+        self._set_inputs(rows, slice(first, first + len(rows)))
+        self._set_truncation()
+        self._extend(continued, first)
+        self._prefill(fresh, first + len(continued))
+
+    def _set_inputs(self, rows: list[_Sequence], slots: slice) -> None:
+        """Writes the inputs of the next step and the sampling parameters of new sequences."""
         sampling = [row.request.sampling for row in rows]
-        running = [row.request.sampling for row in self._running if row.request.sampling.temperature > 0]
-        limits = [each.top_k for each in running]
-        self._limit = max(limits) if min(limits, default=-1) > 0 else None
-        self._truncates = any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in running)
         self._integers[:, slots] = torch.tensor(
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
@@ -289,49 +320,66 @@ class HFEngine:
             ]
         )
         self._floats[:, slots] = torch.tensor(
-            [[getattr(each, name) for each in sampling] for name in ("temperature", "top_p", "min_p")]
+            [
+                [each.temperature for each in sampling],
+                [each.top_p for each in sampling],
+                [each.min_p for each in sampling],
+            ]
         )
-        self._extend(continued, first)
-        self._prefill(fresh, first + len(continued))
 
-    def _claim_kept(self, rows: list[_Sequence], first: int) -> list[tuple[_Sequence, int]]:
+    def _set_truncation(self) -> None:
+        """Decides whether the running sequences need `Truncation`, and with how many of the most probable tokens."""
+        drawn = [row.request.sampling for row in self._running if row.request.sampling.temperature > 0]
+        limits = [each.top_k for each in drawn]
+        # a single sequence without top_k needs all tokens
+        self._limit = max(limits) if min(limits, default=-1) > 0 else None
+        self._truncates = any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in drawn)
+
+    def _claim_kept(self, rows: list[_Sequence], first: int) -> list[_Continued]:
         """Removes the rows that continue a kept sequence from `rows`, and moves their kept sequences into slots.
 
-        The continued rows get the slots from `first` on; the remaining rows get the slots after those, which are empty
-        afterwards. Returns (row, number of tokens that its slot holds) of the continued rows.
+        The continued rows, which are returned, get the slots from `first` on; the remaining rows get the slots after
+        those, which are empty afterwards.
         """
         assert self._cache is not None
-        continued: list[tuple[_Sequence, int]] = []
+        continued: list[_Continued] = []
         end = first + len(rows)
-        for row in [row for row in rows if row.request.images is None] if len(self._kept) else ():
+        candidates = [row for row in rows if row.request.images is None] if len(self._kept) else []
+        for row in candidates:
             target = first + len(continued)
-            if (found := self._kept.claim(row.encoded(), target)) is None:
+            claim = self._kept.claim(row.encoded(), target)
+            if claim is None:
                 continue
-            slot, length, displaced = found
-            if displaced:
-                self._cache.swap(target, slot, max(displaced, length))
-            elif slot != target:
-                self._cache.move(target, slot, length)
+            if claim.displaced:
+                self._cache.swap(target, claim.slot, max(claim.displaced, claim.length))
+            elif claim.slot != target:
+                self._cache.move(target, claim.slot, claim.length)
             rows.remove(row)
-            continued.append((row, length))
+            continued.append(_Continued(row, claim.length))
         for move in self._kept.vacate(first + len(continued), end):
-            self._cache.move(*move)
+            self._cache.move(move.destination, move.source, move.length)
         return continued
 
-    def _extend(self, rows: list[tuple[_Sequence, int]], first: int) -> None:
+    def _extend(self, rows: list[_Continued], first: int) -> None:
         """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
 
-        rows: (sequence, number of tokens in its slot), one per slot from `first` on.
+        rows: one per slot from `first` on.
         """
         assert self._cache is not None
-        parts = [(row.encoded()[held:], held, slot) for slot, (row, held) in enumerate(rows, start=first)]
-        parts = sorted((part for part in parts if part[0]), key=lambda part: len(part[0]))
-        for span in _pack([len(ids) for ids, _, _ in parts], self._config.max_num_batched_tokens):
-            batch = parts[span.start : span.stop]
-            ids = _padded([part[0] for part in batch])
-            starts, slots = zip(*[part[1:] for part in batch], strict=True)
+        missing: dict[int, tuple[int, ...]] = {}
+        for slot, continued in enumerate(rows, start=first):
+            token_ids = continued.row.encoded()[continued.held :]
+            if token_ids:
+                missing[slot] = token_ids
+        # sequences of similar length are encoded together, with little padding
+        slots_by_length = sorted(missing, key=lambda slot: len(missing[slot]))
+        lengths = [len(missing[slot]) for slot in slots_by_length]
+        for span in _pack(lengths, self._config.max_num_batched_tokens):
+            slots = slots_by_length[span.start : span.stop]
+            ids = _padded([missing[slot] for slot in slots])
+            starts = torch.tensor([rows[slot - first].held for slot in slots])
             # padding may reach beyond the end of the slot; its last position is written again before it is read
-            positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
+            positions = starts[:, None] + torch.arange(ids.shape[1])
             positions.clamp_(max=self._max_model_len - 1)
             length = int(positions.max()) + 1
             positions = positions.to(self._device)
@@ -342,28 +390,40 @@ class HFEngine:
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
-        assert self._cache is not None
-        slots_of: dict[tuple[int, ...], list[int]] = {}
-        images: dict[tuple[int, ...], ImageInputs | None] = {}
+        prompts: dict[tuple[int, ...], _Prompt] = {}
         for slot, row in enumerate(rows, start=first):
+            token_ids = row.encoded()
             # prompts with equal tokens may have different images: the last entry of a key tells them apart
-            key = (*row.encoded(), -1 if row.request.images is None else row.request.images.digest)
-            slots_of.setdefault(key, []).append(slot)
-            images[key] = row.request.images
-        ordered = sorted((key for key in slots_of if len(key) > 1), key=len)
-        for span in _pack([len(key) - 1 for key in ordered], self._config.max_num_batched_tokens):
-            keys = ordered[span.start : span.stop]
-            ids = _padded([key[:-1] for key in keys]).to(self._device)
-            slots = torch.tensor([slot for key in keys for slot in slots_of[key]], device=self._device)
-            copies = torch.tensor([len(slots_of[key]) for key in keys])
-            sources = torch.arange(len(keys)).repeat_interleave(copies).to(self._device)
-            self._cache.begin_prefill(slots, sources)
-            positions = torch.arange(ids.shape[1]).expand(len(keys), -1)
-            shown: dict[str, torch.Tensor] = {}
-            if found := [each for key in keys if (each := images[key]) is not None]:
-                positions = _image_positions(positions, [images[key] for key in keys])
-                shown = {name: tensor.to(self._device) for name, tensor in join_images(found).items()}
-            self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **shown)
+            key = (*token_ids, -1 if row.request.images is None else row.request.images.digest)
+            prompt = prompts.setdefault(key, _Prompt(token_ids, row.request.images))
+            prompt.slots.append(slot)
+
+        # of a prompt of one token nothing is encoded: its token is the input of the first decode step
+        ordered = [prompt for prompt in prompts.values() if prompt.token_ids]
+        ordered.sort(key=lambda prompt: len(prompt.token_ids))
+        lengths = [len(prompt.token_ids) for prompt in ordered]
+        for span in _pack(lengths, self._config.max_num_batched_tokens):
+            self._encode(ordered[span.start : span.stop])
+
+    def _encode(self, prompts: Sequence[_Prompt]) -> None:
+        """Encodes prompts in one forward and stores their keys and values in all their slots."""
+        assert self._cache is not None
+        ids = _padded([prompt.token_ids for prompt in prompts]).to(self._device)
+        slots: list[int] = []
+        sources: list[int] = []  # row of the batch whose keys and values each slot gets
+        for row, prompt in enumerate(prompts):
+            slots += prompt.slots
+            sources += [row] * len(prompt.slots)
+        self._cache.begin_prefill(torch.tensor(slots, device=self._device), torch.tensor(sources, device=self._device))
+
+        positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
+        image_inputs: dict[str, torch.Tensor] = {}
+        images = [prompt.images for prompt in prompts]
+        present = [each for each in images if each is not None]
+        if present:
+            positions = _image_positions(positions, images)
+            image_inputs = {name: tensor.to(self._device) for name, tensor in join_images(present).items()}
+        self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **image_inputs)
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -438,7 +498,8 @@ class HFEngine:
         self._requeue()
         self.reset_cache()
         self._asleep = {"weights", "kv_cache"}
-        self._version, self._cache = None, None
+        self._version = None
+        self._cache = None
         for tensor in self._model.parameters():  # buffers stay
             tensor.untyped_storage().resize_(0)
 
@@ -447,7 +508,9 @@ class HFEngine:
         self._asleep -= wanted
         if "kv_cache" in wanted:
             self._allocate()
-        for tensor in self._model.parameters() if "weights" in wanted else ():  # buffers stay
+        if "weights" not in wanted:
+            return
+        for tensor in self._model.parameters():  # buffers stay
             storage = tensor.untyped_storage()  # `LeanDecoder` lets parameters share one
             end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
             storage.resize_(max(storage.nbytes(), end))
@@ -484,11 +547,11 @@ def _pack(lengths: list[int], token_budget: int) -> Iterator[range]:
 def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]) -> torch.Tensor:
     """Returns the positions (3, B, L) of sequences with these images. numbers: (B, L) number of each token."""
     positions = numbers.repeat(3, 1, 1)
-    for row, found in enumerate(images):
-        if found is not None:
-            positions[:, row] += found.shift
-            given = found.position_ids[:, : positions.shape[2]]
-            positions[:, row, : given.shape[1]] = given
+    for row, inputs in enumerate(images):
+        if inputs is not None:
+            positions[:, row] += inputs.shift
+            of_prompt = inputs.position_ids[:, : positions.shape[2]]
+            positions[:, row, : of_prompt.shape[1]] = of_prompt
     return positions
 
 
@@ -530,95 +593,3 @@ def _slots_that_fit(
             f"{max_model_len} tokens needs {slot_bytes / 2**20:.1f} MiB; raise it or lower rollout.max_model_len"
         )
     return slots
-
-
-def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
-    """Returns a decoder of the model, or None if its layers, dtype or device are others than those above.
-
-    max_length: number of positions.
-    """
-    weight = model.get_output_embeddings().weight
-    rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
-    is_lean = has_lean_layers(model.config.model_type, rope_parameters)
-    is_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return LeanDecoder(model, max_length) if is_lean and is_fp32 else None
-
-
-def has_lean_layers(model_type: str, rope_parameters: Mapping[str, Any] | None) -> bool:
-    """Returns True if `LeanDecoder` has the layers of this model, given by two entries of its config.json."""
-    rotary = (rope_parameters or {}).get("rope_type", "default")
-    return model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
-
-
-class LeanDecoder:
-    """Computes the logits (n, V) of one more token of each sequence. Moves the weights of joined projections into
-    common tensors, of which the model's parameters become views, so that weight updates of the model apply here too."""
-
-    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
-        self._base: Any = model.get_decoder()
-        self._layers: list[tuple[Any, _Projection, _Projection, _Projection, _Projection]] = []
-        for layer in self._base.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            joined = _Projection(attention.q_proj, attention.k_proj, attention.v_proj), _Projection(attention.o_proj)
-            self._layers.append((layer, *joined, _Projection(mlp.gate_proj, mlp.up_proj), _Projection(mlp.down_proj)))
-        self._head, first = _Projection(model.lm_head), self._base.layers[0].self_attn
-        self._head_dim, self._scale = first.head_dim, first.scaling
-        self._queries = first.q_proj.out_features // self._head_dim
-        self._rotated = self._queries + first.k_proj.out_features // self._head_dim
-        cos, sin = self._base.rotary_emb(torch.zeros(1), torch.arange(max_length).unsqueeze(0))
-        half = self._head_dim // 2  # rotate_half(x) * sin is x rolled by half a head, times sin with this sign
-        self._cos, self._sin = cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=1).unsqueeze(1)
-
-    def discard_copies(self) -> None:
-        """Discards the copies in oneDNN's layout. Call it after each change of the model's parameters."""
-        for projection in (self._head, *(each for _, *projections in self._layers for each in projections)):
-            projection.packed = None
-
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: SlotCache
-    ) -> torch.Tensor:
-        """tokens, positions: (n,). mask: of `cache.begin_decode`."""
-        n, queries, split, size = len(tokens), self._queries, self._rotated, self._head_dim
-        hidden = F.embedding(tokens, self._base.embed_tokens.weight)
-        cos, sin = self._cos[positions], self._sin[positions]
-        for index, (layer, qkv, out, gate_up, down) in enumerate(self._layers):
-            heads, attention = qkv(_norm(layer.input_layernorm, hidden)).view(n, -1, size), layer.self_attn
-            rotated = heads[:, :split]
-            if hasattr(attention, "q_norm"):
-                parts = _norm(attention.q_norm, heads[:, :queries]), _norm(attention.k_norm, heads[:, queries:split])
-                rotated = torch.cat(parts, dim=1)
-            rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin)
-            keys, values = cache.update(rotated[:, queries:].unsqueeze(2), heads[:, split:].unsqueeze(2), index)
-            output, _ = slot_attention(attention, rotated[:, :queries].unsqueeze(2), keys, values, mask, self._scale)
-            hidden = hidden + out(output.reshape(n, -1))
-            gate, up = gate_up(_norm(layer.post_attention_layernorm, hidden)).chunk(2, dim=-1)
-            hidden = hidden + down(layer.mlp.act_fn(gate).mul_(up))
-        return self._head(_norm(self._base.norm, hidden))
-
-
-class _Projection:
-    """Linear layers with the same input as one product. `packed` is the weight in oneDNN's layout, if any."""
-
-    weight: Any
-    bias: Any
-
-    def __init__(self, *layers: nn.Linear) -> None:
-        self.packed: torch.Tensor | None = None
-        for name in ("weight", "bias"):
-            parts = [part.detach() for layer in layers if (part := getattr(layer, name)) is not None]
-            setattr(self, name, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None)
-            sizes = [len(part) for part in parts]
-            for layer, view in zip(layers, getattr(self, name).split(sizes), strict=True) if len(parts) > 1 else ():
-                setattr(layer, name, nn.Parameter(view, requires_grad=False))
-        self._packs = self.weight.numel() >= PACKED_ELEMENTS and torch.backends.mkldnn.is_available()
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if not self._packs:
-            return F.linear(states, self.weight, self.bias)
-        if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
-        return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
-
-
-def _norm(norm: Any, states: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(states, norm.weight.shape, norm.weight, norm.variance_epsilon)

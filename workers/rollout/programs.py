@@ -26,7 +26,7 @@ from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.endpoint.callers import Verdict
 from workers.endpoint.program_host import Result, Run
 from workers.endpoint.server import Call, Endpoint
-from workers.endpoint.trace import Trace
+from workers.endpoint.trace import Node, Trace
 from workers.pool.channel import Reply
 from workers.rollout.base import Request, SamplingParams, derive_seed
 from workers.rollout.episodes import Trajectory, count_episodes
@@ -54,9 +54,15 @@ class Programs(Protocol):
 
 @dataclass(eq=False)
 class _Episode:
-    """A queued or running episode. number: its session in the pool. api_key: None unless its program is running.
-    score_key: key of its reward item, if the reward function is scoring it. starts: number of starts after the first.
-    counts: tokens of earlier starts."""
+    """A queued or running episode.
+
+    Attributes:
+        number: its session in the pool.
+        api_key: None unless its program is running.
+        score_key: key of its reward item, if the reward function is scoring it.
+        starts: number of starts after the first.
+        counts: tokens of earlier starts.
+    """
 
     number: int
     name: str
@@ -75,8 +81,11 @@ class ProgramRunner:
     """Runs groups of episodes of programs; see `group_run.SampleRunner`.
 
     Args:
+        runner: the engine; the owner of a request is its call at the endpoint.
+        endpoint: receives the requests of the programs.
         programs: pool of the programs, which calls `repeat`.
-        new_trace: returns the trace of a new episode. stop_token_ids: tokens that end an answer.
+        new_trace: returns the trace of a new episode.
+        stop_token_ids: tokens that end an answer.
         rewards: handle of the reward pool; None if the program has to return the scores.
         engine: number of the engine, which distinguishes its reward items from those of others.
         seed: seed of the run.
@@ -98,9 +107,16 @@ class ProgramRunner:
         max_live: int,
         rows: Callable[[Sequence[Trajectory]], DataProto],
     ) -> None:
-        self._runner, self._endpoint, self._programs = runner, endpoint, programs
-        self._new_trace, self._rewards, self._engine, self._seed = new_trace, rewards, engine, seed
-        self._max_live, self._to_rows, self._stop_token_ids = max_live, rows, tuple(stop_token_ids)
+        self._runner = runner
+        self._endpoint = endpoint
+        self._programs = programs
+        self._new_trace = new_trace
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._rewards = rewards
+        self._engine = engine
+        self._seed = seed
+        self._max_live = max_live
+        self._to_rows = rows
         self._numbers = itertools.count()
         self._queue: deque[_Episode] = deque()
         self._running: dict[int, _Episode] = {}
@@ -130,6 +146,7 @@ class ProgramRunner:
     def take(self, key: str) -> CompleteGroup:
         episodes = self._groups.pop(key)
         for episode in episodes:
+            # every sampled token has been trained on, masked or discarded with a reason
             counts = episode.counts + episode.trace.counts
             explained = sum(number for name, number in counts.items() if name != "sampled")
             if counts["sampled"] != explained:
@@ -146,7 +163,8 @@ class ProgramRunner:
 
     def abort(self, key: str) -> int:
         """Ends a group. Programs that are running receive errors from the endpoint until they return."""
-        episodes, tokens = self._groups.pop(key), 0
+        tokens = 0
+        episodes = self._groups.pop(key)
         for episode in episodes:
             self._close(episode)
             self._running.pop(episode.number, None)
@@ -159,14 +177,16 @@ class ProgramRunner:
 
     def repeat(self, number: int) -> None:
         """Empties the trace of an episode whose program is started again, because its process has died."""
-        if (episode := self._running.get(number)) is None:  # it was aborted
+        episode = self._running.get(number)
+        if episode is None:  # it was aborted
             return
         key = episode.api_key
         self._close(episode)
         sampled = episode.counts["sampled"] + episode.trace.counts["sampled"]
         episode.counts = Counter({"sampled": sampled, "discarded/restarted": sampled})
         self._counts["restarts"] += 1
-        episode.trace, episode.starts = self._new_trace(), episode.starts + 1
+        episode.trace = self._new_trace()
+        episode.starts += 1
         self._open(episode, key)  # the pool calls the program with the same key
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
@@ -180,7 +200,8 @@ class ProgramRunner:
             self._take_scores()
             wait_s = min(wait_s, REWARD_CHECK_S)
         for reply in self._programs.poll(0.0 if self.is_decoding else wait_s):
-            if (episode := self._running.pop(reply.session, None)) is not None:  # otherwise it was aborted
+            episode = self._running.pop(reply.session, None)
+            if episode is not None:  # otherwise it was aborted
                 self._on_program_end(episode, reply)
         self._admit()
         self._take_requests()
@@ -188,6 +209,7 @@ class ProgramRunner:
             try:
                 completions = self._runner.step()
             except Exception as error:
+                # programs that wait for an answer end at once, and not at their time limits
                 self._endpoint.fail(f"the rollout engine failed: {error}")
                 raise
             for call, completion in completions:
@@ -201,14 +223,14 @@ class ProgramRunner:
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run."""
-        counts, self._counts = self._counts, Counter()
-        kinds = ("sampled", "trained", "masked", "discarded")
-        tokens = {name: number for name, number in counts.items() if name.startswith(kinds)}
+        counts = self._counts
+        self._counts = Counter()
         callers: Counter[Verdict] = Counter()
         if self._endpoint.callers is not None:
-            callers, self._endpoint.callers.counts = self._endpoint.callers.counts, Counter()
-        return {
-            **self._runner.take_metrics(seconds),
+            callers = self._endpoint.callers.counts
+            self._endpoint.callers.counts = Counter()
+
+        metrics = self._runner.take_metrics(seconds) | {
             "program/connections/foreign_key": Metric.sum(callers["foreign"]),
             "program/connections/unknown_process": Metric.sum(callers["unknown"]),
             "env/processes_replaced": Metric.sum(self._programs.processes_replaced),
@@ -216,9 +238,13 @@ class ProgramRunner:
             "program/metrics_dropped": Metric.sum(counts["metrics_dropped"]),
             "program/requests_per_episode": Metric.mean(counts["requests"], counts["episodes"]),
             "program/rows_per_episode": Metric.mean(counts["rows"], counts["episodes"]),
-            **{f"program/tokens/{name}": Metric.sum(number) for name, number in tokens.items()},
-            **{f"program/refused/{kind}": Metric.sum(number) for kind, number in self._endpoint.take_refused().items()},
         }
+        for name, number in counts.items():
+            if name.startswith(("sampled", "trained", "masked", "discarded")):
+                metrics[f"program/tokens/{name}"] = Metric.sum(number)
+        for kind, number in self._endpoint.take_refused().items():
+            metrics[f"program/refused/{kind}"] = Metric.sum(number)
+        return metrics
 
     def close(self) -> None:
         """Ends the endpoint and the processes of the programs."""
@@ -236,7 +262,8 @@ class ProgramRunner:
 
     def _open(self, episode: _Episode, key: str | None = None) -> None:
         """Opens the episode at the endpoint. key: its key if it was open before."""
-        spec, name = episode.spec, f"{episode.name}+{episode.starts}"
+        spec = episode.spec
+        name = f"{episode.name}+{episode.starts}"
         seed = derive_seed(self._seed, spec.start_step - 1, spec.traj_id, 0)
         episode.api_key = self._endpoint.open(name, episode.trace, episode.sampling, seed, key)
 
@@ -267,7 +294,8 @@ class ProgramRunner:
     def _on_program_end(self, episode: _Episode, reply: Reply[Result]) -> None:
         """Ends the episode, or sends its last answer to the reward function."""
         self._close(episode)
-        trajectory, trace = episode.trajectory, episode.trace
+        trajectory = episode.trajectory
+        trace = episode.trace
         trajectory.first_prompts = list(trace.first_prompts)
         trajectory.is_timeout = reply.is_timeout
         answered = [node for node in trace.nodes if node.answer is not None and node.is_delivered]
@@ -288,12 +316,16 @@ class ProgramRunner:
         if new_names and len(self._named_entries) < METRIC_NAMES_MAX:
             self._named_entries.update(new_names)
             print(_without_score(new_names), flush=True)
-        row, node = episode.spec.row, answered[-1]
-        assert node.answer is not None
+        self._score_answer(episode, answered[-1], len(answered))
+
+    def _score_answer(self, episode: _Episode, node: Node, num_turns: int) -> None:
+        """Sends the last answer of an episode to the reward function. num_turns: number of its answers."""
+        assert self._rewards is not None and node.answer is not None
+        row = episode.spec.row
         episode.score_key = episode.name
         self._scoring[episode.name] = episode
         messages = [*node.conversation.messages, node.answer.message]
-        extra_info = {**(row.get("extra_info") or {}), "messages": messages, "num_turns": len(answered)}
+        extra_info = {**(row.get("extra_info") or {}), "messages": messages, "num_turns": num_turns}
         scored_row = {**row, "data_source": episode.spec.tag, "extra_info": extra_info}
         self._rewards.send("submit", [RewardItem.of_row(episode.name, scored_row, node.answer.text)])
 
@@ -314,10 +346,12 @@ class ProgramRunner:
                 self._fail(episode, f"the reward function failed: {result.error}")
             else:
                 own = episode.trajectory.metrics
-                numbers = {name: value for name, value in result.extra.items() if not isinstance(value, str)}
-                # neither the program nor the reward function replaces a number of the other
-                renamed = {f"reward.{name}" if name in own else name: value for name, value in numbers.items()}
-                episode.trajectory.metrics = own | self._known_metrics(renamed)
+                numbers: dict[str, float] = {}
+                for name, value in result.extra.items():
+                    if not isinstance(value, str):
+                        # neither the program nor the reward function replaces a number of the other
+                        numbers[f"reward.{name}" if name in own else name] = value
+                episode.trajectory.metrics = own | self._known_metrics(numbers)
                 self._finish(episode, result.score)
 
     def _known_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -334,29 +368,41 @@ class ProgramRunner:
     def _finish(self, episode: _Episode, score: float) -> None:
         if not is_score(score):
             return self._fail(episode, f"the program returned the score {score:g}; expected {SCORE}")
-        trajectory, trace = episode.trajectory, episode.trace
-        trajectory.outcome, trajectory.rows = score, trace.rows(score)
-        trajectory.turns = [turn for turns in trajectory.rows for turn in turns]
-        trajectory.stop, trajectory.is_kept, episode.is_ended = "terminated", True, True
-        trajectory.requests = trace.described()
+        trajectory = episode.trajectory
+        trajectory.outcome = score
+        trajectory.rows = episode.trace.rows(score)
+        trajectory.turns = list(itertools.chain.from_iterable(trajectory.rows))
+        trajectory.requests = episode.trace.described()
+        trajectory.stop = "terminated"
+        trajectory.is_kept = True
+        episode.is_ended = True
         return None
 
     def _fail(self, episode: _Episode, error: str) -> None:
         """Masks the episode: its tokens are not trained on."""
-        trajectory, trace = episode.trajectory, episode.trace
+        trajectory = episode.trajectory
+        trace = episode.trace
+        # the rows that training would have had, for the counts of tokens
         trace.rows(0.0)
         trace.counts["masked"] += trace.counts.pop("trained", 0)
-        trajectory.stop, trajectory.is_kept, trajectory.error, episode.is_ended = "failed", True, error, True
-        trajectory.requests = [each | {"row": None, "discarded": "masked"} for each in trace.described()]
+        trajectory.requests = trace.described()
+        for request in trajectory.requests:
+            request["row"] = None
+            request["discarded"] = "masked"
+        trajectory.error = error
+        trajectory.stop = "failed"
+        trajectory.is_kept = True
+        episode.is_ended = True
         if trace.nodes:
-            first = trace.nodes[0]
-            trajectory.prompt_messages, trajectory.prompt_ids = first.added, first.prompt_ids
+            trajectory.prompt_messages = trace.nodes[0].added
+            trajectory.prompt_ids = trace.nodes[0].prompt_ids
 
 
 def _without_score(names: Sequence[str]) -> str:
     """Returns the note on a program's dict without an entry `score`. names: its entries."""
     shown = ", ".join(printable(repr(name)) for name in names)
-    hint = next((did_you_mean(name, ["score"]) for name in names if did_you_mean(name, ["score"])), "")
+    hints = [did_you_mean(name, ["score"]) for name in names]
+    hint = next(filter(None, hints), "")
     return (
         f"agentic.program returned a dict without 'score', with the entries {shown}{hint}: reward.* scores such "
         "episodes. Return {'score': None, ...} to say that this is intended."

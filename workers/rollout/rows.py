@@ -12,10 +12,12 @@ from workers.rollout.base import ExtraOutputs
 
 
 class Response(NamedTuple):
-    """The part of a row that follows its prompt.
+    """The part of a row that follows its prompt. token_ids, mask, log_probs and versions have equal length.
 
-    token_ids, mask, log_probs, versions: of equal length; mask is 1 on tokens that the policy sampled. versions: of the
-    weights that sampled each token; -1 for other tokens. extra: see `Completion.extra`.
+    Attributes:
+        mask: 1 on tokens that the policy sampled.
+        versions: of the weights that sampled each token; -1 for other tokens.
+        extra: see `Completion.extra`.
     """
 
     token_ids: Sequence[int]
@@ -34,11 +36,13 @@ def write_rows(
     pad_token_id: int,
     extra_outputs: ExtraOutputs,
 ) -> DataProto:
-    """Returns the columns that `verl_lite.schema` assigns to this file, and prompts.
+    """Builds the token columns of a rollout (`prompts`, `responses`, `response_mask`, ...); `verl_lite/schema.py` lists
+    them.
 
     Args:
         prompts, prompt_mask: (B, P), padded on the left.
         responses: one per row, padded on the right to `response_length`.
+        pad_token_id: token of the padding.
         extra_outputs: extra outputs of the engine that sampled the rows.
     """
     attended = [[1] * len(response.token_ids) for response in responses]
@@ -67,18 +71,23 @@ def _extra_columns(
 ) -> dict[str, torch.Tensor]:
     """Returns the columns of an engine's extra outputs. Raises ValueError if a response has other candidates than one
     set per token, or a token outside its set."""
-    starts, result = prompt_mask.shape[1] - prompt_mask.sum(1), {}
-    for entry in map(column, outputs):
-        width = response_length if entry.is_of_response else prompt_mask.shape[1] + response_length
-        shape = (len(responses), width, *outputs[entry.name])
-        result[entry.name] = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
-        for row, start, response in zip(result[entry.name], starts.tolist(), responses, strict=True):
-            if entry.name in response.extra:
-                values, first = response.extra[entry.name], 0 if entry.is_of_response else start
-                if entry.name == SAMPLING_CANDIDATES:
-                    _check_candidates(values, response.token_ids)
-                row[first : first + len(values)] = values
-    return result
+    prompt_length = prompt_mask.shape[1]
+    starts = (prompt_length - prompt_mask.sum(1)).tolist()
+    columns = {}
+    for name, size in outputs.items():
+        entry = column(name)
+        width = response_length if entry.is_of_response else prompt_length + response_length
+        values = torch.full((len(responses), width, *size), entry.absent or 0, dtype=getattr(torch, entry.dtype))
+        for row, start, response in zip(values, starts, responses, strict=True):
+            if name not in response.extra:
+                continue
+            of_tokens = response.extra[name]
+            if name == SAMPLING_CANDIDATES:
+                _check_candidates(of_tokens, response.token_ids)
+            first = 0 if entry.is_of_response else start
+            row[first : first + len(of_tokens)] = of_tokens
+        columns[name] = values
+    return columns
 
 
 def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> None:
@@ -95,11 +104,13 @@ def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> Non
 
 def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str, torch.Tensor]:
     """Returns the values of the columns (B, R, ...), after those of `before` more tokens without a value."""
-    return {
-        name: torch.cat([values.new_full((before, *values.shape[1:]), column(name).absent or 0), values])
-        for name, values in extra.items()
-        if column(name).is_of_response
-    }
+    columns = {}
+    for name, values in extra.items():
+        entry = column(name)
+        if entry.is_of_response:
+            absent = values.new_full((before, *values.shape[1:]), entry.absent or 0)
+            columns[name] = torch.cat([absent, values])
+    return columns
 
 
 def left_padded(

@@ -40,13 +40,21 @@ class Runner(Generic[Owner]):
     """
 
     def __init__(self, engine: RolloutEngine, group: dist.ProcessGroup | None = None, interrupts: bool = True) -> None:
-        self.engine, self._group, self._interrupts = engine, group, interrupts
+        self.engine = engine
+        self._group = group
+        self._interrupts = interrupts
         self.leads = group is None or dist.get_rank(group) == 0
         self._owners: dict[str, Owner] = {}
         self._requests: list[Request] = []  # submitted and aborted here, and not yet sent to the other ranks
         self._aborted: list[str] = []
         self._is_stepping = False  # stays True if an engine step fails
-        self._busy_s, self._steps, self._sequences, self._tokens = 0.0, 0, 0, 0
+        self._clear_metrics()
+
+    def _clear_metrics(self) -> None:
+        self._busy_s = 0.0
+        self._steps = 0
+        self._sequences = 0  # running in each step, added up
+        self._tokens = 0
 
     @contextmanager
     def lead(self) -> Iterator[bool]:
@@ -93,7 +101,8 @@ class Runner(Generic[Owner]):
 
     def step(self, until_completion: bool = False) -> list[tuple[Owner, Completion]]:
         """Makes one engine step, or steps until a request finishes. Returns the finished requests with their owners."""
-        started, running = time.perf_counter(), self.engine.unfinished
+        started = time.perf_counter()
+        num_running = self.engine.unfinished
         limit = None if until_completion else 1
         self._send(limit)
         self._is_stepping = True
@@ -101,7 +110,7 @@ class Runner(Generic[Owner]):
         self._is_stepping = False
         self._busy_s += time.perf_counter() - started
         self._steps += steps
-        self._sequences += running * steps
+        self._sequences += num_running * steps
         self._tokens += sum(len(completion.token_ids) for completion in completions)
         return [(self._owners.pop(completion.request_id), completion) for completion in completions]
 
@@ -112,7 +121,7 @@ class Runner(Generic[Owner]):
             "rollout/engine_sequences": Metric.mean(self._sequences, self._steps),
             "rollout/tokens_per_second_per_gpu": Metric.mean(self._tokens, seconds),
         }
-        self._busy_s, self._steps, self._sequences, self._tokens = 0.0, 0, 0, 0
+        self._clear_metrics()
         return metrics
 
     def _run(self, steps: int | None) -> tuple[list[Completion], int]:
@@ -121,7 +130,10 @@ class Runner(Generic[Owner]):
         completions: list[Completion] = []
         made = 0
         with span("generate"):
-            while made != steps and not (steps is None and (completions or not self.is_decoding)):
+            while made != steps:
+                is_done = bool(completions) or not self.is_decoding
+                if steps is None and is_done:
+                    break
                 completions += self.engine.step()
                 made += 1
         return completions, made
@@ -135,7 +147,8 @@ class Runner(Generic[Owner]):
     def _send(self, steps: int | None) -> None:
         """Sends the calls since the last step to the other ranks."""
         self._broadcast(_Calls(self._requests, self._aborted, steps))
-        self._requests, self._aborted = [], []
+        self._requests = []
+        self._aborted = []
 
     def _broadcast(self, calls: _Calls | None) -> _Calls | None:
         """Returns the leader's argument on all ranks. None ends the leader's block."""

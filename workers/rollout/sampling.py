@@ -70,21 +70,25 @@ def sample(
         -1 in other rows; None if num_candidates is 0.
     """
     greedy = temperature == 0
-    log_probs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    divisor = torch.where(greedy, 1.0, temperature)[:, None]
+    log_probs = torch.log_softmax(logits.float() / divisor, dim=-1)
     probs = log_probs.exp()
     if truncation is not None:
         kept = _kept_tokens(probs, truncation)
         probs = probs * kept
         log_probs = log_probs.masked_fill(~(kept | greedy[:, None]), -torch.inf).log_softmax(dim=-1)
+
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
     # the first entry above the threshold has a probability above 0, so a token of probability 0 is never drawn
     tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+
     candidates = None
     if num_candidates and truncation is not None:
         best = log_probs.topk(num_candidates, dim=-1)
-        is_returned = ((truncation.top_k == num_candidates) & ~greedy)[:, None] & best.values.isfinite()
+        has_candidates = (truncation.top_k == num_candidates) & ~greedy
+        is_returned = has_candidates[:, None] & best.values.isfinite()
         candidates = best.indices.where(is_returned, -1).int()
     elif num_candidates:
         candidates = tokens.new_full((len(tokens), num_candidates), -1, dtype=torch.int32)
@@ -105,9 +109,12 @@ def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     else:
         ordered, order = probs.topk(limit, dim=-1)
     rank = torch.arange(ordered.shape[1], device=probs.device)
-    kept = (ordered >= min_p[:, None] * ordered[:, :1]) & ((top_k[:, None] < 0) | (rank < top_k[:, None]))
+    in_min_p = ordered >= min_p[:, None] * ordered[:, :1]
+    in_top_k = (top_k[:, None] < 0) | (rank < top_k[:, None])
+    kept = in_min_p & in_top_k
+
     ordered = ordered * kept
-    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    mass_before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
     # rounding must not cut the tail of a row with top_p = 1
-    in_top_p = (top_p[:, None] >= 1) | (before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True))
+    in_top_p = (top_p[:, None] >= 1) | (mass_before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True))
     return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, kept & in_top_p)

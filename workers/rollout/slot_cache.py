@@ -7,7 +7,7 @@ keys and values into the slot of each sample.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -63,15 +63,21 @@ class SlotCache(Cache):
         """
         rows: torch.Tensor | slice = slice(0, len(positions)) if slots is None else slots
         last = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
-        self._prefill, self._rows, self._length, self._positions = None, rows, length, positions
-        self._dirty_slots, self._dirty_length = max(self._dirty_slots, last), max(self._dirty_length, length)
+        self._prefill = None
+        self._rows = rows
+        self._length = length
+        self._positions = positions
+        self._dirty_slots = max(self._dirty_slots, last)
+        self._dirty_length = max(self._dirty_length, length)
+
         heads = self._slot_offsets[rows, None] + self._head_offsets
         self._index = (heads[:, :, None] + positions[:, None]).flatten()
         mask = torch.zeros(*positions.shape, length, device=positions.device, dtype=self._storage.dtype)
-        return mask.masked_fill_(self._arange[:length] > positions[..., None], -torch.inf)[:, None]
+        is_later = self._arange[:length] > positions[..., None]
+        return mask.masked_fill_(is_later, -torch.inf)[:, None]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values (B, kv_heads, T, head_dim) of a layer and returns those that attention reads."""
         keys, values = self._storage[0, layer_idx], self._storage[1, layer_idx]
@@ -91,11 +97,12 @@ class SlotCache(Cache):
         """Stores the expert indices (B * T, layers, k) of the forward's tokens at the slots and positions it wrote."""
         experts = experts.short()
         if self.routes is None:
-            self.routes = experts.new_full((*self._storage.shape[2:5:2], *experts.shape[1:]), -1)
+            _, _, num_slots, _, max_length, _ = self._storage.shape
+            self.routes = experts.new_full((num_slots, max_length, *experts.shape[1:]), -1)
         if self._prefill is not None:
             slots, sources = self._prefill
-            experts = experts.view(int(sources.max()) + 1, -1, *experts.shape[1:])
-            self.routes[slots, : experts.shape[1]] = experts[sources]
+            of_prompts = experts.view(int(sources.max()) + 1, -1, *experts.shape[1:])
+            self.routes[slots, : of_prompts.shape[1]] = of_prompts[sources]
         else:
             rows = torch.arange(len(self.routes), device=experts.device)[self._rows]
             self.routes[rows[:, None], self._positions] = experts.view(*self._positions.shape, *experts.shape[1:])
@@ -110,11 +117,11 @@ class SlotCache(Cache):
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first `length` positions of two slots."""
         kept = self._storage[:, :, first, :, :length].clone()
-        routes = None if self.routes is None else self.routes[first, :length].clone()
+        kept_routes = None if self.routes is None else self.routes[first, :length].clone()
         self.move(first, second, length)
         self._storage[:, :, second, :, :length] = kept
-        if self.routes is not None and routes is not None:
-            self.routes[second, :length] = routes
+        if self.routes is not None and kept_routes is not None:
+            self.routes[second, :length] = kept_routes
         self._dirty_slots = max(self._dirty_slots, first + 1, second + 1)
         self._dirty_length = max(self._dirty_length, length)
 
@@ -130,8 +137,31 @@ class SlotCache(Cache):
         return 0
 
 
-Move = tuple[int, int, int]
-"""(destination slot, source slot, number of positions to copy)"""
+class Move(NamedTuple):
+    """Copies the first `length` positions of a slot to another slot."""
+
+    destination: int
+    source: int
+    length: int
+
+
+class Claim(NamedTuple):
+    """A kept sequence that a request continues.
+
+    slot, length: its slot and its number of tokens. displaced: number of tokens of the sequence that was kept in the
+    request's slot and swaps places with it; 0 if there was none.
+    """
+
+    slot: int
+    length: int
+    displaced: int
+
+
+class _Kept(NamedTuple):
+    """A kept sequence. number: grows with each sequence, so that the order is that of age."""
+
+    number: int
+    encoded: tuple[int, ...]
 
 
 class KeptSlots:
@@ -141,13 +171,14 @@ class KeptSlots:
     the first slots, kept sequences the slots behind them. When slots run out, the oldest kept sequence is dropped.
     This class only does the bookkeeping: its methods return the moves that the caller has to make in the cache.
 
-    slots: total number of slots.
+    Args:
+        slots: total number of slots.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._number = 0
-        self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._kept: dict[int, _Kept] = {}  # by slot
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -156,26 +187,32 @@ class KeptSlots:
         """Records that `slot`, which no running sequence uses any longer, holds the keys and values of `encoded`."""
         self._number += 1
         if encoded:
-            self._kept[slot] = (self._number, encoded)
+            self._kept[slot] = _Kept(self._number, encoded)
 
-    def claim(self, encoded: Sequence[int], target: int) -> tuple[int, int, int] | None:
+    def claim(self, encoded: Sequence[int], target: int) -> Claim | None:
         """Takes the kept sequence that is the longest prefix of `encoded`, in order to run it in slot `target`.
 
-        Returns (slot, its length, length of the sequence that was kept in `target` and swaps places with it, else 0),
-        or None if no kept sequence is a prefix of `encoded`. Lengths are in tokens.
+        Returns None if no kept sequence is a prefix of `encoded`.
         """
-        best, length, displaced = None, 0, 0
-        for slot, (_, kept) in self._kept.items():
-            size = len(kept)
-            if length < size <= len(encoded) and encoded[size - 1] == kept[-1] and encoded[:size] == kept:
-                best, length = slot, size
+        best: int | None = None
+        length = 0
+        for slot, kept in self._kept.items():
+            size = len(kept.encoded)
+            if not length < size <= len(encoded):
+                continue
+            # most sequences differ in this token, and the comparison of all tokens takes long
+            if encoded[size - 1] == kept.encoded[-1] and encoded[:size] == kept.encoded:
+                best = slot
+                length = size
         if best is None:
             return None
+
         del self._kept[best]
+        displaced = 0
         if best != target and target in self._kept:
             self._kept[best] = self._kept.pop(target)
-            displaced = len(self._kept[best][1])
-        return best, length, displaced
+            displaced = len(self._kept[best].encoded)
+        return Claim(best, length, displaced)
 
     def vacate(self, start: int, end: int) -> list[Move]:
         """Frees the slots `start` to `end - 1` for new requests.
@@ -193,7 +230,7 @@ class KeptSlots:
                 if room < 0 or self._kept[room] > entry:
                     break  # the remaining sequences are older than all kept ones
             self._kept[room] = entry
-            moves.append((room, slot, len(entry[1])))
+            moves.append(Move(room, slot, len(entry.encoded)))
         return moves
 
     def clear(self) -> None:
@@ -259,7 +296,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention: with the mask of `SlotCache.begin_decode` when decoding, causally without a mask in prefill.
 

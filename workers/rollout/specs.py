@@ -6,10 +6,11 @@ names, prompts or tasks, and random numbers. `workers.sampling_worker` has a run
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from verl_lite.json_types import DatasetRow
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardItem
@@ -91,7 +92,7 @@ class ProgramSpec:
     traj_group_id: str
     tag: str
     start_step: int
-    row: dict[str, Any] = field(hash=False)
+    row: DatasetRow = field(hash=False)
 
 
 SampleSpec = AnswerSpec | EpisodeSpec | ProgramSpec

@@ -7,22 +7,30 @@ therefore one turn, which is all that estimators for turns need. trainer/AGENTIC
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto, as_column
 from workers.rollout.base import ExtraOutputs
-from workers.rollout.conversation import Message, Turn
+from workers.rollout.conversation import Message
 from workers.rollout.episodes import Trajectory, messages_of
 from workers.rollout.rows import Response, left_padded, of_response, right_padded, write_rows
 from workers.rollout.specs import EpisodeSpec, ProgramSpec
+from workers.rollout.turns import Turn
 
 
 @dataclass
 class _Row:
-    """One row. response_ids, response_mask, log_probs, versions and scores have equal length."""
+    """One row. response_ids, response_mask, log_probs, versions and scores have equal length.
+
+    Attributes:
+        step: number of the row in its trajectory.
+        raw_prompt: messages of the prompt.
+        messages: the whole conversation, or with one row per turn that of the turn.
+        step_scores: reward of each turn; with one row per turn, a number.
+        extra: see `Completion.extra`.
+    """
 
     trajectory: Trajectory
     step: int
@@ -30,7 +38,7 @@ class _Row:
     prompt_ids: Sequence[int]
     raw_prompt: list[Message]
     messages: list[Message]
-    step_scores: Any
+    step_scores: float | list[float]
     finish_reason: str
     extra: Mapping[str, torch.Tensor]
     response_ids: list[int] = field(default_factory=list)
@@ -72,8 +80,11 @@ def trajectory_rows(
             turns_of_rows = [trajectory.turns]
         rows += [_row(trajectory, turns, step) for step, turns in enumerate(turns_of_rows)]
     for row in rows:
-        if row.response_ids and (excess := len(row.prompt_ids) - prompt_length) > 0:  # see `Trace.rows`
+        excess = len(row.prompt_ids) - prompt_length
+        # the first prompt of a program's conversation may be longer than the column; see `Trace.rows`
+        if row.response_ids and excess > 0:
             _move_to_response(row, excess)
+
     prompts, prompt_mask = left_padded([row.prompt_ids for row in rows], prompt_length, pad_token_id)
     responses = [
         Response(row.response_ids, row.response_mask, row.log_probs, row.versions, row.finish_reason, row.extra)
@@ -132,7 +143,8 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
 
 def _move_to_response(row: _Row, excess: int) -> None:
     """Moves the last `excess` tokens of the prompt to the response, where they have mask 0."""
-    row.prompt_ids, moved = row.prompt_ids[:-excess], row.prompt_ids[-excess:]
+    moved = row.prompt_ids[-excess:]
+    row.prompt_ids = row.prompt_ids[:-excess]
     row.response_ids = [*moved, *row.response_ids]
     row.response_mask = [0] * excess + row.response_mask
     row.log_probs = [0.0] * excess + row.log_probs
@@ -148,11 +160,11 @@ def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
         "start_step": [row.trajectory.spec.start_step for row in rows],
         "num_turns": [len(row.trajectory.turns) for row in rows],
     }
-    return {
-        "token_level_scores": right_padded([row.scores for row in rows], response_length, dtype=torch.float32),
-        **{name: torch.tensor(values) for name, values in numbers.items()},
-        "episode_scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
-    }
+    scores = [row.scores for row in rows]
+    columns = {"token_level_scores": right_padded(scores, response_length, dtype=torch.float32)}
+    columns |= {name: torch.tensor(values) for name, values in numbers.items()}
+    columns["episode_scores"] = torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32)
+    return columns
 
 
 def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
@@ -164,7 +176,7 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
     for spec in specs:
         numbers[spec.traj_id] = numbers.get(spec.traj_id, -1) + 1
         sample_ids.append(f"{spec.traj_id}/{numbers[spec.traj_id]}")
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Sequence[object]] = {
         "uid": [spec.traj_group_id for spec in specs],
         "traj_id": [spec.traj_id for spec in specs],
         "sample_id": sample_ids,
@@ -184,7 +196,7 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
     return {name: as_column(values) for name, values in columns.items()}
 
 
-def _columns_of_kind(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+def _columns_of_kind(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[object]]:
     """Returns the columns that come from the specification: of a program's task, or of an environment."""
     tasks = [trajectory.spec.row for trajectory in trajectories if isinstance(trajectory.spec, ProgramSpec)]
     if tasks:

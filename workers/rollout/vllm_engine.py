@@ -11,31 +11,24 @@ torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
-import logging
-import os
-import sys
-import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from packaging.version import Version
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
-from verl_lite.images import open_image
+from verl_lite.json_types import JsonObject
 from verl_lite.registry import importing
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.policy.token_mixing import mixing_layers, state_layers
-from workers.policy.vision import ImageInputs, has_vision, placeholder_ids
+from workers.policy.vision import has_vision, placeholder_ids
 from workers.rollout.base import (
     Completion,
     Request,
@@ -45,14 +38,30 @@ from workers.rollout.base import (
     check_names,
     check_request,
     derive_seed,
-    has_torchvision,
     parameter_names,
     register_rollout_engine,
 )
 from workers.rollout.slot_cache import check_full_attention, check_layers
+from workers.rollout.vllm_process import (
+    collapse_images,
+    isolated_model_class,
+    prepare_process,
+    resized_images,
+    shared_memory_names,
+)
+from workers.rollout.vllm_worker import (
+    disable_expert_recording,
+    has_stale_experts,
+    repack_tied_head,
+    summarize_engine,
+    unpack_experts,
+)
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from vllm import CompletionOutput, RequestOutput
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.v1.engine.core_client import InprocClient
 
 # the engines of a process share vLLM's process groups, which are module globals: the last open engine destroys them
 _open_engines = 0
@@ -92,13 +101,15 @@ class VLLMEngine:
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
-        override_config: dict[str, Any],
+        override_config: JsonObject,
         trust_remote_code: bool,
     ) -> None:
         global _open_engines
         if config.router_replay:
             check_replay(config, device.type)
-        self._config, self._max_model_len, self._device = config, max_model_len, device
+        self._config = config
+        self._max_model_len = max_model_len
+        self._device = device
         self._has_answered = False
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
         with torch.device("meta"):
@@ -106,9 +117,10 @@ class VLLMEngine:
         self._names = parameter_names(self._model)
         self._excluded = placeholder_ids(model_config)
         self._routers = Routers(self._model) if config.router_replay else None
-        self.extra_outputs = ({} if self._routers is None else self._routers.extra_outputs) | candidates_of(config)
+        routed = {} if self._routers is None else self._routers.extra_outputs
+        self.extra_outputs = routed | candidates_of(config)
         self._owns_process_group = not torch.distributed.is_initialized()
-        _prepare_process(device)
+        prepare_process(device)
         with importing():
             from vllm import EngineArgs, LLMEngine, ModelRegistry
 
@@ -127,11 +139,12 @@ class VLLMEngine:
             if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
                 # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
                 arguments.update(mm_device_do_normalize=False)
-        with _shared_memory_names(config.tensor_model_parallel_size) as executor:
+
+        with shared_memory_names(config.tensor_model_parallel_size) as executor:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
             engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
-            with self._raise_with_model_type("start with"), _isolated_model_class(model_config):
+            with self._raise_with_model_type("start with"), isolated_model_class(model_config):
                 if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
                     raise NotImplementedError("its log-probs are nats away from those of transformers")
                 for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
@@ -140,9 +153,9 @@ class VLLMEngine:
                 self._engine = LLMEngine.from_engine_args(engine_args)
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 # vLLM's own log has these facts only at a much more verbose level
-                print(self._engine.collective_rpc(_summarize_engine)[0], flush=True)
+                print(self._engine.collective_rpc(summarize_engine)[0], flush=True)
             elif self._routers is not None and torch.distributed.get_rank() % config.tensor_model_parallel_size:
-                _disable_expert_recording(self._engine.engine_core)
+                disable_expert_recording(self._engine.engine_core)
                 self._routers = None  # the engine's first rank returns the experts
         _open_engines += 1
         self._version: int | None = None
@@ -162,15 +175,17 @@ class VLLMEngine:
 
     def _start(self, unfinished: _Unfinished) -> None:
         """Submits a request to vLLM."""
-        request, before, sampling = unfinished.request, unfinished.token_ids, unfinished.request.sampling
+        request = unfinished.request
+        before = unfinished.token_ids
+        sampling = request.sampling
         limit = check_request(request, self._max_model_len, (), self._version) - len(before)
         if before:  # vLLM's generator of random numbers starts anew
             sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
         streams = request.is_interruptible and self._routers is None
-        given = _sampling_params(sampling, limit, streams, self._excluded, self._num_candidates(request))
-        unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), given)
+        params = _sampling_params(sampling, limit, streams, self._excluded, self._num_candidates(request))
+        unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), params)
 
-    def _prompt(self, request: Request, before: Sequence[int]) -> Any:
+    def _prompt(self, request: Request, before: Sequence[int]) -> TokensPrompt:
         """Returns the input of vLLM for a request. before: tokens of its response that were sampled before."""
         from vllm.inputs import TokensPrompt, tokens_input
 
@@ -179,8 +194,8 @@ class VLLMEngine:
         if request.images is None:
             return tokens_input([*request.prompt_ids, *before], cache_salt=salt)
         prompt = TokensPrompt(
-            prompt_token_ids=[*_collapse_images(request.prompt_ids, request.images, self._model.config), *before],
-            multi_modal_data={"image": _resized_images(request.images, self._model.config.vision_config.patch_size)},
+            prompt_token_ids=[*collapse_images(request.prompt_ids, request.images, self._model.config), *before],
+            multi_modal_data={"image": resized_images(request.images, self._model.config.vision_config.patch_size)},
             mm_processor_kwargs={"do_resize": False},
             cache_salt=salt or "",
         )
@@ -196,19 +211,24 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
-        if parked := [unfinished for unfinished in self._running.values() if unfinished.id is None]:
+        parked = [unfinished for unfinished in self._running.values() if unfinished.id is None]
+        if parked:
             self.wake()
             for unfinished in parked:
                 self._start(unfinished)
+        if not self._running:
+            return []
         with self._raise_with_model_type("generate with"):
-            outputs = self._engine.step() if self._running else []
-        return [done for output in outputs if (done := self._store(output)) is not None]
+            outputs = self._engine.step()
+        completions = [self._store(output) for output in outputs]
+        return [completion for completion in completions if completion is not None]
 
-    def _store(self, output: Any) -> Completion | None:
-        """Stores the new tokens of a vllm.RequestOutput. Returns the completion if it was the last of its request."""
+    def _store(self, output: RequestOutput) -> Completion | None:
+        """Stores the new tokens of a request. Returns its completion if they were the last ones."""
         unfinished, result = self._running[output.request_id], output.outputs[0]
         unfinished.token_ids += result.token_ids
-        if count := self._num_candidates(unfinished.request):
+        count = self._num_candidates(unfinished.request)
+        if count:
             log_probs, candidates = _candidates(result, count)
             unfinished.log_probs += log_probs
             unfinished.candidates.append(candidates)
@@ -218,27 +238,33 @@ class VLLMEngine:
         unfinished.versions += [self._version] * len(result.token_ids)
         if not output.finished:
             return None
+
         self._has_answered = True
-        extra = {} if self._routers is None else {ROUTED_EXPERTS: self._routes_of(output, self._routers)}
+        extra: dict[str, torch.Tensor] = {}
+        if self._routers is not None:
+            extra[ROUTED_EXPERTS] = self._routes_of(output, self._routers)
         if unfinished.candidates:
             extra[SAMPLING_CANDIDATES] = torch.cat(unfinished.candidates)
         del self._running[output.request_id]
-        sampled = unfinished.token_ids, unfinished.log_probs
+        sampled = (unfinished.token_ids, unfinished.log_probs)
         return Completion(output.request_id, *sampled, result.finish_reason, unfinished.versions, extra)
 
     def _num_candidates(self, request: Request) -> int:
         """Returns rollout.top_k if the candidates of this request are returned, else 0."""
         sampling = request.sampling
-        return sampling.top_k if sampling.temperature > 0 and 0 < sampling.top_k == self._config.top_k else 0
+        has_candidates = sampling.temperature > 0 and 0 < sampling.top_k == self._config.top_k
+        return sampling.top_k if has_candidates else 0
 
-    def _routes_of(self, output: Any, routers: Routers) -> torch.Tensor:
+    def _routes_of(self, output: RequestOutput, routers: Routers) -> torch.Tensor:
         """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
         result = output.outputs[0]
         layers = self._model.config.get_text_config().num_hidden_layers
-        expected = len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, routers.top_k
-        routes, found = result.routed_experts, "none"
-        if routes is not None and (found := routes.shape) == expected:
-            routes = torch.from_numpy(routes[:, routers.layers].astype("int16"))
+        expected = (len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, routers.top_k)
+        recorded = result.routed_experts
+        found = "none" if recorded is None else str(recorded.shape)
+        if recorded is not None and recorded.shape == expected:
+            routes = torch.from_numpy(recorded[:, routers.layers].astype("int16"))
+            # a layer that vLLM did not record has zeros: the first expert, several times for each token
             if routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
                 return routes
             found = "an expert twice for one token, so it did not record every layer"
@@ -278,15 +304,15 @@ class VLLMEngine:
         arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
         with self._raise_with_model_type("load the weights of", failed):
             if self._device.type == "cpu":
-                self._engine.collective_rpc(_unpack_experts)
+                self._engine.collective_rpc(unpack_experts)
             try:
                 self._engine.collective_rpc("reload_weights", kwargs=arguments)
             finally:
                 if failed:  # the cause of whatever vLLM raises then
                     raise failed[0]
             if self._device.type == "cpu":
-                self._engine.collective_rpc(_repack_tied_head)
-                if any(self._engine.collective_rpc(_has_stale_experts)):
+                self._engine.collective_rpc(repack_tied_head)
+                if any(self._engine.collective_rpc(has_stale_experts)):
                     raise NotImplementedError("its experts are not reloaded")
         check_names(given, self._names)
         self._version = version
@@ -314,7 +340,8 @@ class VLLMEngine:
         self._reset_prefix_cache()  # its blocks lose their contents
         self._reset_encoder_cache()  # vLLM's sleep does not free it
         self._engine.sleep(level=2)
-        self._asleep, self._version = {"weights", "kv_cache"}, None
+        self._asleep = {"weights", "kv_cache"}
+        self._version = None
 
     def _park(self) -> None:
         """Removes all unfinished requests from vLLM, and keeps them for the first step after the next weights."""
@@ -358,8 +385,6 @@ class VLLMEngine:
         Out-of-memory errors and exceptions in `failed`, which come from outside vLLM, pass through unchanged. act: verb
         phrase of the message, such as "start with".
         """
-        import vllm
-
         try:
             yield
         except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -367,19 +392,25 @@ class VLLMEngine:
         except Exception as error:
             if self._has_answered or error in failed:
                 raise
-            family = self._model.config.model_type
-            remedy = "set model.path to a model of another family"
-            with contextlib.suppress(ValueError):
-                check_full_attention(self._model.config, self._max_model_len)
-                check_layers(self._model)
-                remedy = "set rollout.name=hf"
-            if extra := self._config.engine_kwargs.get("vllm"):
-                remedy = f"remove rollout.engine_kwargs.vllm={extra}, or {remedy}"
-            raise UserError(
-                f"rollout.name=vllm: vLLM {vllm.__version__} could not {act} {family} on {self._device.type}: "
-                f"{type(error).__name__}: {error}\nIf this error names no setting to change, {remedy}; "
-                "workers/policy/README.md lists the engines that run each family"
-            ) from error
+            raise self._error_with_model_type(act, error) from error
+
+    def _error_with_model_type(self, act: str, error: Exception) -> UserError:
+        import vllm
+
+        family = self._model.config.model_type
+        remedy = "set model.path to a model of another family"
+        with contextlib.suppress(ValueError):
+            check_full_attention(self._model.config, self._max_model_len)
+            check_layers(self._model)
+            remedy = "set rollout.name=hf"
+        extra = self._config.engine_kwargs.get("vllm")
+        if extra:
+            remedy = f"remove rollout.engine_kwargs.vllm={extra}, or {remedy}"
+        return UserError(
+            f"rollout.name=vllm: vLLM {vllm.__version__} could not {act} {family} on {self._device.type}: "
+            f"{type(error).__name__}: {error}\nIf this error names no setting to change, {remedy}; "
+            "workers/policy/README.md lists the engines that run each family"
+        )
 
 
 def check_replay(config: RolloutConfig, device_type: str) -> None:
@@ -387,63 +418,16 @@ def check_replay(config: RolloutConfig, device_type: str) -> None:
 
     Versions before 0.32 return them in other ways, and 0.31 then rejects `reset_prefix_cache` of an in-process engine.
     """
-    version = next((found.version for found in importlib.metadata.distributions(name="vllm")), "0")
-    problems = {
-        f"trainer.device={device_type}: vLLM records experts only on a GPU; set rollout.name=hf": device_type == "cpu",
-        f"vLLM {version}: 0.32 or later is needed; install it": Version(version) < Version("0.32"),
-        "rollout.enable_prefix_caching=false: vLLM stores the experts with the prefixes; set it to true": (
-            not config.enable_prefix_caching
-        ),
-    }
-    if found := next((problem for problem, applies in problems.items() if applies), None):
-        raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {found}")
-
-
-def _disable_expert_recording(core: Any) -> None:
-    """Stops the scheduler from fetching experts. vLLM records them only on the first rank, so others would fail."""
-    if (connector := getattr(core.engine_core.scheduler, "aux_output_connector", None)) is not None:  # since vLLM 0.31
-        connector.take_output = lambda request, output: None
-
-
-def _summarize_engine(worker: Any) -> str:
-    """Returns one line with vLLM's choices of runner, attention, dtype, cache and CUDA graphs. Runs in its worker."""
-    config = worker.vllm_config
-    cache, layers = config.cache_config, config.compilation_config.static_forward_context.values()
-    attention = sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
-    return (
-        f"vLLM: {type(worker.model_runner).__module__}, attention {', '.join(attention) or 'of its model'}, "
-        f"{config.model_config.dtype}, {cache.num_gpu_blocks * cache.block_size:,} tokens of keys and values "
-        f"({cache.cache_dtype}), prefixes {'kept' if cache.enable_prefix_caching else 'not kept'}, CUDA graphs "
-        f"{config.compilation_config.cudagraph_mode}"
-    )
-
-
-def _repack_tied_head(worker: Any) -> None:
-    """Packs the weight of a tied output layer again after a reload on a CPU. Runs in vLLM's worker.
-
-    The reload loads no separate weights for an output layer that is tied to the embedding, so it does not update the
-    packed copy that the layer's matrix product uses.
-    """
-    model = worker.model_runner.get_model()
-    head = getattr(getattr(model, "language_model", model), "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _unpack_experts(worker: Any) -> None:
-    """Removes the kernels of the expert layers, so that a reload on a CPU builds them again. Runs in vLLM's worker.
-
-    vLLM packs expert weights when it builds their kernel; with an existing kernel, a reload does not pack them (0.32).
-    """
-    for module in worker.model_runner.get_model().modules():
-        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None
-
-
-def _has_stale_experts(worker: Any) -> bool:
-    """Returns True if a reload, because it did not track the weights of an expert layer, built no kernel for it."""
-    methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
-    return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
+    version = next((installed.version for installed in importlib.metadata.distributions(name="vllm")), "0")
+    if device_type == "cpu":
+        problem = f"trainer.device={device_type}: vLLM records experts only on a GPU; set rollout.name=hf"
+    elif Version(version) < Version("0.32"):
+        problem = f"vLLM {version}: 0.32 or later is needed; install it"
+    elif not config.enable_prefix_caching:
+        problem = "rollout.enable_prefix_caching=false: vLLM stores the experts with the prefixes; set it to true"
+    else:
+        return
+    raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {problem}")
 
 
 def _sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
@@ -458,45 +442,9 @@ def _sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
     return {"sliding_window": config.sliding_window - 1}
 
 
-@contextlib.contextmanager
-def _isolated_model_class(config: PretrainedConfig) -> Iterator[None]:
-    """Makes vLLM use a subclass of the model's transformers class inside the context.
-
-    vLLM modifies the class of a transformers model for compilation, which breaks other networks of the same class.
-    """
-    model_class: Any = MODEL_MAPPING.get(type(config), None)
-    if model_class is None:
-        yield
-        return
-    subclass = type(model_class.__name__, (model_class,), {"__module__": model_class.__module__})
-    AutoModel.register(type(config), subclass, exist_ok=True)
-    try:
-        yield
-    finally:
-        AutoModel.register(type(config), model_class, exist_ok=True)
-
-
-def _prepare_process(device: torch.device) -> None:
-    """Prepares this process for the import of vllm: in-process engine, no logs, usage reports or CPU compilation."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    for name in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
-        os.environ[name] = "0"  # for the same reason as disable_custom_all_reduce in `_engine_arguments`
-    # vLLM's warnings at its start are about defaults that this file chose (eager, in process, no tcmalloc)
-    logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
-    if device.type == "cpu":
-        import torch._dynamo
-
-        # vLLM's sampler compiles a function with inductor at the first step, which takes seconds and a C++ compiler
-        torch._dynamo.config.disable = True
-        if not has_torchvision():  # a CUDA build with torch's CPU build would break the import of vllm too
-            sys.modules["torchvision"] = None  # type: ignore[assignment]
-
-
 def import_vllm() -> None:
     """Imports what an engine on the CPU imports at its start, for a process from which workers are forked."""
-    _prepare_process(torch.device("cpu"))
+    prepare_process(torch.device("cpu"))
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -504,9 +452,9 @@ def import_vllm() -> None:
 
 def _engine_arguments(
     config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
+) -> JsonObject:
     """Returns the arguments of vllm.EngineArgs that follow from the rollout configuration."""
-    device_arguments: dict[str, Any] = {
+    device_arguments: dict[str, object] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -551,43 +499,32 @@ def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
     return {} if dtype == torch.float32 else {"head_dtype": "float32"}
 
 
-def _collapse_images(prompt_ids: Sequence[int], images: ImageInputs, config: PretrainedConfig) -> list[int]:
-    """Returns the tokens of a prompt with one image token per image, which vLLM's processor repeats again."""
-    token_ids, start = list(prompt_ids), 0
-    for patches in images.image_grid_thw.prod(1).tolist():
-        start = token_ids.index(config.image_token_id, start) + 1
-        del token_ids[start : start + patches // config.vision_config.spatial_merge_size**2 - 1]
-    return token_ids
-
-
-@functools.lru_cache(maxsize=16)  # the samples of a prompt share its images
-def _resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
-    """Returns the images in the size of their grids, resized as the trainer's processor does. vLLM's processor could
-    choose another size, since it does not know data.max_pixels, and other pixels, since it resizes with torchvision."""
-    from PIL.Image import Resampling
-
-    sizes = [(width * patch_size, height * patch_size) for _, height, width in images.image_grid_thw.tolist()]
-    opened = map(open_image, images.files)
-    return [image.resize(size, Resampling.BICUBIC) for image, size in zip(opened, sizes, strict=True)]
-
-
-def _candidates(result: Any, count: int) -> tuple[list[float], torch.Tensor]:
+def _candidates(result: CompletionOutput, count: int) -> tuple[list[float], torch.Tensor]:
     """Returns the log-probs of the tokens of a vllm.CompletionOutput, and the tokens that could be sampled at each
     position (n, count), most probable first, then -1."""
-    shape = len(result.token_ids), count + 1  # the sampled token and the most probable ones, usually with it
+    shape = (len(result.token_ids), count + 1)  # the sampled token and the most probable ones, usually with it
     log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
     ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
+    sampled = ids[:, 0]
     candidates = ids[:, 1:].where(log_probs[:, 1:].isfinite(), -1)
     # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
-    candidates[:, -1] = candidates[:, -1].where((candidates == ids[:, :1]).any(dim=1), ids[:, 0])
+    has_sampled = (candidates == sampled[:, None]).any(dim=1)
+    candidates[:, -1] = candidates[:, -1].where(has_sampled, sampled)
     return log_probs[:, 0].tolist(), candidates
 
 
 def _sampling_params(
     sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int], num_candidates: int
-) -> Any:
-    """Converts sampling parameters to vllm.SamplingParams. streams: False to return all tokens together at the end.
-    excluded: ids of tokens that cannot be sampled. num_candidates: number of log-probs besides the sampled token's."""
+) -> VLLMSamplingParams:
+    """Converts sampling parameters to those of vLLM.
+
+    Args:
+        sampling: parameters of the request.
+        limit: maximum number of tokens.
+        streams: False to return all tokens together at the end.
+        excluded: ids of tokens that cannot be sampled.
+        num_candidates: number of log-probs besides the sampled token's.
+    """
     import vllm
 
     kinds = vllm.sampling_params.RequestOutputKind
@@ -608,43 +545,12 @@ def _sampling_params(
     )
 
 
-@contextlib.contextmanager
-def _shared_memory_names(tensor_parallel_size: int) -> Iterator[Any]:
-    """Yields the executor class of a tensor-parallel engine, or None without tensor parallelism.
-
-    The class is vLLM's external launcher with ranks from torch.distributed instead of the environment, and with a
-    unique name for its shared memory, so that two runs on a machine do not share it. When all ranks have attached, the
-    context removes the names from /dev/shm; the memory is then freed when the processes end, even if they are killed.
-    """
-    if tensor_parallel_size == 1:
-        yield None
-        return
-    if not torch.distributed.is_initialized():
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size={tensor_parallel_size}: expected torch.distributed to be initialised "
-            f"over a multiple of {tensor_parallel_size} ranks, but this is a single process; set it to 1"
-        )
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    shared = [f"verl-lite-{uuid.uuid4().hex}"]
-    torch.distributed.broadcast_object_list(shared, src=0)
-
-    class TensorParallelExecutor(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            device = self.vllm_config.device_config.device
-            return f"file:///{shared[0]}", torch.distributed.get_rank(), getattr(device, "index", None) or 0
-
-    yield TensorParallelExecutor
-    torch.distributed.barrier()
-    for path in Path("/dev/shm").glob(f"*{shared[0]}*"):
-        path.unlink(missing_ok=True)
-
-
-def _shut_down_within_process_group(core: Any, *, last: bool) -> None:
+def _shut_down_within_process_group(core: InprocClient, *, last: bool) -> None:
     """Shuts down an engine as vLLM does, but keeps the default process group, which belongs to the trainer."""
     from vllm.distributed import parallel_state
 
-    if (finalizer := getattr(core, "_finalizer", None)) is not None:  # since vLLM 0.31
+    finalizer = getattr(core, "_finalizer", None)  # since vLLM 0.31
+    if finalizer is not None:
         finalizer.detach()
     core.engine_core.model_executor.shutdown()
     core.engine_core.scheduler.shutdown()

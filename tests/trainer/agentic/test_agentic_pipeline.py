@@ -29,10 +29,10 @@ from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout.base import SamplingParams
-from workers.rollout.conversation import Turn
 from workers.rollout.episodes import Trajectory
 from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
 from workers.rollout.trajectories import trajectory_rows
+from workers.rollout.turns import Turn
 
 P, R = 4, 8
 THRESHOLD, AHEAD = "async_training__max_off_policy_threshold", "async_training__batches_ahead"

@@ -12,8 +12,9 @@ from verl_lite.config import EndpointConfig
 from workers.endpoint.server import Call, Endpoint
 from workers.endpoint.trace import Trace
 from workers.rollout.base import Completion, SamplingParams
-from workers.rollout.conversation import ChatJoins, Turn
+from workers.rollout.conversation import ChatJoins
 from workers.rollout.episodes import TokenLimits
+from workers.rollout.turns import Turn
 
 TEMPLATE = (
     "{% if tools %}<|user|>TOOLS {% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}"

@@ -24,7 +24,7 @@ import pytest
 from tests.workers.endpoint.live import END, LIMITS, TOKENIZER, Live, completion_of, ids_of
 from verl_lite.config import EndpointConfig
 from verl_lite.errors import UserError
-from workers.endpoint import protocols, server
+from workers.endpoint import request_fields, server
 from workers.endpoint.server import Call, Endpoint
 
 CALL = '<think>hm</think>look<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
@@ -383,7 +383,7 @@ def test_a_request_with_too_much_of_anything_is_refused_and_counted(name: str) -
 
 def test_a_tool_nested_too_deeply_is_refused(session: Session) -> None:
     nested: dict[str, Any] = {}
-    for _ in range(protocols.MAX_DEPTH):
+    for _ in range(request_fields.MAX_DEPTH):
         nested = {"items": nested}
     tools = [{"type": "function", "function": FUNCTION | {"parameters": nested}}]
     assert session.post(CHAT, body_of(CHAT) | {"tools": tools}).status_code == 400
@@ -397,14 +397,14 @@ def test_numbers_that_json_does_not_have_are_refused(session: Session, value: st
     assert reply.status_code == 400 and "not valid JSON" in reply.text
 
 
-@pytest.mark.parametrize("name", protocols._UNSUPPORTED)
+@pytest.mark.parametrize("name", request_fields._UNSUPPORTED)
 def test_a_field_that_changes_the_sampling_is_refused_by_name(session: Session, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match=f"{name}=17") as raised:
         session.create(CHAT, extra_body={name: 17})
     assert raised.value.param == name
     for path in PATHS:
         assert session.post(path, body_of(path) | {name: 17}).status_code == 400
-        for value in (*protocols._UNSUPPORTED[name], None):
+        for value in (*request_fields._UNSUPPORTED[name], None):
             reply = session.post(path, body_of(path) | {name: value})
             assert reply.status_code == 200, (path, value, reply.text)
 

@@ -18,7 +18,7 @@ import pytest
 from tests.workers.endpoint.live import Live, completion_of
 from workers.endpoint import server
 from workers.endpoint.server import Call
-from workers.rollout.conversation import Turn
+from workers.rollout.turns import Turn
 
 CALL = '<think>hm</think>look<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 TEXTS = ("ok", "ok", "#NUMBER", "é🦜 #NUMBER", "", CALL, CALL, "<think>#NUMBER</think> so", "a STOP b", "x" * 300)

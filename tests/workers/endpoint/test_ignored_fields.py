@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_lite.errors import UserError
-from workers.endpoint.protocols import check_ignored_fields
+from workers.endpoint.request_fields import check_ignored_fields
 
 
 def test_a_field_that_is_never_refused_is_named_with_the_nearest_one() -> None:

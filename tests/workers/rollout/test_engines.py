@@ -147,9 +147,9 @@ def test_log_probs_equal_a_plain_forward(engine: RolloutEngine, models: Any, tem
 
 @pytest.mark.parametrize("started", [VLLM], indirect=True)
 def test_what_vllm_has_chosen_is_a_line(engine: Any) -> None:
-    from workers.rollout.vllm_engine import _summarize_engine
+    from workers.rollout.vllm_worker import summarize_engine
 
-    [line] = engine._engine.collective_rpc(_summarize_engine)
+    [line] = engine._engine.collective_rpc(summarize_engine)
     assert re.match(r"vLLM: vllm\.\S+, attention CPU_ATTN, torch.float32, [\d,]+ tokens of keys and values", line)
     assert "prefixes kept, CUDA graphs " in line
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.workers.rollout.scripted import END, SAMPLING, ScriptedEngine, ScriptedPool, ids_of, make_runner, play, spec
 from workers.rollout.base import Request, SamplingParams, derive_seed
-from workers.rollout.conversation import Turn
 from workers.rollout.episodes import TokenLimits, aggregate_metrics
 from workers.rollout.specs import GroupPlan
+from workers.rollout.turns import Turn
 
 LONG = TokenLimits(max_prompt_length=200, max_response_length=400, max_model_len=600)
 

@@ -26,7 +26,8 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.rollout import vllm_engine
 from workers.rollout.base import RolloutEngine, SamplingParams, build_rollout_engine
-from workers.rollout.vllm_engine import _disable_expert_recording, check_replay
+from workers.rollout.vllm_engine import check_replay
+from workers.rollout.vllm_worker import disable_expert_recording
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "all layers": ("mixtral", {}, [0, 1, 2]),
@@ -166,5 +167,5 @@ def test_the_scheduler_of_another_rank_does_not_ask_for_experts() -> None:
     """vLLM's raises where the worker recorded none, as all but the first rank's do."""
     connector = MagicMock(take_output=MagicMock(side_effect=AssertionError("worker output is missing")))
     scheduler = SimpleNamespace(aux_output_connector=connector)
-    _disable_expert_recording(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+    disable_expert_recording(SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
     assert connector.take_output("request", None) is None

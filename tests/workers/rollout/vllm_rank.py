@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.workers.rollout.test_engines import episodes, load, make_engine, mixed_requests
 from workers.rollout.base import Completion
 from workers.rollout.runner import Runner, group_of_engine
-from workers.rollout.vllm_engine import _prepare_process
+from workers.rollout.vllm_process import prepare_process
 
 RANKS = 2
 
@@ -73,7 +73,7 @@ def generate(rank: int, folder: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    _prepare_process(torch.device("cpu"))
+    prepare_process(torch.device("cpu"))
     import vllm.v1.worker.cpu_worker  # noqa: F401  most of what an engine loads
 
     context = multiprocessing.get_context("fork")

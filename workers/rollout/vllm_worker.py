@@ -1,0 +1,62 @@
+"""Functions that the vLLM engine runs in vLLM's worker (`collective_rpc`), and one for its scheduler.
+
+They reach into objects whose attributes differ between versions of vLLM; tests/gpu_static compares each with the
+source of all allowed versions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+def disable_expert_recording(core: InprocClient) -> None:
+    """Stops the scheduler from fetching experts. vLLM records them only on the first rank, so others would fail."""
+    connector = getattr(core.engine_core.scheduler, "aux_output_connector", None)  # since vLLM 0.31
+    if connector is not None:
+        connector.take_output = lambda request, output: None
+
+
+def summarize_engine(worker: Worker) -> str:
+    """Returns one line with vLLM's choices of runner, attention, dtype, cache and CUDA graphs. Runs in its worker."""
+    config = worker.vllm_config
+    cache = config.cache_config
+    layers = config.compilation_config.static_forward_context.values()
+    attention = sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
+    return (
+        f"vLLM: {type(worker.model_runner).__module__}, attention {', '.join(attention) or 'of its model'}, "
+        f"{config.model_config.dtype}, {cache.num_gpu_blocks * cache.block_size:,} tokens of keys and values "
+        f"({cache.cache_dtype}), prefixes {'kept' if cache.enable_prefix_caching else 'not kept'}, CUDA graphs "
+        f"{config.compilation_config.cudagraph_mode}"
+    )
+
+
+def repack_tied_head(worker: Worker) -> None:
+    """Packs the weight of a tied output layer again after a reload on a CPU. Runs in vLLM's worker.
+
+    The reload loads no separate weights for an output layer that is tied to the embedding, so it does not update the
+    packed copy that the layer's matrix product uses.
+    """
+    model = worker.model_runner.get_model()
+    head = getattr(getattr(model, "language_model", model), "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def unpack_experts(worker: Worker) -> None:
+    """Removes the kernels of the expert layers, so that a reload on a CPU builds them again. Runs in vLLM's worker.
+
+    vLLM packs expert weights when it builds their kernel; with an existing kernel, a reload does not pack them (0.32).
+    """
+    for module in worker.model_runner.get_model().modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+
+
+def has_stale_experts(worker: Worker) -> bool:
+    """Returns True if a reload, because it did not track the weights of an expert layer, built no kernel for it."""
+    methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
+    return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
