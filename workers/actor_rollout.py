@@ -23,11 +23,12 @@ from verl_lite.single_controller.resource_pool import ServiceHandle
 from verl_lite.single_controller.worker import host_store
 from workers.engine.fsdp import FSDPEngine
 from workers.frozen_models import ref_log_prob, teacher_log_probs
-from workers.losses import actor_loss, check_loss_is_additive, loss_of_batch, user_loss
+from workers.losses import actor_loss, check_loss_is_additive
 from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer
+from workers.roll_loss import loss_of_batch, user_loss
 from workers.rollout.answers import answer_plans
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.group_run import GroupRun
@@ -223,7 +224,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         `verl_lite.metrics.declared`).
 
         Args:
-            data: a batch with ROLL's columns or ours; see `workers.losses.loss_of_batch`.
+            data: a batch with ROLL's columns or ours; see `workers.roll_loss.loss_of_batch`.
             output_tensor: logits (b, S, V), or the policy's outputs (b, R) by name.
 
         Returns:

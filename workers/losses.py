@@ -6,34 +6,31 @@ micro-batches and ranks is the loss of the mini-batch. Metrics that are parts of
 over a step is the mean over its mini-batches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from verl_lite import core_algos
 from verl_lite.algos.distillation import divergence, sampled_reverse_kl
-from verl_lite.config import ActorConfig, CriticConfig, PPOConfig, RolloutCorrectionConfig
+from verl_lite.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_lite.config.distillation import SAMPLED, DistillationLossConfig
 from verl_lite.core_algos import Aggregation, LossInputs, LossResult, PolicyLoss, ValueLossInputs, clip_range
 from verl_lite.errors import UserError
-from verl_lite.metrics import Metric, declared
+from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import is_own
 from verl_lite.rollout_correction import correct_rollout, mismatch_metrics, rollout_probs_diff
-from verl_lite.schema import SAMPLING_CANDIDATES, check
+from verl_lite.schema import check
 
 REINFORCE = "gpg"
 """The policy loss -A log pi, which rollout_correction.loss_type=reinforce multiplies by its weights."""
-ROLL_COLUMNS = {"ref_log_probs": "ref_log_prob", "infer_logprobs": "rollout_log_probs"}
-ROLL_COUNTS = {"batch_num_tokens": "num_tokens", "global_valid_samples": "num_sequences"}
 POLICY_LOSS_REMEDY = (
     "divide by batch_num_tokens or global_batch_size, as LossInputs.aggregate and agg_loss do, not by counts of its "
     "own arguments"
 )
 Outputs = dict[str, torch.Tensor]
-LossFunc = Callable[[DataProto, Outputs], tuple[torch.Tensor, Mapping[str, Any]]]
+LossFunc = Callable[[DataProto, Outputs], LossResult]
 _additive_losses: set[Callable[..., object]] = set()
 """Users' policy losses that passed `check_loss_is_additive` in this process."""
 
@@ -327,68 +324,7 @@ def _ratio_metrics(ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]
     }
 
 
-# ---------------------------------------------------------------------------------------------------- ROLL and users
-
-
-def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config: PPOConfig) -> LossResult:
-    """Computes `actor_loss` and the rollout correction of a batch that the driver did not plan, in ROLL's layout or
-    ours.
-
-    Args:
-        data: as in `actor_loss`, or with ROLL's names: ref_log_probs, infer_logprobs, meta_info batch_num_tokens and
-            global_valid_samples. With a response_mask (b, S), the other columns are (b, S - 1), one entry per predicted
-            token. If algorithm.rollout_correction needs weights or rejection and data has no weights, they are computed
-            from old_log_probs and the rollout's log-probs.
-        output_tensor: the policy's outputs (b, R) by name, or logits (b, S, V).
-    """
-    is_planned = "num_tokens" in data.meta_info  # by the driver, which has applied the correction
-    data = _convert_roll_batch(data)
-    correction = config.algorithm.rollout_correction
-    actor = config.actor
-    batch = data.batch
-
-    if isinstance(output_tensor, torch.Tensor):
-        outputs = _outputs_of_roll_logits(data, output_tensor, actor)
-    else:
-        outputs = output_tensor
-
-    correction_metrics: dict[str, Metric] = {}
-    corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
-    if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
-        old_log_probs = batch.get("old_log_probs", outputs["log_probs"].detach())
-        weights, kept_mask, correction_metrics = correct_rollout(
-            old_log_probs, batch["rollout_log_probs"], batch["response_mask"], correction
-        )
-        batch["response_mask"] = kept_mask
-        if weights is not None:
-            batch["rollout_is_weights"] = weights
-
-    if actor.loss_scale_factor is None:  # the mask may be wider than a response
-        actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
-    loss, metrics = actor_loss(data, outputs, actor, correction, config.distillation.active_loss)
-    return loss, metrics | correction_metrics
-
-
-def _outputs_of_roll_logits(data: DataProto, logits: torch.Tensor, actor: ActorConfig) -> Outputs:
-    """Returns the outputs that the actor's loss needs. Raises ValueError if logits cannot provide them."""
-    if actor.router_aux_loss_coef:
-        raise ValueError("loss_func: actor.router_aux_loss_coef needs outputs by name; logits do not have routes")
-    if SAMPLING_CANDIDATES in data.batch.keys():
-        raise ValueError("loss_func: rollout.top_k needs outputs by name; logits are those of the whole vocabulary")
-    return outputs_of_logits(data, logits, actor.calculate_entropy or actor.entropy_coeff != 0)
-
-
-def user_loss(loss_func: LossFunc, data: DataProto, outputs: Outputs) -> LossResult:
-    """Calls a user's `loss_func` on a micro-batch. meta_info has the mini-batch's counts under our names and ROLL's;
-    `declared` converts the metrics."""
-    meta_info = dict(data.meta_info)
-    for roll_name, name in ROLL_COUNTS.items():
-        meta_info[roll_name] = {"response_mask": data.meta_info[name]}
-    roll_data = DataProto(data.batch, data.non_tensor_batch, meta_info)
-
-    loss, metrics = loss_func(roll_data, outputs)
-    tokens = data.batch["response_mask"].bool().sum().double()
-    return loss, declared(metrics, tokens, data.meta_info["num_tokens"])
+# ------------------------------------------------------------------------------------------------ losses of users
 
 
 def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs, name: str, remedy: str) -> bool:
@@ -440,43 +376,6 @@ def _flat_gradient(loss: torch.Tensor, leaves: Outputs) -> torch.Tensor:
     trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-def _convert_roll_batch(data: DataProto) -> DataProto:
-    """Converts ROLL's names and shapes to ours; entries in our layout are unchanged."""
-    columns = {}
-    for name in map(str, data.batch.keys()):
-        columns[ROLL_COLUMNS.get(name, name)] = data.batch[name]
-    mask = columns["response_mask"]
-    if mask.shape[1] == columns["advantages"].shape[1] + 1:
-        columns["response_mask"] = mask[:, 1:]
-
-    meta_info = dict(data.meta_info)
-    for roll_name, name in ROLL_COUNTS.items():
-        if roll_name in meta_info:
-            meta_info[name] = meta_info[roll_name]["response_mask"]
-    return DataProto.from_dict(columns, meta_info=meta_info)
-
-
-def outputs_of_logits(data: DataProto, logits: torch.Tensor, calculate_entropy: bool) -> dict[str, torch.Tensor]:
-    """Computes log_probs and entropys (b, R), as the policy's forward does, from the logits (b, S, V) of a padded
-    forward.
-
-    data: input_ids (b, S), whose last R tokens are the response; response_mask (b, R); meta_info temperature, default
-    1. Raises ValueError if the shape of the logits does not match input_ids.
-    """
-    input_ids = data.batch["input_ids"]
-    width = data.batch["response_mask"].shape[1]
-    if logits.shape[:2] != input_ids.shape:
-        raise ValueError(
-            f"loss_func: output_tensor has shape {tuple(logits.shape)}, expected logits (b, S, V) with (b, S) = "
-            f"{tuple(input_ids.shape)}, the shape of input_ids."
-        )
-    predicting = logits[:, -width - 1 : -1] / data.meta_info.get("temperature", 1.0)
-    outputs = {"log_probs": core_algos.logprobs_from_logits(predicting, input_ids[:, -width:])}
-    if calculate_entropy:
-        outputs["entropys"] = core_algos.entropy_from_logits(predicting)
-    return outputs
 
 
 # ---------------------------------------------------------------------------------------------------- the critic's loss

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.advantage import compute_advantage, compute_token_reward, reward_postprocess
+from trainer.advantage import estimate_advantages
+from trainer.agentic.roll import compute_advantage, compute_token_reward, reward_postprocess
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import AdaptiveKLController, RunningMoments
 from verl_lite.protocol import DataProto
+from workers.roll_loss import batch_of_roll
 
 ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce")
 SEED_COLUMNS = {"response_level_rewards", "old_log_probs", "ref_log_probs", "response_mask"}
@@ -224,7 +226,7 @@ def test_a_training_run_and_a_batch_that_is_half_labelled_still_refuse(name: str
     """A run hands its configuration on; what compares rows then needs to know which."""
     data = compute_token_reward(batch(), options(), AdaptiveKLController(0.2, 6.0, 10000))[0]
     with pytest.raises(ValueError, match="column 'uid' is missing"):
-        compute_advantage(data, 1.0, 1.0, name, pipeline_config=AlgorithmConfig())
+        estimate_advantages(batch_of_roll(data), AlgorithmConfig(), name)
     data.non_tensor_batch["traj_id"] = torch.arange(ROWS).numpy()
     with pytest.raises(ValueError, match="column 'uid' is missing"):
         compute_advantage(data, 1.0, 1.0, name)

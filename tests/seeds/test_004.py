@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 from recipes.agentic_frozen_lake import recipe
 from recipes.agentic_frozen_lake.data import write_model
 from recipes.agentic_frozen_lake.roll_loop import RollLoop
-from trainer.agentic.agentic_advantage import get_score_normalize_fn
-from trainer.agentic.agentic_pipeline import AgenticPipeline, BasePipeline
 from trainer.agentic.episode_metrics import compute_data_metrics
+from trainer.agentic.roll import AgenticPipeline, BasePipeline, get_score_normalize_fn
 from trainer.build import run_ppo
 from trainer.final_report import FitResult
 from trainer.recipe import load_recipe

@@ -1,17 +1,17 @@
-"""Rewards and advantages on the driver, by hand and against loops, in the trainer's layout; ROLL's: `tests.seeds`."""
+"""Rewards and advantages on the driver, by hand and against loops; ROLL's functions: `tests.seeds`."""
 
 from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.advantage import ESTIMATOR_COLUMNS, compute_advantage, compute_token_reward, reward_postprocess
+from trainer.advantage import ESTIMATOR_COLUMNS, compute_token_reward, estimate_advantages, reward_postprocess
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
@@ -58,18 +58,13 @@ def scored(scores: list[float], lengths: list[int], uids: list[str], width: int 
     )
 
 
-def options(**given: Any) -> SimpleNamespace:
-    """A user's own configuration object."""
-    return SimpleNamespace(**given)
-
-
-def advantages_of(data: DataProto, name: str, config: Any = None, **kwargs: Any) -> torch.Tensor:
-    return compute_advantage(data, 1.0, 1.0, name, pipeline_config=config, **kwargs).batch["advantages"]
+def advantages_of(data: DataProto, name: str, config: AlgorithmConfig | None = None) -> torch.Tensor:
+    return estimate_advantages(data, config or AlgorithmConfig(), name)[0].batch["advantages"]
 
 
 def test_groups_are_told_by_uid_and_failed_rows_count_nowhere() -> None:
     data = scored([1.0, 10.0, 3.0, 777.0, 20.0], [2, 1, 4, 0, 3], ["a", "b", "a", "a", "b"])
-    config = options(norm_mean_type="group", norm_std_type="group")
+    config = AlgorithmConfig(norm_mean_type="group", norm_std_type="group")
     result, _ = reward_postprocess(data, config)
     by_two = math.sqrt(0.5)  # (1 - 2) / sqrt(2), whatever the spread
     expected = [-by_two, -by_two, by_two, 0.0, by_two]
@@ -83,13 +78,13 @@ def test_groups_are_told_by_uid_and_failed_rows_count_nowhere() -> None:
 
 def test_clips_and_their_fractions_are_over_rows_and_tokens_that_count() -> None:
     data = scored([5.0, -5.0, 1.0, 9.0], [2, 4, 1, 0], ["a", "a", "b", "b"])
-    result, metrics = reward_postprocess(data, options(reward_clip=2.0))
+    result, metrics = reward_postprocess(data, AlgorithmConfig(reward_clip=2.0))
     assert result.batch["response_level_rewards"].tolist() == [2.0, -2.0, 1.0, 0.0]
     assert metrics == {"critic/reward_clip_frac": pytest.approx(2 / 3)}
     # the rewards of tokens are clipped too: the penalty takes 3 off every token of the second row
     result.batch["old_log_probs"] = torch.tensor([[0.0] * 4, [3.0] * 4, [0.0] * 4, [0.0] * 4])
     result.batch["ref_log_prob"] = torch.zeros(4, 4)
-    config = options(reward_clip=2.0, use_kl_in_reward=True, kl_penalty="k1")
+    config = AlgorithmConfig(reward_clip=2.0, use_kl_in_reward=True, kl_penalty="k1")
     result, metrics = compute_token_reward(result, config, FixedKLController(1.0))
     assert result.batch["token_level_rewards"][:3].tolist() == [[0, 2, 0, 0], [-2, -2, -2, -2], [1, 0, 0, 0]]
     assert metrics["critic/token_reward_clip_frac"] == pytest.approx(4 / 7)
@@ -98,26 +93,23 @@ def test_clips_and_their_fractions_are_over_rows_and_tokens_that_count() -> None
 def test_scores_of_several_tokens_stay_where_they_are_unless_their_sum_changes() -> None:
     data = scored([1.0, 4.0], [4, 4], ["a", "b"])
     data.batch["token_level_scores"][0] = torch.tensor([0.25, 0.0, 0.5, 0.25])
-    for config in (options(), options(reward_clip=3.0)):
+    for config in (AlgorithmConfig(), AlgorithmConfig(reward_clip=3.0)):
         result, _ = reward_postprocess(data, config)
         rewards = compute_token_reward(result, config)[0].batch["token_level_rewards"]
         assert rewards[0].tolist() == [0.25, 0.0, 0.5, 0.25]
-        assert rewards[1].tolist() == [0, 0, 0, min(4.0, getattr(config, "reward_clip", 4.0))]
+        assert rewards[1].tolist() == [0, 0, 0, min(4.0, config.reward_clip or 4.0)]
 
 
 def test_running_statistics_by_domain() -> None:
     data = scored([1.0, 3.0, 10.0, 30.0], [2, 2, 2, 2], ["a", "a", "b", "b"])
     data.non_tensor_batch["data_source"] = np.array(["maths", "maths", "code", "code"], dtype=object)
-    config = options(norm_mean_type="running", norm_std_type=None)
+    config = AlgorithmConfig(norm_mean_type="running", norm_std_type=None)
     moments: dict[str, RunningMoments] = {}
     first = reward_postprocess(data, config, moments)[0].batch["response_level_rewards"]
     assert first.tolist() == [-1.0, 1.0, -10.0, 10.0]
     assert set(moments) == {"maths", "code"} and moments["maths"].count == 2
     second = reward_postprocess(scored([9.0, 7.0], [2, 0], ["a", "a"]), config, moments)[0]
     assert second.batch["response_level_rewards"].tolist() == pytest.approx([9 - 13 / 3, 0.0]), "1, 3 and 9 so far"
-    data.non_tensor_batch["domain"] = np.array(["x", "y", "x", "y"], dtype=object)  # ROLL's column goes first
-    domains = reward_postprocess(data, config, {})[0].batch["response_level_rewards"]
-    assert domains.tolist() == [-4.5, -13.5, 4.5, 13.5]
     with pytest.raises(ValueError, match="running_ctrl is None"):
         reward_postprocess(data, config)
 
@@ -171,7 +163,7 @@ def test_an_estimator_gets_what_it_names_and_no_more() -> None:
 
     register_adv_est("mine")(mine)
     try:
-        config = options(any="thing")
+        config = AlgorithmConfig(gamma=0.5)
         advantages_of(batch(**NEEDED), "mine", config)
         assert list(seen["index"]) == ["a", "a", "b", "b"] and seen["config"] is config and seen["weights"] is None
         advantages_of(batch(**NEEDED, rollout_is_weights=torch.ones(4, 2)), "mine", config)
@@ -187,15 +179,15 @@ def test_an_estimator_gets_what_it_names_and_no_more() -> None:
 def test_neither_batch_nor_configuration_is_changed() -> None:
     data = kl_batch()
     before, keys = copy.deepcopy(data), set(data.batch.keys())
-    config = options(
+    config = AlgorithmConfig(
         norm_mean_type="group", norm_std_type="batch", reward_clip=0.5, use_kl_in_reward=True, kl_penalty="k3",
-        adv_estimator="grpo",
+        adv_estimator="grpo", advantage_clip=0.1, whiten_advantages=True, whiten_rewards=True,
     )  # fmt: skip
-    given = dict(vars(config))
+    given = copy.deepcopy(vars(config))
     result, _ = reward_postprocess(data, config)
     result, _ = compute_token_reward(result, config, FixedKLController(0.1))
     rewards = result.batch["token_level_rewards"].clone()
-    compute_advantage(result, 1.0, 1.0, "grpo", 0.1, True, True, pipeline_config=config)
+    estimate_advantages(result, config, "grpo")
     torch.testing.assert_close(result.batch["token_level_rewards"], rewards, equal_nan=True, rtol=0, atol=0)
     assert vars(config) == given
     assert set(data.batch.keys()) == keys and data.meta_info == before.meta_info
@@ -249,25 +241,23 @@ def test_a_group_with_one_valid_score_has_no_advantage(name: str) -> None:
     """The prompt a has the advantages that it has without the others, also if the batch is whitened."""
     data = failed_reward_batch()
     config = AlgorithmConfig(gdpo_reward_keys=["correct"])
-    result = compute_advantage(data, 1.0, 1.0, name, pipeline_config=config)
+    result, metrics = estimate_advantages(data, config, name)
     advantages = result.batch["advantages"]
     if name not in COMPARE_ROWS:
         assert advantages[2].abs().max() > 0, "there is nothing to compare with, so one score is enough"
-        assert "groups/incomparable" not in result.meta_info.get("metrics", {})
+        assert metrics == {}
         return
 
-    assert result.meta_info["metrics"] == {"groups/incomparable": 2.0}
-    alone = compute_advantage(data.select_idxs([0, 1]), 1.0, 1.0, name, pipeline_config=config)
+    assert metrics == {"groups/incomparable": 2.0}
+    alone, _ = estimate_advantages(data.select_idxs([0, 1]), config, name)
     for column_name in ("raw_advantages", "advantages", "returns"):
         assert result.batch[column_name][2:].abs().max() == 0
         assert result.batch[column_name][:2].abs().max() > 0
         torch.testing.assert_close(result.batch[column_name][:2], alone.batch[column_name])
     assert result.batch["response_mask"].tolist() == data.batch["response_mask"].tolist()
 
-    whitened = compute_advantage(data, 1.0, 1.0, name, whiten_advantages=True, pipeline_config=config)
-    assert whitened.batch["advantages"][2:].abs().max() == 0
-    in_roll = compute_advantage(data, 1.0, 1.0, name) if name != "gdpo" else result
-    assert in_roll.batch["advantages"][2:].abs().max() == 0
+    whitened = advantages_of(data, name, replace(config, whiten_advantages=True))
+    assert whitened[2:].abs().max() == 0
 
 
 def test_the_advantages_beside_an_incomparable_group_by_hand() -> None:
@@ -294,10 +284,10 @@ def test_a_prompt_that_is_sampled_once_keeps_verls_formula() -> None:
         },
         non_tensors={"uid": as_column(["a", "b", "b"])},
     )
-    result = compute_advantage(data, 1.0, 1.0, "reinforce_plus_plus_baseline", pipeline_config=AlgorithmConfig())
+    result, metrics = estimate_advantages(data, AlgorithmConfig(), "reinforce_plus_plus_baseline")
     # scores 1 and 5: mean 3, variance (4 + 4) / 1
     assert result.batch["advantages"][:, 1].tolist() == pytest.approx([-2 / math.sqrt(8), 2 / math.sqrt(8), 0.0])
-    assert result.meta_info["metrics"] == {"groups/incomparable": 0.0}
+    assert metrics == {"groups/incomparable": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +300,7 @@ def test_an_estimator_of_a_user_that_does_not_mask(declared: bool | None, expect
 
     register_adv_est("careless", groups=declared)(careless)
     try:
-        result = compute_advantage(failed_reward_batch(), 1.0, 1.0, "careless", pipeline_config=options())
+        result, _ = estimate_advantages(failed_reward_batch(), AlgorithmConfig(), "careless")
     finally:
         del ADV_ESTIMATOR_REGISTRY["careless"]
         del ADV_ESTIMATOR_REGISTRY.facts["careless"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import Parts, make
-from trainer.advantage import compute_advantage
+from trainer.advantage import estimate_advantages
 from verl_lite.algos.covariance_losses import select_clip_cov, select_kl_cov
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.contracts import check_policy_loss, estimator_batch, hide, loss_batch
@@ -242,7 +242,7 @@ def test_22_one_valid_score_of_a_larger_group_has_no_advantage() -> None:
         non_tensors={"uid": as_column(["a", "a", "b", "b"])},
     )
     config = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
-    result = compute_advantage(data, 1.0, 1.0, "grpo", pipeline_config=config)
+    result, _ = estimate_advantages(data, config, "grpo")
     assert result.batch["advantages"].flatten().tolist() == [0.0, 0.0, 1.0, -1.0]
     # the function keeps verl's formula for a group of one
     alone = estimate("grpo", [[37.0]], [[1]], index=["a"], norm_adv_by_std_in_grpo=False)

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2
 from tests.workers.rollout.scripted import answer
 from tests.workers.rollout.test_engines import STOPS, load, make_engine
-from trainer.advantage import compute_advantage
+from trainer.advantage import estimate_advantages
 from trainer.agentic.agent_trainer import EpisodeFilter
 from trainer.group_sources import EnvSource
 from trainer.roles import ActorRole
 from trainer.rollout_scheduler import RolloutScheduler
-from verl_lite.config import PPOConfig
+from verl_lite.config import AlgorithmConfig, PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
@@ -99,7 +99,7 @@ class Agent:
             lesson = batch.select(meta_info_keys=[])
             lesson.batch["token_level_rewards"] = lesson.batch["token_level_scores"]
             self.role.compute_log_prob(lesson)
-            self.role.update(compute_advantage(lesson, 1.0, 1.0, "grpo"), step)
+            self.role.update(estimate_advantages(lesson, AlgorithmConfig(), "grpo")[0], step)
             if not self.scheduler.batches_ahead:
                 self.update_weights(step)
         return batches

@@ -23,8 +23,8 @@ from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.schema import SAMPLING_CANDIDATES
-from workers.losses import loss_of_batch
 from workers.policy.causal_lm import causal_lm
+from workers.roll_loss import loss_of_batch
 from workers.rollout.base import RolloutEngine, SamplingParams, register_rollout_engine
 from workers.rollout.rows import Response, write_rows
 from workers.rollout.runner import Runner

@@ -1,12 +1,8 @@
 """Computes one reward per row from the rewards of episodes. In agentic runs this precedes `trainer.advantage`.
 
-GiGPO and step_reinforce are REINFORCE on rewards that are first computed over whole episodes. `compute_advantage` with
-one of their names does both at once; in a run, the KL penalty is applied between the two, as in ROLL.
+GiGPO and step_reinforce are REINFORCE on rewards that are first computed over whole episodes. The registered estimators
+of these names do both at once; in a run, the KL penalty is applied between the two, as in ROLL.
 """
-
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -31,7 +27,7 @@ OF_EPISODES = frozenset({"gigpo", "step_reinforce"})
 
 @torch.no_grad()
 def compute_response_level_rewards(
-    data: DataProto, pipeline_config: AgenticConfig | Any, adv_estimator: str | None = None
+    data: DataProto, config: AgenticConfig, adv_estimator: str
 ) -> tuple[DataProto, ScalarMetrics]:
     """Writes response_level_rewards (B,): the score of each row, normalized according to reward_normalization.
 
@@ -44,10 +40,6 @@ def compute_response_level_rewards(
     and the columns of the grouping: uid (traj_group_id), uid and state_hash (state_group_id), or tags. Rows without a
     valid token are ignored.
 
-    Args:
-        pipeline_config: `config.agentic`, or any object with its attributes.
-        adv_estimator: None uses the attribute of `pipeline_config`, as in ROLL.
-
     Returns:
         The batch; and for gigpo the mean, max and min of critic/episode_rewards_norm and critic/step_rewards_norm over
         rows with a valid token.
@@ -55,45 +47,39 @@ def compute_response_level_rewards(
     Raises:
         ValueError: for an unknown option or a missing column.
     """
-    chosen: str = getattr(pipeline_config, "adv_estimator", "") if adv_estimator is None else adv_estimator
-    stage = f"compute_response_level_rewards with adv_estimator={chosen}"
-    metrics: ScalarMetrics = {}
-    data = data.select()
+    stage = f"compute_response_level_rewards with adv_estimator={adv_estimator}"
     scores, valid = response_scores(data, stage)
-    options: RewardNormalizationConfig = pipeline_config.reward_normalization
-    grouping, how = _normalization(options, is_gigpo=chosen == "gigpo")
+    grouping, how = _normalization(config.reward_normalization, is_gigpo=adv_estimator == "gigpo")
     groups = _labels(data, grouping, stage)
-    if chosen in OF_EPISODES:
-        steps = (column_of(data, "traj_id", stage), column_of(data, "step", stage))
-        gamma = float(pipeline_config.step_reward_gamma)
-    if chosen == "gigpo":
+
+    metrics: ScalarMetrics = {}
+    if adv_estimator == "gigpo":
         by_episode, by_step = compute_gigpo_rewards(
             scores,
             valid,
-            column_of(data, "uid", stage),
-            *steps,
-            column_of(data, "state_hash", stage),
-            step_reward_gamma=gamma,
+            index=column_of(data, "uid", stage),
+            traj_id=column_of(data, "traj_id", stage),
+            step=column_of(data, "step", stage),
+            state_hash=column_of(data, "state_hash", stage),
+            step_reward_gamma=config.step_reward_gamma,
             episode_norm=how,
+            # steps are compared within their start state, whatever the episodes are compared with
             step_norm=Normalization(how.norm_mean_type and "group", how.norm_std_type and "group", how.bounds),
             episode_groups=groups,
         )
-        rewards = pipeline_config.episode_reward_weight * by_episode + pipeline_config.step_reward_weight * by_step
+        rewards = config.episode_reward_weight * by_episode + config.step_reward_weight * by_step
         metrics |= summary("critic/episode_rewards_norm", by_episode[valid])
         metrics |= summary("critic/step_rewards_norm", by_step[valid])
     else:
-        if chosen == "step_reinforce":
-            scores = compute_discounted_returns(scores, *steps, gamma, valid)
+        if adv_estimator == "step_reinforce":
+            trajectories = column_of(data, "traj_id", stage)
+            steps = column_of(data, "step", stage)
+            scores = compute_discounted_returns(scores, trajectories, steps, config.step_reward_gamma, valid)
         rewards = agentic_reward_norm(scores, how, valid=valid, groups=groups)
-    data.batch["response_level_rewards"] = rewards
-    return data, metrics
 
-
-def get_score_normalize_fn(rn_cfg: RewardNormalizationConfig | Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the configured normalization, a function of the scores (B,) of one group. The name is ROLL's older
-    one."""
-    how = normalization(rn_cfg.method or "identity", rn_cfg.norm_mean_type, rn_cfg.norm_std_type)
-    return partial(agentic_reward_norm, how=how)
+    result = data.select()
+    result.batch["response_level_rewards"] = rewards
+    return result, metrics
 
 
 def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tuple[str, Normalization]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.verl_lite.naive_estimators import Given, normalised, step_returns
-from trainer.advantage import compute_advantage, compute_token_reward
+from trainer.advantage import compute_token_reward, estimate_advantages
 from trainer.agentic.agentic_advantage import compute_response_level_rewards
 from trainer.agentic.agentic_pipeline import AgenticPipeline
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
@@ -132,7 +132,8 @@ def test_the_stages_of_a_run_are_the_registered_estimator(estimator: str) -> Non
     run.config, run.running_moments = whole, {}
     assert run.token_estimator == "reinforce"
     staged, _ = compute_token_reward(run.normalize_rewards(data)[0], whole.algorithm)
-    by_stages = compute_advantage(staged, gamma, 1.0, run.token_estimator).batch["advantages"]
+    whole.algorithm.gamma = gamma
+    by_stages = estimate_advantages(staged, whole.algorithm, run.token_estimator)[0].batch["advantages"]
     plain = data.select()
     plain.batch["token_level_rewards"] = data.batch["token_level_scores"]
     names = {name: plain.non_tensor_batch[name] for name in ("traj_id", "state_hash")}
