@@ -95,7 +95,7 @@ def _decide_recomputed(
     """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Returns sentences."""
     sentences = []
     for key, shape in (("model", networks.policy), ("critic.model", networks.critic)):
-        model: NetworkConfig = value_of(config, key)
+        model: NetworkConfig = config.model if key == "model" else config.critic.model
         is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
         if shape is None or is_decided or model.enable_activation_offload:  # offload would fill the host's memory
             continue

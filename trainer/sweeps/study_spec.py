@@ -341,9 +341,12 @@ def _study_spec(line: argparse.Namespace) -> StudySpec:
 def _read_seeds(text: str) -> list[int]:
     """Parses --seeds: a number, or a list of different numbers. Raises UserError."""
     value = parse_value(text)
-    seeds = list(range(1, value + 1)) if type(value) is int else value
-    is_list_of_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
-    if not is_list_of_numbers or not seeds or len(set(seeds)) < len(seeds):
+    seeds: list[int] = []
+    if type(value) is int:
+        seeds = list(range(1, value + 1))
+    elif isinstance(value, list) and all(type(seed) is int for seed in value):
+        seeds = value
+    if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds {text}: expected a number (3 runs the seeds 1, 2, 3) or a list: [1,5,9]")
     return seeds
 
@@ -364,12 +367,15 @@ def _select_choices(before: str, word: str) -> str:
 def _read_pruner(text: str) -> dict[str, float] | None:
     """Parses the parameters of the pruner."""
     name, _, options = text.partition(":")
-    values = {}
+    values: dict[str, float] = {}
     is_valid = name in ("none", "asha")
     for word in filter(None, options.split(",")):
         key, _, number = word.partition("=")
-        values[key] = parse_value(number)
-        is_valid &= key in _ASHA_KEYS and isinstance(values[key], int | float) and values[key] >= 1
+        value = parse_value(number)
+        if key in _ASHA_KEYS and isinstance(value, int | float) and value >= 1:
+            values[key] = value
+        else:
+            is_valid = False
     if not is_valid:
         raise UserError(
             f"--pruner {text}: expected none, or asha:KEY=NUMBER,... with NUMBER >= 1 and KEY {', '.join(_ASHA_KEYS)}"

@@ -7,13 +7,13 @@ the training samples are episodes of a program, one for each of rollout.n sample
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from verl_lite.config.fields import (
     ALL_OR_SOME,
     PORT,
     POSITIVE,
     SHARE,
+    FreeDict,
     Options,
     Problems,
     at_least,
@@ -97,7 +97,7 @@ class RewardNormalizationConfig(Options):
 class AgenticConfig(Options):
     """Training of an agent on episodes of environments."""
 
-    custom_envs: dict[str, Any] = opt({}, "TAG: {env_type, env_config, max_steps, ...}; see trainer/AGENTIC.md")
+    custom_envs: FreeDict = opt({}, "TAG: {env_type, env_config, max_steps, ...}; see trainer/AGENTIC.md")
     train_env_manager: EnvManagerConfig = section(EnvManagerConfig, "training environments")
     val_env_manager: EnvManagerConfig = section(EnvManagerConfig, "validation environments; no tags = none")
     rollout_batch_size: int = opt(128, "episodes per training step", at_least(1))
@@ -110,10 +110,10 @@ class AgenticConfig(Options):
     logging_steps: int = opt(1, "steps between episodes printed to the log; 0 = never", at_least(0))
     env_pool: EnvPoolConfig = section(EnvPoolConfig, "processes of environments and programs")
     program: str | None = opt(None, "agent: package.module:function, or a command line; samples are its episodes")
-    program_kwargs: dict[str, Any] = opt({}, "further arguments of the program")
+    program_kwargs: FreeDict = opt({}, "further arguments of the program")
     program_options: ProgramConfig = section(ProgramConfig, "limits of the program")
     endpoint: EndpointConfig = section(EndpointConfig, "endpoint that the program calls")
-    mcp_servers: dict[str, Any] = opt({}, "NAME: {command, args, env} or {url}; tools of the built-in agent")
+    mcp_servers: FreeDict = opt({}, "NAME: {command, args, env} or {url}; tools of the built-in agent")
 
     @property
     def has_program(self) -> bool:

@@ -59,7 +59,7 @@ class NamedCode:
         """Yields a problem if the value is neither registered nor the path of a callable that fits."""
         value = value_of(config, self.key)
         if value is not None:
-            yield from registered_problems(self.key, value, self.known, self.kind, self.call)
+            yield from registered_problems(self.key, str(value), self.known, self.kind, self.call)
 
 
 LOSS_CODE = NamedCode("actor.policy_loss.loss_mode", POLICY_LOSS_REGISTRY, "function", LOSS_CALL)
@@ -118,6 +118,7 @@ def section_problems(options: object) -> Problems:
 
     for section in _sections_of(options):
         for problem in section.check():
+            # a consequence of a value outside its range is no second problem
             if not any(setting in problem for setting in out_of_range.values()):
                 yield problem
     yield from conflict_problems(options, out_of_range)
@@ -132,6 +133,7 @@ def _choice_problems(key: Key, value: object) -> Problems:
 
 def _sections_of(options: object) -> list[Options]:
     """Returns a section with all sections below it. The root may be any dataclass."""
+    # a root of another class, which `load_schema` accepts, has no `check`
     sections = [options] if isinstance(options, Options) else []
     for value in vars(options).values():
         if isinstance(value, Options):
@@ -167,7 +169,8 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
         if key.path[-1] not in ("fsdp_size", "ulysses_sequence_parallel_size"):
             continue
         size = value_of(config, key.name)
-        if size is not None and size > 0 and count % size:
+        # -1 stands for all devices
+        if isinstance(size, int) and size > 0 and count % size:
             all_devices = "-1 or " if key.path[-1] == "fsdp_size" else ""
             yield f"{key.name}={size} does not divide the {count} devices; use {all_devices}one of {divisors(count)}"
 
@@ -228,9 +231,12 @@ def _environment_problems(config: PPOConfig) -> Problems:
 
 def _model_folder_problems(config: PPOConfig) -> Problems:
     """Checks that model folders exist. Names in the form of the Hugging Face hub are looked up when they are loaded."""
-    folders: dict[str, str | None] = {}
-    for key in ("model.path", "model.tokenizer_path", "reward_model.model.path", "critic.model.path"):
-        folders[key] = value_of(config, key)
+    folders = {
+        "model.path": config.model.path,
+        "model.tokenizer_path": config.model.tokenizer_path,
+        "reward_model.model.path": config.reward_model.model.path,
+        "critic.model.path": config.critic.model.path,
+    }
     for teacher in config.distillation.valid_teachers():
         folders[f"distillation.teachers.{teacher.name}.path"] = teacher.path
     for key, folder in folders.items():

@@ -5,9 +5,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, SEED, Options, Problems, at_least, opt, section, unknown_value
+from verl_lite.config.fields import (
+    ALL_OR_SOME,
+    SEED,
+    FreeDict,
+    Options,
+    Problems,
+    at_least,
+    opt,
+    section,
+    unknown_value,
+)
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?(@[\w.-]+)?")
 """A data set of the Hugging Face hub: owner/name, owner/name:config or owner/name:config@split."""
@@ -40,13 +49,13 @@ class DataConfig(Options):
     image_key: str = opt("images", "column of a prompt's images, for a vision-language model")
     image_folder: str | None = opt(None, "folder that must contain the image files; null = folder of the data file")
     max_pixels: int | None = opt(None, "larger images are scaled down to this area; null = the model's", at_least(1))
-    columns: dict[str, Any] = opt({}, "KEY: COLUMN, such as {prompt: question, ground_truth: answer}; trainer/DATA.md")
+    columns: FreeDict = opt({}, "KEY: COLUMN, such as {prompt: question, ground_truth: answer}; trainer/DATA.md")
     data_source: str | None = opt(None, "data_source of rows without this column")
     system_prompt: str | None = opt(None, "system message for prompts that have none")
     prompt_template: str | None = opt(None, "template of plain-text prompts; {prompt} is replaced by the text")
     ground_truth_regex: str | None = opt(None, "group 1 of the last match is the ground truth, e.g. #### (.+)")
     tools_path: str | None = opt(None, "json list of tool schemas for the chat template, for rows without tools")
-    sources: dict[str, Any] = opt({}, "DATA_SOURCE: {weight: share of each batch, n: replaces rollout.n}")
+    sources: FreeDict = opt({}, "DATA_SOURCE: {weight: share of each batch, n: replaces rollout.n}")
     sampler: SamplerConfig = section(SamplerConfig, "order of the training prompts")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "custom dataset class")
     train_batch_size: int = opt(1024, "prompts per training step (each is sampled rollout.n times)", at_least(1))
@@ -61,7 +70,7 @@ class DataConfig(Options):
     shuffle: bool = opt(True, "shuffle the training rows in each epoch")
     seed: int | None = opt(None, "seed of the shuffle; null = trainer.seed", SEED)
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
-    apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
+    apply_chat_template_kwargs: FreeDict = opt({}, "extra arguments of the tokenizer's chat template")
 
     def check_prompts(self, *, trains: bool) -> Problems:
         """Yields the problems of files, columns and order for a run on prompts. Rows are checked when they are read."""
@@ -107,7 +116,7 @@ def _data_file(name: str, path: str) -> Problems:
         yield f"{name}={path}: there is no file {file.absolute()}; {expected}"
 
 
-def _column_problems(key: str, columns: Any) -> Problems:
+def _column_problems(key: str, columns: object) -> Problems:
     """Yields what is wrong with an entry of `data.columns`."""
     if key not in OUR_COLUMNS:
         yield unknown_value("data.columns", key, OUR_COLUMNS) + f"; or extra_info: [{key}] for a reward"
@@ -128,9 +137,9 @@ def _has_group(pattern: str) -> bool:
         return False
 
 
-def _source_problems(sources: Mapping[str, Any]) -> Problems:
+def _source_problems(sources: FreeDict) -> Problems:
     """Yields the problems of `data.sources` that do not depend on the data."""
-    weights: dict[str, Any] = {}
+    weights: dict[str, object] = {}
     for name, entry in sources.items():
         is_mapping = isinstance(entry, Mapping)
         if is_mapping:
@@ -149,7 +158,14 @@ def _source_problems(sources: Mapping[str, Any]) -> Problems:
         yield "data.sources: every weight is 0, so no prompt would be drawn: set a weight above 0"
 
 
-def _is_source_option(name: Any, value: Any) -> bool:
+def _is_source_option(name: object, value: object) -> bool:
+    """Returns True for an entry of `data.sources` with a valid value. True and False are no numbers here."""
+    if name not in ("n", "weight"):
+        return False
+    if value is None:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
     if name == "n":
-        return value is None or (type(value) is int and value >= 1)
-    return name == "weight" and (value is None or (type(value) in (int, float) and 0 <= value < math.inf))
+        return isinstance(value, int) and value >= 1
+    return 0 <= value < math.inf

@@ -7,7 +7,6 @@ Model options have the names of diffusers, sampler options those of ROLL's rewar
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl_lite.config.fields import (
     ALL_OR_SOME,
@@ -15,6 +14,7 @@ from verl_lite.config.fields import (
     POSITIVE,
     POSITIVE_SHARE,
     SEED,
+    FreeDict,
     Options,
     Problems,
     at_least,
@@ -71,7 +71,7 @@ class FlowRewardConfig(Options):
     """The score of the frames, and its conversion to a loss."""
 
     name: str = opt("cosine_identity", "a registered visual reward, or pkg.module:object")
-    kwargs: dict[str, Any] = opt({}, "arguments of the reward")
+    kwargs: FreeDict = opt({}, "arguments of the reward")
     baseline: float = opt(0.54, "score that is normalised to 0", FINITE)
     std: float = opt(0.16, "score difference that is normalised to 1", POSITIVE)
     coef: float = opt(0.1, "weight of the normalised score in the loss", POSITIVE)

@@ -3,11 +3,10 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 from verl_lite.config.checks import machine_problems, section_problems
 from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig
-from verl_lite.config.fields import Problems
+from verl_lite.config.fields import FreeDict, Problems
 from verl_lite.config.option_table import ConfigError
 from verl_lite.flow_match import flow_sigmas, high_noise_steps
 from verl_lite.visual_rewards.base import VISUAL_REWARDS
@@ -95,7 +94,7 @@ def _frame_problems(config: RewardFlowConfig, folder: Path) -> Problems:
             )
 
 
-def _expert_problems(config: RewardFlowConfig, index: dict[str, Any]) -> Problems:
+def _expert_problems(config: RewardFlowConfig, index: FreeDict) -> Problems:
     """Checks that no step with gradients belongs to the high-noise expert, which is not trained."""
     # library and class; a pipeline with one expert has [null, null] or no entry
     second_expert = index.get(EXPERTS[1]) or [None]
@@ -111,7 +110,7 @@ def _expert_problems(config: RewardFlowConfig, index: dict[str, Any]) -> Problem
         )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> FreeDict:
     """Reads a JSON object; returns {} if the file is missing or does not contain one."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

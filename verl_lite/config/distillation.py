@@ -5,9 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Problems, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, FreeDict, Options, Problems, at_least, opt, section
 from verl_lite.registry import did_you_mean
 
 SAMPLED = "k1"
@@ -18,11 +17,18 @@ LOSS_MODES = (SAMPLED, "forward_kl_topk", "reverse_kl_topk", "jsd_topk")
 class Teacher:
     """An entry of `distillation.teachers`.
 
-    path: folder or hub name of the model. trust_remote_code: True runs Python code of that folder. url, model,
-    api_key_env: a server. Without path and url, the teacher is the policy itself. key: rows with this value in the
-    column `distillation.teacher_key`; None = all rows.
-    prompt_template: text of the last user message in the teacher's prompt, see `trainer.teachers`; None = the
-    student's prompt.
+    Without `path` and `url`, the teacher is the policy itself.
+
+    Args:
+        name: key of the entry.
+        path: folder or hub name of the model.
+        url: address of a server.
+        model: name of the model on the server.
+        api_key_env: environment variable with the server's key.
+        key: the teacher scores rows with this value in the column `distillation.teacher_key`; None = all rows.
+        prompt_template: text of the last user message in the teacher's prompt, see `trainer.teachers`; None = the
+            student's prompt.
+        trust_remote_code: True runs the Python code in the folder `path`.
     """
 
     name: str
@@ -63,7 +69,7 @@ class DistillationConfig(Options):
     """On-policy distillation: the policy learns on its own samples from the probabilities of teachers."""
 
     enabled: bool | None = opt(None, "null = if there are teachers")
-    teachers: dict[str, Any] = opt(
+    teachers: FreeDict = opt(
         {},
         "NAME: {path: FOLDER} | {url: http://.../v1, model: NAME, api_key_env: VARIABLE} | {prompt_template: TEXT} for "
         "the policy itself; also with key: VALUE of the rows, if there are several, by default NAME",
@@ -102,7 +108,8 @@ class DistillationConfig(Options):
             return []
         teachers = []
         for name, entry in self.teachers.items():
-            options: dict[str, Any] = {} if len(self.teachers) == 1 else {"key": name}
+            # a single teacher has all rows, whatever its name
+            options: FreeDict = {} if len(self.teachers) == 1 else {"key": name}
             for key, value in entry.items():
                 if not _is_ignored(key, value):
                     options[_NAMES.get(key, key)] = value
@@ -142,12 +149,12 @@ _NAMES = {"model_path": "path"}  # verl's names
 _FIELDS = {entry.name for entry in fields(Teacher)} - {"name"}
 
 
-def _is_ignored(key: str, value: Any) -> bool:
+def _is_ignored(key: str, value: object) -> bool:
     """True for null, and for verl's options of separate inference servers, which have no effect here."""
     return value is None or key in ("inference", "num_replicas")
 
 
-def _entry_problems(name: str, entry: Any) -> Problems:
+def _entry_problems(name: str, entry: object) -> Problems:
     """Yields what is wrong with the form of an entry of `teachers`."""
     at = f"distillation.teachers.{name}"
     if not re.fullmatch(r"\w[\w.-]*", name):
@@ -162,8 +169,10 @@ def _entry_problems(name: str, entry: Any) -> Problems:
         is_switch = key == "trust_remote_code"
         if _NAMES.get(key, key) not in _FIELDS:
             yield f"{at}.{key}={value} is not known; known: {', '.join(sorted(_FIELDS))}{did_you_mean(key, _FIELDS)}"
-        elif not isinstance(value, bool if is_switch else str):
-            yield f"{at}.{key}={value}: expected {'true or false' if is_switch else 'text'}"
+        elif is_switch and not isinstance(value, bool):
+            yield f"{at}.{key}={value}: expected true or false"
+        elif not is_switch and not isinstance(value, str):
+            yield f"{at}.{key}={value}: expected text"
 
 
 def _teacher_problems(teacher: Teacher) -> Problems:

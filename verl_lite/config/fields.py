@@ -9,12 +9,18 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from verl_lite.registry import did_you_mean
 
+V = TypeVar("V")
+
 Problems = Iterator[str]
 """Problems of a configuration: sentences with key, value, expectation and remedy."""
+
+FreeDict = dict[str, Any]
+"""A free dictionary: an option with entries of any name and type, such as the arguments of a user's function. The code
+that reads an entry checks it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Range:
     """The valid values of an option as a predicate, and in words. Null is valid for optional options."""
 
     words: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool]  # of a number, or of a list of numbers
 
 
 def at_least(least: float) -> Range:
@@ -38,8 +44,10 @@ PORT = Range("0 or a port up to 65535 is expected", lambda value: 0 <= value <= 
 SEED = Range("a whole number from 0 to 2^63 - 1 is expected", lambda value: 0 <= value < 2**63)
 
 
-def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None) -> Any:
+def opt(default: V, doc: str, expects: Range | tuple[str, ...] | None = None) -> V:
     """Returns a dataclass field with its documentation; each instance gets its own copy of the default.
+
+    As for `dataclasses.field`, the declared type is that of the default, so that mypy compares it with the annotation.
 
     Args:
         default: value of the option if nothing sets it.
@@ -49,12 +57,12 @@ def opt(default: Any, doc: str, expects: Range | tuple[str, ...] | None = None) 
     return field(default_factory=lambda: copy.copy(default), metadata={"doc": doc, "expects": expects})
 
 
-def section(cls: type, doc: str) -> Any:
+def section(cls: type[V], doc: str) -> V:
     """Returns a dataclass field for a nested section of options; each instance gets its own."""
     return field(default_factory=cls, metadata={"doc": doc})
 
 
-def unknown_value(name: str, value: Any, known: Collection[str]) -> str:
+def unknown_value(name: str, value: object, known: Collection[str]) -> str:
     """Returns the problem of an unknown value, with the known values and the nearest of them."""
     return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
 

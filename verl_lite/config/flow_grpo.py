@@ -5,10 +5,9 @@ models; here their tokens are denoising steps.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl_lite.config.algorithm import AlgorithmConfig
-from verl_lite.config.fields import POSITIVE, Options, Range, at_least, opt, section
+from verl_lite.config.fields import POSITIVE, FreeDict, Options, Range, at_least, opt, section
 from verl_lite.config.learners import ActorConfig
 from verl_lite.config.run import RunOptions
 
@@ -62,7 +61,7 @@ class FlowRolloutConfig(Options):
 @dataclass
 class FlowScoreConfig(Options):
     name: str | None = opt(None, "pkg.module:function(frames (B, F, 3, H, W), prompts, **kwargs) that returns B scores")
-    kwargs: dict[str, Any] = opt({}, "further arguments of the reward function")
+    kwargs: FreeDict = opt({}, "further arguments of the reward function")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 model, critic and reward model."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl_lite.config.fields import (
     ALL_OR_SOME,
@@ -10,6 +9,7 @@ from verl_lite.config.fields import (
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
+    FreeDict,
     Options,
     Range,
     at_least,
@@ -36,7 +36,7 @@ class NetworkConfig(Options):
 
     path: str | None = opt(None, "Hugging Face folder or cached hub name")
     trust_remote_code: bool = opt(False, "run the Python code in the model's folder")
-    override_config: dict[str, Any] = opt({}, "entries that replace those of the model's config.json")
+    override_config: FreeDict = opt({}, "entries that replace those of the model's config.json")
     enable_gradient_checkpointing: bool = opt(True, "recompute activations in the backward pass to save memory")
     compile: bool = opt(False, "compile the layers with torch.compile; a layer that cannot be compiled runs eagerly")
     use_remove_padding: bool = opt(True, "pack sequences without padding; false = padded rows (reference)")

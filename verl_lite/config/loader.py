@@ -25,6 +25,9 @@ from verl_lite.config.supervised import SFTConfig
 from verl_lite.errors import UserError
 
 C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)  # so that a function for every command takes a LoadedConfig[object]
+Tree = Mapping[Any, object]
+"""A nested mapping of a file, a recipe or a value. YAML also has keys that are no texts, such as numbers."""
 RecipeLoader = Callable[[str], Mapping[str, object]]
 Action = Literal["run", "print", "help"]
 Verbosity = Literal["quiet", "normal", "verbose"]
@@ -64,7 +67,7 @@ class Assignment:
     """
 
     path: Path
-    value: Any
+    value: object
     source: str
     raw: str | None = None
     reset: bool = False
@@ -77,7 +80,7 @@ class Assignment:
 
 
 @dataclass
-class LoadedConfig(Generic[C]):
+class LoadedConfig(Generic[C_co]):
     """A configuration with the sources of its values.
 
     Args:
@@ -90,7 +93,7 @@ class LoadedConfig(Generic[C]):
         help_prefix: prefix of the keys that --help-config prints.
     """
 
-    config: C
+    config: C_co
     omega: DictConfig
     provenance: dict[str, str]
     notes: list[str]
@@ -117,7 +120,7 @@ def load_schema(
     Raises:
         ConfigError: with all unknown keys, wrong values, unreadable files and unresolved references.
     """
-    merge = _Merge(schema_of(root))
+    merge = _Merge(root, schema_of(root))
     options, words = _PARSER.parse_known_args(argv)
     wants_help = options.help or options.help_config is not None
     if not wants_help:
@@ -148,7 +151,7 @@ def load_schema(
     return LoadedConfig(config, omega, merge.provenance(), notes, action, options.verbosity, options.help_config)
 
 
-def parse_value(raw: str) -> Any:
+def parse_value(raw: str) -> object:
     """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text.
 
     Unlike a file, a value has no comments: `/data/run #2` is a path.
@@ -158,23 +161,26 @@ def parse_value(raw: str) -> Any:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + without_comments]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException):
         return raw
-    return _with_comment_signs(cast(dict[str, Any], parsed)["value"])
+    assert isinstance(parsed, dict)
+    return _with_comment_signs(parsed["value"])
 
 
-def _with_comment_signs(value: Any) -> Any:
+def _with_comment_signs(value: object) -> object:
     """Returns a parsed value with # in place of `_NO_COMMENT`."""
     if isinstance(value, str):
         return value.replace(_NO_COMMENT, "#")
     if isinstance(value, list):
-        return [_with_comment_signs(each) for each in value]
+        return [_with_comment_signs(item) for item in value]
     if isinstance(value, dict):
-        return {_with_comment_signs(key): _with_comment_signs(each) for key, each in value.items()}
+        return {_with_comment_signs(key): _with_comment_signs(entry) for key, entry in value.items()}
     return value
 
 
 def split_choices(raw: str) -> list[str]:
     """Splits at commas outside quotes and brackets: `a,b,[c,d]` becomes `a`, `b`, `[c,d]`."""
-    choices, depth, quote = [""], 0, ""
+    choices = [""]
+    depth = 0  # open brackets
+    quote = ""  # the open quotation mark
     for character in raw:
         if character == "," and not depth and not quote:
             choices.append("")
@@ -200,10 +206,11 @@ def is_recipe_path(name: str) -> bool:
 
 
 @dataclass
-class _Merge:
+class _Merge(Generic[C]):
     """The merged assignments of the sources read so far.
 
     Args:
+        root: the dataclass of the options.
         schema: the options of the command.
         given: last assignment of each leaf.
         notes: sentences for the user.
@@ -213,20 +220,22 @@ class _Merge:
         variables: names that files define for their own references.
     """
 
+    root: type[C]
     schema: Schema
     given: dict[Path, Assignment] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
-    named: dict[str, Any] = field(default_factory=dict)
+    named: dict[str, object] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.speaks_verl = self.schema.root is PPOConfig
+        root: type = self.root
         tables = {PPOConfig: spellings.ppo_keys, SFTConfig: spellings.sft_keys}
-        self.keys = tables[self.schema.root]() if self.schema.root in tables else None
+        self.speaks_verl = root is PPOConfig
+        self.keys = tables[root]() if root in tables else None
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> object:
         """Returns the current value of a leaf; None if the key does not exist."""
         assignment = self.given.get(tuple(name.split(".")))
         if assignment is not None:
@@ -238,7 +247,7 @@ class _Merge:
         assignment = self.given.get(tuple(name.split(".")))
         return "default" if assignment is None else assignment.source
 
-    def set(self, name: str, value: Any, source: str) -> None:
+    def set(self, name: str, value: object, source: str) -> None:
         path = tuple(name.split("."))
         self.given[path] = Assignment(path, value, source)
 
@@ -285,14 +294,15 @@ class _Merge:
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             if not isinstance(content, dict):
                 raise ValueError("it is a list; a mapping of keys to values is expected")
-            return list(self.flatten(self.follow(content, content), (), f"file:{name}"))
+            followed = {key: self.follow(entry, content) for key, entry in content.items()}
+            return list(self.flatten(followed, (), f"file:{name}"))
         except FileNotFoundError:
             self.problems.append(f"--config: there is no file {path}")
         except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
             self.problems.append(f"--config: {path} cannot be read: {error}")
         return []
 
-    def follow(self, value: Any, content: Mapping[Any, Any]) -> Any:
+    def follow(self, value: object, content: Tree) -> object:
         """Replaces references in a file's value to names that are not keys here: variables of the file, keys of verl
         and ROLL. References to keys remain, because a later source may set these keys."""
         if isinstance(value, dict):
@@ -306,12 +316,12 @@ class _Merge:
             return self._referenced(whole, content)
         return _REFERENCE.sub(lambda reference: str(self._referenced(reference, content)), value)
 
-    def _referenced(self, reference: re.Match[str], content: Mapping[Any, Any]) -> Any:
+    def _referenced(self, reference: re.Match[str], content: Tree) -> object:
         """Returns the value in the file that a reference names, or the text of a reference to a key."""
         path = _without_prefix(tuple(reference[1].split(".")))
         if self._exists(".".join(path)):
             return reference[0]
-        value: Any = content
+        value: object = content
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
@@ -320,9 +330,10 @@ class _Merge:
             self.variables.add(path[0])
         return self.follow(value, {**content, path[0]: None})  # None ends a cycle; resolving reports it
 
-    def flatten(self, mapping: Mapping[Any, Any], prefix: Path, source: str) -> Iterator[Assignment]:
+    def flatten(self, mapping: Tree, prefix: Path, source: str) -> Iterator[Assignment]:
         """Yields the leaves of nested mappings. A key with dots is a path, except below a free dictionary. An empty
         mapping in place of a section gives no assignment."""
+        # below a free dictionary the names are the user's, and may contain dots
         is_free = self.schema.find(prefix) is not None
         for name, value in mapping.items():
             parts = (str(name),) if is_free else split(str(name))
@@ -405,7 +416,10 @@ class _Merge:
         """Yields a problem for each key of verl that has to equal an option of the same source, and does not."""
         if self.keys is None:
             return
-        own_values = {one.path: one.value for one in assignments if ", as " not in one.source}
+        own_values: dict[Path, object] = {}
+        for assignment in assignments:
+            if ", as " not in assignment.source:
+                own_values[assignment.path] = assignment.value
         for assignment in assignments:
             written_as = assignment.source.partition(", as ")[2]
             entry = self.keys.entries.get(written_as)
@@ -462,7 +476,7 @@ class _Merge:
 
     def _unknown(self, name: str) -> str:
         """Returns the message for an unknown key: removed option, group of options, or the nearest keys."""
-        gone = getattr(self.schema.root, "gone", {})  # any dataclass can be loaded
+        gone = getattr(self.root, "gone", {})  # any dataclass can be loaded
         if name in gone:
             return str(gone[name])
         members = [key for key in self.schema.keys if key.startswith(f"{name}.")]
@@ -488,6 +502,7 @@ class _Merge:
         switch = f"{section}.log_prob_use_dynamic_bsz" if leaf.startswith("log_prob") else f"{section}.use_dynamic_bsz"
         if not leaf.endswith("micro_batch_size_per_gpu") or switch not in self.schema.keys:
             return
+        # a switch that the same or a later source sets counts
         if self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(switch)):
             self.set(switch, False, f"implied by {name}")
             self.notes.append(f"{switch}=false, because {name}={self.value(name)} is given")
@@ -511,35 +526,39 @@ class _Merge:
                 "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
                 "new in every run without a name: set trainer.experiment_name"
             )
-        recipe = self.value("recipe") or "run"
+        recipe = str(self.value("recipe") or "run")
         title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
         # two runs may start within one second in the same folder; their folders must differ
         name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self.set("trainer.experiment_name", name, "made from recipe, date and time")
 
-    def resolve(self) -> tuple[Any, DictConfig]:
+    def resolve(self) -> tuple[C, DictConfig]:
         """Returns the configuration as dataclasses and as OmegaConf. An unresolved reference adds a problem."""
-        nested: dict[str, Any] = {}
+        nested: dict[str, object] = {}
         for path, assignment in self.given.items():
-            section = nested
+            section: dict[str, Any] = nested
             for part in path[:-1]:
                 section = section.setdefault(part, {})
             section[path[-1]] = assignment.value
-        omega = OmegaConf.structured(self.schema.root)
+        omega = OmegaConf.structured(self.root)
         try:
             omega = cast(DictConfig, OmegaConf.merge(omega, nested))
-            return OmegaConf.to_object(omega), omega
+            config = OmegaConf.to_object(omega)
+            assert isinstance(config, self.root)
+            return config, omega
         except OmegaConfBaseException as error:
             name = str(error.full_key)
             setting = f"{name}={self.value(name)} " if name in self.schema.keys else ""
             self.problems.append(f"{setting}cannot be resolved: {' '.join(str(error).split())}")
-            return self.schema.root(), omega
+            return self.root(), omega
 
     def provenance(self) -> dict[str, str]:
         """Returns the source of each key and of each entry of a free dictionary."""
         above = {path[:depth] for path in self.given for depth in range(1, len(path))}
-        defaults = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
-        return defaults | {".".join(path): one.source for path, one in self.given.items()}
+        sources = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
+        for path, assignment in self.given.items():
+            sources[".".join(path)] = assignment.source
+        return sources
 
 
 def _has_model_or_data(assignments: Iterable[Assignment]) -> bool:
@@ -568,21 +587,26 @@ def _without_prefix(path: Path) -> Path:
     return path[1:] if path[:1] == (PREFIX,) else path
 
 
-def _strip_prefix(value: Any) -> Any:
+def _strip_prefix(value: object) -> object:
     """Removes verl's prefix from references such as `${actor_rollout_ref.actor.optim.lr}`."""
     if is_interpolation(value):
         return re.sub(rf"(?<=[{{:,]){PREFIX}\.", "", value)
-    return [_strip_prefix(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_strip_prefix(item) for item in value]
+    return value
 
 
-def _expand(name: str, value: Any) -> Any:
+def _expand(name: str, value: object) -> object:
     """Expands `~/` in paths, and makes the path of a recipe absolute so that it is valid in any folder."""
     if isinstance(value, list):
         return [_expand(name, item) for item in value]
-    if name == "recipe" and value is not None and is_recipe_path(value):
+    if not isinstance(value, str):
+        return value
+    if name == "recipe" and is_recipe_path(value):
         return str(FilePath(value).expanduser().absolute())
-    is_home = isinstance(value, str) and value.startswith("~/") and _PATHS.search(name)
-    return os.path.expanduser(value) if is_home else value
+    if value.startswith("~/") and _PATHS.search(name):
+        return os.path.expanduser(value)
+    return value
 
 
 def _rank(source: str) -> int:

@@ -83,7 +83,8 @@ MICRO_BATCHES = {
 def _first_value(config: PPOConfig, keys: tuple[str, ...]) -> int | None:
     """Returns the first value that is not null; null if all are."""
     for key in keys:
-        value: int | None = value_of(config, key)
+        value = value_of(config, key)
         if value is not None:
+            assert isinstance(value, int)
             return value
     return None

@@ -5,16 +5,19 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypeGuard
 
 from verl_lite.config.fields import Range
 from verl_lite.errors import UserError
 
 Path = tuple[str, ...]
 """The parts of a dotted key: `("actor", "optim", "lr")`. Keys of a free dictionary in a file may contain dots."""
+
+Settings = Mapping[str, object]
+"""Values by dotted key, of options or of the keys of another trainer."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -50,7 +53,7 @@ class Key:
     kind: str
     item: str
     optional: bool
-    default: Any
+    default: object
     doc: str
     expects: Range | tuple[str, ...] | None
 
@@ -66,7 +69,7 @@ class Key:
             words = _WORDS[self.kind]
         if self.optional:
             words += " or null"
-        has_example = self.default not in (None, "", {}, [])
+        has_example = self.default not in (None, "", {}, [])  # an empty value shows nothing
         example = f", for example {self.name}={value_text(self.default)}" if has_example else ""
         return f"{words} is expected{example}"
 
@@ -75,7 +78,7 @@ class Key:
 class Schema:
     """The options of a root dataclass, in the order of its fields."""
 
-    root: type[Any]
+    root: type
     keys: dict[str, Key]
 
     @cached_property
@@ -102,7 +105,9 @@ class Schema:
 
         candidates = [key for key, part in last_parts.items() if part in close_parts]
         candidates.sort(key=lambda key: difflib.SequenceMatcher(None, name, key).ratio(), reverse=True)
-        return candidates[:3] or difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
+        if candidates:
+            return candidates[:3]
+        return difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
 
 _SCHEMAS: dict[type, Schema] = {}
@@ -115,9 +120,9 @@ def schema_of(root: type) -> Schema:
     return _SCHEMAS[root]
 
 
-def value_of(config: object, name: str) -> Any:
+def value_of(config: object, name: str) -> object:
     """Returns the value at a dotted key; None if the configuration has no such option."""
-    value: Any = config
+    value = config
     for part in name.split("."):
         value = getattr(value, part, None)
     return value
@@ -159,12 +164,15 @@ def _walk(cls: type, prefix: Path) -> Iterator[Key]:
         members = typing.get_args(annotation) if is_optional else (annotation,)
         (plain,) = (member for member in members if member is not type(None))
         kind = typing.get_origin(plain) or plain
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         yield Key(
             path=path,
             kind=kind.__name__,
             item=typing.get_args(plain)[0].__name__ if kind is list else "",
             optional=is_optional,
-            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            default=default,
             doc=field.metadata.get("doc", ""),
             expects=field.metadata.get("expects"),
         )
@@ -178,11 +186,11 @@ def split(text: str) -> Path:
     return tuple(text.split("."))
 
 
-def is_interpolation(value: Any) -> bool:
+def is_interpolation(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and "${" in value
 
 
-def convert(key: Key, value: Any, raw: str | None = None) -> Any:
+def convert(key: Key, value: object, raw: str | None = None) -> object:
     """Converts `value`, as parsed from YAML, to the type of `key`.
 
     A single value becomes a list of length one if the key is a list; nested lists are flattened; numbers that YAML
@@ -202,6 +210,7 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     if key.kind == "dict" and isinstance(value, dict | None):
         return value or {}
     if key.kind == "str" and raw is not None and not is_interpolation(value):
+        # YAML would turn `0012` into 12 and cut `{prompt} #` off, so the text itself counts
         text = raw.strip()
         is_null = value is None and text[:1] not in ("", "#")
         if not is_null and text[:1] not in ("'", '"'):
@@ -211,17 +220,17 @@ def convert(key: Key, value: Any, raw: str | None = None) -> Any:
     return _scalar(key.kind, value)
 
 
-def _items(kind: str, value: Any, raw: str | None) -> list[Any]:
+def _items(kind: str, value: object, raw: str | None) -> list[object]:
     """Converts a value to a list of entries of one kind. For the arguments see `convert`."""
     if value is None:
         return []
-    is_plain_text = isinstance(value, str) and not is_interpolation(value)
-    if is_plain_text and raw is not None and raw.strip()[:1] not in ("", "'", '"'):
+    is_unquoted = raw is not None and raw.strip()[:1] not in ("", "'", '"')
+    if isinstance(value, str) and is_unquoted and not is_interpolation(value):
         # brackets that YAML did not parse, because ` #` in an entry begins a comment there
         inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
         value = [part.strip() for part in inner.split(",") if part.strip()]
 
-    items: list[Any] = []
+    items: list[object] = []
     for entry in value if isinstance(value, list) else [value]:
         if isinstance(entry, list):
             items += entry
@@ -230,18 +239,23 @@ def _items(kind: str, value: Any, raw: str | None) -> list[Any]:
     return [_scalar(kind, item) for item in items]
 
 
-def _scalar(kind: str, value: Any) -> Any:
+def _scalar(kind: str, value: object) -> object:
+    """Converts a value to a kind that is no list. Raises ValueError if it cannot have this kind."""
     if is_interpolation(value):
         return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "str" and (is_number or isinstance(value, str)) and value == value:
-        return str(value)
     if kind == "bool" and isinstance(value, bool | int | str) and str(value).lower() in _SWITCHES:
         return _SWITCHES[str(value).lower()]
-    if kind == "int" and isinstance(value, int) and is_number:
+    # True is an int for Python, but neither a number nor a text for a user
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    if kind == "str" and value == value:
+        return str(value)
+    # not by way of float, which has no place for the last digits of a large number
+    if kind == "int" and isinstance(value, int):
         return value
-    if kind in ("int", "float") and (is_number or isinstance(value, str)):
+    if kind in ("int", "float"):
         number = float(value)
+        # NaN, the only number that differs from itself, is no value of an option
         if kind == "float" and number == number:
             return number
         if kind == "int" and number.is_integer():

@@ -1,13 +1,14 @@
 """Prints a configuration with the sources of its values, writes it to a file, and prints the help of all keys."""
 
+import dataclasses
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictKeyType, OmegaConf
 
 from verl_lite.config.loader import SWITCHES, LoadedConfig
 from verl_lite.config.option_table import Key, Schema, schema_of, value_of
@@ -22,7 +23,7 @@ _MOST_USED = (
 )
 
 
-def print_config(loaded: LoadedConfig[Any]) -> str:
+def print_config(loaded: LoadedConfig[object]) -> str:
     """Returns YAML of all resolved options, with the source of each value as a comment (`# command line`)."""
     schema = schema_of(type(loaded.config))
     sources = dict(loaded.provenance)
@@ -35,10 +36,11 @@ def print_config(loaded: LoadedConfig[Any]) -> str:
 
     notes = [f"# {note}" for note in loaded.notes]
     resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
+    assert isinstance(resolved, dict)
     return "\n".join([*notes, *_render(resolved, (), sources, schema)]) + "\n"
 
 
-def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
+def save_config(loaded: LoadedConfig[object], path: str | Path) -> Path:
     """Writes `print_config(loaded)`, from which `--config PATH` loads the same configuration."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,17 +48,18 @@ def save_config(loaded: LoadedConfig[Any], path: str | Path) -> Path:
     return path
 
 
-def help_text(loaded: LoadedConfig[Any]) -> str:
+def help_text(loaded: LoadedConfig[object]) -> str:
     """Returns the text of --help or --help-config."""
-    root = type(loaded.config)
+    root: type = type(loaded.config)
     if loaded.help_prefix is not None:
         return help_config(root, loaded.help_prefix)
     keys = schema_of(root).keys
     module = getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
     lines = [f"usage: python -m {module} key=value ...   (switches: {SWITCHES})", ""]
     lines += ["--help-config PREFIX explains keys, such as --help-config actor.optim. The sections are:", ""]
+    docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(root)}
     for start in dict.fromkeys(key.path[0] for key in keys.values()):
-        lines.append(f"  {start:<14} {root.__dataclass_fields__[start].metadata['doc']}")
+        lines.append(f"  {start:<14} {docs[start]}")
     used = [keys[name] for name in _MOST_USED.split() if name in keys]
     lines += ["", "Most used:", "", *(f"  {key.name} = {_default(key.default)}" for key in used)]
     return "\n".join(lines) + "\n"
@@ -87,16 +90,27 @@ def _values_text(key: Key) -> str:
     return f"{text} or null" if key.optional else text
 
 
-def _render(node: Any, path: tuple[str, ...], sources: dict[str, str], schema: Schema) -> list[str]:
-    """Returns the YAML lines of a mapping, with the source of each value as a comment."""
+def _render(
+    node: Mapping[DictKeyType, object], path: tuple[str, ...], sources: dict[str, str], schema: Schema
+) -> list[str]:
+    """Returns the YAML lines of a mapping, with the source of each value as a comment.
+
+    Args:
+        node: the mapping.
+        path: the parts of its key.
+        sources: the source of each value by its dotted key.
+        schema: the options of the command.
+    """
     lines: list[str] = []
     for name, value in node.items():
         start = f"{'  ' * len(path)}{_flow(str(name))}:"
         dotted = ".".join((*path, str(name)))
+        # a free dictionary that one source gives whole stays on one line; else each entry has a source of its own
         if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in sources):
             lines += [start, *_render(value, (*path, str(name)), sources, schema)]
         else:
-            lines.append(f"{f'{start} {_flow(value)}':<{_COMMENT_COLUMN}} # {sources.get(dotted, 'default')}")
+            setting = f"{start} {_flow(value)}"
+            lines.append(f"{setting:<{_COMMENT_COLUMN}} # {sources.get(dotted, 'default')}")
     return lines
 
 
@@ -104,7 +118,7 @@ class _OneLine(yaml.SafeDumper):
     """Dumps YAML on one line that OmegaConf reads back unchanged. Text other than plain words is quoted, because
     OmegaConf parses `1e-6` as a number and `${` as a reference."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
@@ -115,12 +129,15 @@ class _OneLine(yaml.SafeDumper):
 _OneLine.add_representer(str, _OneLine.text)
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     """Formats a default value for the help. `${...}` is not escaped, because it refers to another key."""
     return _flow(value).replace(r"\\${", "${")
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """Formats a value as YAML on one line."""
-    options: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "allow_unicode": True, "sort_keys": False}
-    return yaml.dump([value], Dumper=_OneLine, **options).strip()[1:-1]
+    # in a list whose brackets are removed again, because YAML ends a single value by a line with `...`
+    text: str = yaml.dump(
+        [value], Dumper=_OneLine, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
+    )
+    return text.strip()[1:-1]

@@ -2,9 +2,8 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
-from verl_lite.config.fields import FINITE, POSITIVE, SHARE, Options, Problems, at_least, opt, section
+from verl_lite.config.fields import FINITE, POSITIVE, SHARE, FreeDict, Options, Problems, at_least, opt, section
 
 
 @dataclass
@@ -52,14 +51,14 @@ class RewardConfig(Options):
 
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, "custom reward function")
     remote: RemoteRewardConfig = section(RemoteRewardConfig, "reward server")
-    functions: dict[str, Any] = opt(
+    functions: FreeDict = opt(
         {},
         "weighted sum of rewards: PART: {reward: NAME, or path: FILE.py and name: f; weight: 1, kwargs: {}, style: "
         "sample, outcome: false}; without reward and path, data_source selects the function",
     )
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "penalty for long answers")
     function_weight: float = opt(1.0, "weight of the function's score; 0 = only reward_model", FINITE)
-    reward_kwargs: dict[str, Any] = opt({}, "extra keyword arguments of the reward function")
+    reward_kwargs: FreeDict = opt({}, "extra keyword arguments of the reward function")
     num_workers: int = opt(1, "reward processes; 0 = run in the driver, without timeout_s", at_least(0))
     batch_size: int = opt(64, "maximum number of samples per call of styles batch and trl", at_least(1))
     max_concurrent: int = opt(64, "maximum number of concurrent calls of an async function or server", at_least(1))

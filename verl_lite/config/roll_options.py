@@ -4,27 +4,27 @@ roll_keys.yaml and verl_keys.yaml name those functions as `computed` that return
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from verl_lite.config.option_table import Settings
 from verl_lite.config.rollout_correction import WEIGHT_LEVELS
 from verl_lite.errors import UserError
 
 
-def trains_on_prompts(given: Mapping[str, Any]) -> bool:
+def trains_on_prompts(given: Settings) -> bool:
     """Returns True if the keys are those of ROLL's RLVR pipeline, whose batches count prompts."""
     sections = {name.partition(".")[0] for name in given}
     is_agentic = "train_env_manager" in sections
     return bool(sections & {"validation", "rewards", "num_return_sequences_in_group"}) and not is_agentic
 
 
-def async_generation_ratio(given: Mapping[str, Any]) -> dict[str, Any]:
+def async_generation_ratio(given: Settings) -> Settings:
     """Returns async_training for ROLL's number of steps by which a batch is started ahead."""
     ratio = given.get("agentic.async_generation_ratio", given.get("async_generation_ratio"))
     return {"async_training.max_off_policy_threshold": ratio, "async_training.batches_ahead": ratio}
 
 
-def colocate_async(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def colocate_async(given: Settings) -> Settings | None:
     """Returns async_training for verl's trainer.v1.trainer_mode=colocate_async; None in other modes. Raises UserError
     if the threshold is no whole number."""
     if given.get("trainer.v1.trainer_mode") != "colocate_async":
@@ -33,12 +33,15 @@ def colocate_async(given: Mapping[str, Any]) -> dict[str, Any] | None:
     versions = given.get(key, 8)
     if not isinstance(versions, int):
         raise UserError(f"{key}={versions}: expected a whole number; or set async_training.max_off_policy_threshold")
-    options = {"async_training.max_off_policy_threshold": versions - 1}  # verl counts 1 for an on-policy sample
-    ahead = given.get("trainer.v1.colocate_async.num_warmup_batches")
-    return options if ahead is None else options | {"async_training.batches_ahead": ahead}
+    options: dict[str, object] = {}
+    options["async_training.max_off_policy_threshold"] = versions - 1  # verl counts 1 for an on-policy sample
+    batches_ahead = given.get("trainer.v1.colocate_async.num_warmup_batches")
+    if batches_ahead is not None:
+        options["async_training.batches_ahead"] = batches_ahead
+    return options
 
 
-def dual_clip_loss(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def dual_clip_loss(given: Settings) -> Settings | None:
     """Returns the bound of the dual clip, 1 + 2 pg_clip; None if pg_clip is no number."""
     if not given.get("dual_clip_loss"):
         return {"actor.clip_ratio_c": None}
@@ -46,13 +49,14 @@ def dual_clip_loss(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"actor.clip_ratio_c": 1 + 2 * clip} if isinstance(clip, int | float) else None
 
 
-def train_infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
+def train_infer_correction(given: Settings) -> Settings:
     """Returns algorithm.rollout_correction for ROLL's weights and filters of train_infer_correction. Raises UserError
     if the filters are no list of dicts."""
+    # ROLL's older switch, whose keys `infer_correction` reads
     if given.get("infer_correction"):
         return {}
     filters = given.get("train_infer_correction.filters") or []
-    if not isinstance(filters, list) or not all(isinstance(one, dict) for one in filters):
+    if not isinstance(filters, list) or not all(isinstance(entry, dict) for entry in filters):
         raise UserError(
             f"train_infer_correction.filters={filters}: expected a list of filters, such as "
             "[{enabled: true, agg_type: token, ratio_low: 0.5, ratio_high: 2.0}]"
@@ -63,11 +67,11 @@ def train_infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
     return _correction(level, given.get(f"{section}.upper_bound", 1.2), filters)
 
 
-def infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
+def infer_correction(given: Settings) -> Settings:
     """Returns algorithm.rollout_correction for ROLL's older keys infer_* and enable_*_reject."""
     if not given.get("infer_correction"):
         return {}
-    filters: list[Mapping[str, Any]] = [
+    filters: list[Settings] = [
         {
             "enabled": given.get("enable_token_reject"),
             "agg_type": "token",
@@ -82,32 +86,38 @@ def infer_correction(given: Mapping[str, Any]) -> dict[str, Any]:
         },
     ]
     level = given.get("infer_is_mode", "token")
-    return _correction(None if level == "none" else level, given.get("infer_is_threshold_max", 2.0), filters)
+    if level == "none":
+        level = None
+    return _correction(level, given.get("infer_is_threshold_max", 2.0), filters)
 
 
-def _correction(level: str | None, bound: float | None, filters: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _correction(level: object, bound: object, filters: Iterable[Settings]) -> Settings:
     """Returns the options of `algorithm.rollout_correction`.
 
     Args:
-        level: level of the importance weights; None = no weights.
-        bound: their upper bound; None = no bound.
+        level: level of the importance weights, as given; None = no weights.
+        bound: their upper bound, as given; None = no bound.
         filters: entries of ROLL's train_infer_correction.filters.
     """
     section = "algorithm.rollout_correction"
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if level is not None:
         settings[f"{section}.rollout_is"] = level
         settings[f"{section}.rollout_is_threshold"] = str(math.inf if bound is None else bound)
 
     thresholds: dict[str, str] = {}
-    for one in filters:
-        if not one.get("enabled"):
+    for criterion in filters:
+        if not criterion.get("enabled"):
             continue
-        filter_level = WEIGHT_LEVELS.get(one.get("agg_type", "token"), one.get("agg_type"))
-        if one.get("ratio_enabled", True):
-            thresholds[f"{filter_level}_ratio"] = f"{one.get('ratio_low', 0.8)}_{one.get('ratio_high', 1.2)}"
-        if one.get("diff_enabled", False):
-            thresholds[f"{filter_level}_diff"] = f"{one.get('diff_low', -0.2)}_{one.get('diff_high', 0.2)}"
+        # an unknown level keeps its name, which the check of `rollout_rs` reports
+        roll_level = criterion.get("agg_type", "token")
+        level_here = WEIGHT_LEVELS.get(str(roll_level), roll_level)
+        if criterion.get("ratio_enabled", True):
+            low, high = criterion.get("ratio_low", 0.8), criterion.get("ratio_high", 1.2)
+            thresholds[f"{level_here}_ratio"] = f"{low}_{high}"
+        if criterion.get("diff_enabled", False):
+            low, high = criterion.get("diff_low", -0.2), criterion.get("diff_high", 0.2)
+            thresholds[f"{level_here}_diff"] = f"{low}_{high}"
     if thresholds:
         settings[f"{section}.rollout_rs"] = ",".join(thresholds)
         settings[f"{section}.rollout_rs_threshold"] = ",".join(thresholds.values())

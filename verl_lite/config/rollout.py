@@ -1,9 +1,8 @@
 """The options of generation, in training and in validation."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, Options, Range, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, FreeDict, Options, Range, at_least, opt, section
 from verl_lite.config.learners import DTYPES
 
 _SAMPLES = Range("training has to sample: a number above 0 is expected, usually 1.0", lambda value: value > 0)
@@ -67,7 +66,7 @@ class RolloutConfig(Options):
     log_prob_use_dynamic_bsz: bool | None = opt(None, "size micro-batches by tokens; null = actor.use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: int | None = opt(None, "tokens per micro-batch; null = the actor's", at_least(1))
     log_prob_micro_batch_size_per_gpu: int | None = opt(None, "rows per micro-batch; null = the actor's", at_least(1))
-    engine_kwargs: dict[str, Any] = opt({}, "extra engine arguments by engine name: engine_kwargs.vllm.KEY")
+    engine_kwargs: FreeDict = opt({}, "extra engine arguments by engine name: engine_kwargs.vllm.KEY")
     val_kwargs: ValKwargs = section(ValKwargs, "sampling in validation")
 
     def bucket_megabytes(self, on_cpu: bool) -> int:

@@ -9,7 +9,7 @@ Throughout, x = log pi_trainer - log pi_rollout of a sampled token.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from verl_lite.config.fields import Options, Problems, opt, unknown_value
 
@@ -86,7 +86,17 @@ class Correction:
     rejections: tuple[Rejection, ...] = ()
 
 
-def correction_of(options: Any) -> Correction:
+class CorrectionOptions(Protocol):
+    """The options that `correction_of` reads, with the names of verl's `RolloutCorrectionConfig`."""
+
+    rollout_is: str | None
+    rollout_is_threshold: str
+    rollout_is_batch_normalize: bool
+    rollout_rs: str | None
+    rollout_rs_threshold: str | None
+
+
+def correction_of(options: CorrectionOptions) -> Correction:
     """Parses `options`, any object with the attributes of `RolloutCorrectionConfig`, into a `Correction`.
 
     bypass_mode and loss_type are not read here: they decide where and in which loss the correction is applied.
@@ -109,7 +119,7 @@ def correction_of(options: Any) -> Correction:
     return Correction(weighting, tuple(_rejections(options)))
 
 
-def _rejections(options: Any) -> Iterator[Rejection]:
+def _rejections(options: CorrectionOptions) -> Iterator[Rejection]:
     """Yields the criteria of `rollout_rs`, which have one common threshold or one threshold each."""
     if options.rollout_rs is None:
         return

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 import yaml
 
-from verl_lite.config.option_table import is_interpolation, schema_of, value_text
+from verl_lite.config.fields import FreeDict
+from verl_lite.config.option_table import Settings, is_interpolation, schema_of, value_text
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.roll_options import (
     async_generation_ratio,
@@ -25,7 +26,7 @@ from verl_lite.config.supervised import SFTConfig
 
 _ROLES = ("actor.", "ref.", "critic.", "reward_model.")
 _FUNCTIONS = (async_generation_ratio, colocate_async, dual_clip_loss, infer_correction, train_infer_correction)
-_COMPUTED = {one.__name__: one for one in _FUNCTIONS}
+_COMPUTED = {function.__name__: function for function in _FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,22 @@ class Entry:
     computed: str | None = None
     on_prompts: str | None = None
     only_if: str | None = None
-    values: dict[Any, Any] = field(default_factory=dict)
-    always: Any = None
+    values: dict[bool | int | float | str, object] = field(default_factory=dict)
+    always: object = None
     is_list: bool = False
     must_equal: bool = False
-    also: dict[str, Any] = field(default_factory=dict)
-    harmless: list[Any] = field(default_factory=list)
+    also: dict[str, object] = field(default_factory=dict)
+    harmless: list[object] = field(default_factory=list)
     note: str | None = None
 
-    def value_here(self, value: Any) -> Any:
+    def value_here(self, value: object) -> object:
         """Returns the value used here for a value of verl or ROLL; None if the key is ignored at this value."""
         if self.is_list and isinstance(value, str):
             return [part.strip() for part in value.split(",")]
         if isinstance(value, str | bool | int | float):
             # a file may have a switch as text
-            key = {"true": True, "false": False}.get(str(value).lower(), value)
-            value = self.values.get(key, value)
+            switch = {"true": True, "false": False}.get(str(value).lower(), value)
+            value = self.values.get(switch, value)
         if value is None or self.always is None:
             return value
         return self.always
@@ -63,7 +64,7 @@ class Entry:
 class Verdict:
     """The translation of a key: options to set, a note for the user, and the reason if the key is refused."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     note: str | None = None
     refusal: str | None = None
 
@@ -75,16 +76,17 @@ class KeyTable:
     groups: the files of verl that a section may select and that have the meaning of this trainer.
     """
 
-    root: type[Any]
+    root: type
     entries: dict[str, Entry]
     options: dict[str, Entry]
     groups: dict[str, list[str]] = field(default_factory=dict)
 
-    def translate(self, name: str, value: Any, given: Mapping[str, Any]) -> Verdict | None:
+    def translate(self, name: str, value: object, given: Settings) -> Verdict | None:
         """Returns the verdict on a key that is no option here; None if verl and ROLL do not have the key.
 
         Args:
             name: dotted key without `actor_rollout_ref.`.
+            value: its value.
             given: all keys that are set, since the meaning of some keys of ROLL depends on others.
         """
         if name.rpartition(".")[2] == "_target_":  # the class of a section, which Hydra reads
@@ -96,10 +98,12 @@ class KeyTable:
         if match.rest and (entry.computed or entry.only_if):
             return None
 
-        settings = _COMPUTED[entry.computed](given) if entry.computed else None
-        if entry.computed and settings is not None:
-            called = _called(entry.computed, settings)
-            return replace(called, note=f"{called.note}: {entry.note}") if entry.note else called
+        if entry.computed:
+            settings = _COMPUTED[entry.computed](given)
+            # None: the other keys give this key another meaning, which the rest of the entry describes
+            if settings is not None:
+                called = _called(entry.computed, settings)
+                return replace(called, note=f"{called.note}: {entry.note}") if entry.note else called
         if entry.only_if and not given.get(entry.only_if):
             return Verdict(note=f"{name}={value_text(value)} has no effect here: {entry.only_if} is not true")
 
@@ -112,8 +116,16 @@ class KeyTable:
             return Verdict(note=f"{name}={value_text(value)} has no effect here: {entry.no_effect}")
         return _refused(name, value, entry)
 
-    def _renamed(self, name: str, value: Any, target: str, given: Mapping[str, Any], entry: Entry) -> Verdict:
-        """Returns the verdict on a key that has the name `target` here, which may again be a key of verl."""
+    def _renamed(self, name: str, value: object, target: str, given: Settings, entry: Entry) -> Verdict:
+        """Returns the verdict on a key that has another name here.
+
+        Args:
+            name: the key of verl or ROLL.
+            value: its value.
+            target: its name here, which may again be a key of verl.
+            given: all keys that are set.
+            entry: the entry of the key.
+        """
         new_value = entry.value_here(value)
         if new_value is None:
             return Verdict()
@@ -122,21 +134,21 @@ class KeyTable:
             return replace(further, note=further.note and further.note.replace(target, name, 1))
         if entry.refused and target not in schema_of(self.root).keys:
             return _refused(name, new_value, entry)
-        return _called(name, {target: new_value} | entry.also)
+        return _called(name, {target: new_value, **entry.also})
 
-    def choose_group(self, name: str, value: Any) -> Verdict | None:
+    def choose_group(self, name: str, value: object) -> Verdict | None:
         """Returns the verdict on Hydra's choice of a file for a section, as in `optim=fsdp`; None for all else."""
         if value not in self.groups.get(name, ()):
             return None
         return Verdict(note=f"{name}={value} has no effect here: it selects a file with verl's defaults")
 
-    def same_meaning(self, name: str, value: Any) -> tuple[Any, str | None]:
+    def same_meaning(self, name: str, value: object) -> tuple[object, str | None]:
         """Returns the value used here for verl's value of an option, and a note if the meaning differs."""
         entry = self.options.get(name)
         if entry is None:
             return value, None
         if isinstance(value, list):
-            new_value: Any = [entry.value_here(item) for item in value]
+            new_value: object = [entry.value_here(item) for item in value]
         else:
             new_value = entry.value_here(value)
         # a list, as the value of a list cannot be a key of the dictionary
@@ -166,7 +178,7 @@ def sft_keys() -> KeyTable:
     return KeyTable(SFTConfig, entries, options, content["groups"])
 
 
-def left_out(given: Mapping[str, Any], value: Callable[[str], Any], source: Callable[[str], str]) -> list[str]:
+def left_out(given: Settings, value: Callable[[str], object], source: Callable[[str], str]) -> list[str]:
     """Returns a note on omitted keys with another default in ROLL, for files of ROLL (which set `pretrain`).
 
     Args:
@@ -183,17 +195,39 @@ def left_out(given: Mapping[str, Any], value: Callable[[str], Any], source: Call
     return [f"left out, and another default here: {', '.join(differences)}"] if differences else []
 
 
+class _Content(TypedDict):
+    """The content of verl_keys.yaml, which has no `shared`, of roll_keys.yaml or of verl_sft_keys.yaml. The files
+    explain the sections."""
+
+    keys: dict[str, FreeDict]
+    options: dict[str, FreeDict]
+    groups: dict[str, list[str]]
+    defaults: dict[str, object]
+    shared: list[str]
+
+
 @cache
-def _content(file: str) -> dict[str, Any]:
+def _content(file: str) -> _Content:
     text = Path(__file__).with_name(f"{file}.yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.load(text, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
+    # libyaml is many times faster than PyYAML's own loader, but some installations lack it
+    content: _Content = yaml.load(text, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
     return content
 
 
 def _read(
-    file: str, section: str = "keys", prefixes: tuple[str, ...] = _ROLES, below: tuple[str, ...] = ("",)
+    file: str,
+    section: Literal["keys", "options"] = "keys",
+    prefixes: tuple[str, ...] = _ROLES,
+    below: tuple[str, ...] = ("",),
 ) -> dict[str, Entry]:
-    """Returns the entries of a file whose keys start with `below`, with each of the prefixes in place of `*.`."""
+    """Reads the entries of a file.
+
+    Args:
+        file: its name without suffix.
+        section: "keys" for keys of other trainers, or "options" for options whose values differ from verl's.
+        prefixes: beginnings of keys; an entry of `*.NAME` becomes an entry of each prefix.
+        below: beginnings of the keys in the file; entries of other keys are left out.
+    """
     entries: dict[str, Entry] = {}
     for name, fields in _content(file)[section].items():
         entry = Entry(**fields)
@@ -231,21 +265,22 @@ def _find(entries: Mapping[str, Entry], name: str) -> _Match | None:
         rest = name.removeprefix(key)
         if key in entries:
             return _Match(entries[key], rest)
-        for place in range(1, depth - 1):
-            pattern = ".".join([*parts[:place], "*", *parts[place + 1 : depth]])
+        for index in range(1, depth - 1):
+            pattern = ".".join([*parts[:index], "*", *parts[index + 1 : depth]])
             if pattern in entries:
-                return _Match(entries[pattern], rest, parts[place])
+                return _Match(entries[pattern], rest, parts[index])
     return None
 
 
-def _called(name: str, settings: Mapping[str, Any]) -> Verdict:
+def _called(name: str, settings: Settings) -> Verdict:
+    """Returns the verdict on a key that sets these options here."""
     if not settings:
         return Verdict(note=f"{name} is off, and has no effect")
     new_names = ", with ".join(f"{key}={value_text(value)}" for key, value in settings.items())
     return Verdict(dict(settings), f"{name} is called {new_names} here")
 
 
-def _refused(name: str, value: Any, entry: Entry) -> Verdict:
+def _refused(name: str, value: object, entry: Entry) -> Verdict:
     """Returns the verdict on a key that would change the run at all values except null and the harmless."""
     if value is None:
         return Verdict()

@@ -2,10 +2,9 @@
 models (`trainer.main_rm`)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl_lite.config.data import CHAT_TEMPLATE
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, Options, Range, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, FreeDict, Options, Range, at_least, opt, section
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RunConfig, RunOptions
 
@@ -26,7 +25,7 @@ class SupervisedDataConfig(Options):
     train_max_samples: int = opt(-1, "maximum number of training rows; -1 = all", ALL_OR_SOME)
     shuffle: bool = opt(True, "shuffle the rows in each epoch")
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
-    apply_chat_template_kwargs: dict[str, Any] = opt({}, "extra arguments of the tokenizer's chat template")
+    apply_chat_template_kwargs: FreeDict = opt({}, "extra arguments of the tokenizer's chat template")
     tools_key: str | None = opt("tools", "column of tool schemas for the chat template; null = ignore the column")
     tools_path: str | None = opt(None, "json list of tool schemas for the chat template, for rows without tools")
     max_length: int = opt(1024, "maximum number of tokens of a sequence (prompt and one answer); see `truncation`")

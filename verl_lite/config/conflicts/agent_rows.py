@@ -3,9 +3,10 @@ the rows of a data set."""
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
+from verl_lite.config.agentic import EnvManagerConfig
 from verl_lite.config.conflicts.table import Conflict
-from verl_lite.config.option_table import value_of
 from verl_lite.config.ppo import PPOConfig
 
 _SEVERAL_ROWS = "the episodes of agentic.program have several rows, which would not have the same weight"
@@ -15,24 +16,31 @@ def _is_set_for_program(config: PPOConfig, option: bool) -> bool:
     return option and config.runs_program
 
 
-def _manager_rows(manager: str, size_key: str) -> tuple[Conflict, ...]:
+def _manager_rows(
+    manager: str,
+    size_key: str,
+    manager_of: Callable[[PPOConfig], EnvManagerConfig],
+    batch_size: Callable[[PPOConfig], int],
+) -> tuple[Conflict[PPOConfig], ...]:
     """Returns the rows of one manager of environments.
 
     Args:
         manager: the dotted key of its section.
         size_key: the option with the number of episodes in a batch.
+        manager_of: returns the section `manager` of a configuration.
+        batch_size: returns the value of `size_key` in a configuration.
     """
 
     def is_used(config: PPOConfig) -> bool:
         # the validation needs environments of its own, and an agentic run
-        return not config.reads_prompts and bool(value_of(config, f"{manager}.tags"))
+        return not config.reads_prompts and bool(manager_of(config).tags)
 
     def lists_tag_twice(config: PPOConfig, tags: list[str]) -> bool:
         return is_used(config) and max(Counter(tags).values()) > 1
 
     def is_other_partition(config: PPOConfig, shares: list[int]) -> bool:
-        tags = value_of(config, f"{manager}.tags")
-        num_groups = value_of(config, f"{manager}.num_env_groups")
+        tags = manager_of(config).tags
+        num_groups = manager_of(config).num_env_groups
         if not is_used(config):
             return False
         if not shares:
@@ -40,12 +48,12 @@ def _manager_rows(manager: str, size_key: str) -> tuple[Conflict, ...]:
         return len(shares) != len(tags) or sum(shares) != num_groups or min(shares) < 1
 
     def splits_group(config: PPOConfig, group_size: int) -> bool:
-        return is_used(config) and value_of(config, size_key) % group_size != 0
+        return is_used(config) and batch_size(config) % group_size != 0
 
     def needed_episodes(config: PPOConfig) -> int:
         """Number of episodes that each environment has to run for a batch."""
-        num_environments = value_of(config, f"{manager}.num_env_groups") * value_of(config, f"{manager}.group_size")
-        return math.ceil(value_of(config, size_key) / max(1, num_environments))
+        num_environments = manager_of(config).num_env_groups * manager_of(config).group_size
+        return math.ceil(batch_size(config) / max(1, num_environments))
 
     return (
         Conflict(
@@ -58,8 +66,8 @@ def _manager_rows(manager: str, size_key: str) -> tuple[Conflict, ...]:
             (f"{manager}.num_groups_partition",),
             is_other_partition,
             lambda config: (
-                f"expected at least one group for each tag, {value_of(config, f'{manager}.num_env_groups')} groups in "
-                "total; or [] for equal shares"
+                f"expected at least one group for each tag, {manager_of(config).num_env_groups} groups in total; or "
+                "[] for equal shares"
             ),
             "set other shares or another number of groups",
             beside=(f"{manager}.tags", f"{manager}.num_env_groups"),
@@ -81,7 +89,7 @@ def _manager_rows(manager: str, size_key: str) -> tuple[Conflict, ...]:
     )
 
 
-AGENT_ROWS: tuple[Conflict, ...] = (
+AGENT_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("agentic.train_env_manager.tags",),
         lambda config, tags: bool(tags) and config.agentic.has_program,
@@ -101,8 +109,18 @@ AGENT_ROWS: tuple[Conflict, ...] = (
         "a program needs a process of its own",
         "set agentic.env_pool.num_workers=1 or more",
     ),
-    *_manager_rows("agentic.train_env_manager", "agentic.rollout_batch_size"),
-    *_manager_rows("agentic.val_env_manager", "agentic.val_batch_size"),
+    *_manager_rows(
+        "agentic.train_env_manager",
+        "agentic.rollout_batch_size",
+        lambda config: config.agentic.train_env_manager,
+        lambda config: config.agentic.rollout_batch_size,
+    ),
+    *_manager_rows(
+        "agentic.val_env_manager",
+        "agentic.val_batch_size",
+        lambda config: config.agentic.val_env_manager,
+        lambda config: config.agentic.val_batch_size,
+    ),
     Conflict(
         ("agentic.val_env_manager.group_size_redundancy", "agentic.val_env_manager.group_filter_cls"),
         lambda config, option: bool(option) and not config.reads_prompts and config.validates,

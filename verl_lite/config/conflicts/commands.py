@@ -1,6 +1,7 @@
 """Assembles the table of a command, and compares a configuration with it."""
 
 from collections.abc import Collection
+from typing import Any
 
 from verl_lite.config.conflicts.ppo_rows import PPO_ROWS
 from verl_lite.config.conflicts.shared_rows import (
@@ -20,7 +21,7 @@ from verl_lite.config.reward import ScoreConfig
 from verl_lite.config.run import RunOptions
 from verl_lite.config.supervised import SFTConfig
 
-_TABLES: tuple[tuple[tuple[type, ...], tuple[Conflict, ...]], ...] = (
+_TABLES: tuple[tuple[tuple[type, ...], tuple[Conflict[Any], ...]], ...] = (
     ((RunOptions,), RUN_ROWS),
     ((PPOConfig,), PPO_ROWS),
     ((PPOConfig, SFTConfig), ADAPTER_ROWS),
@@ -29,12 +30,13 @@ _TABLES: tuple[tuple[tuple[type, ...], tuple[Conflict, ...]], ...] = (
     ((SFTConfig,), SFT_ROWS),
     ((RewardFlowConfig,), REWARD_FLOW_ROWS),
 )
-"""The root classes of commands, and the rows for their options."""
+"""The root classes of commands, and the rows for their options. The type of a row names the same classes, but only
+`table_of` knows at run time which of them a configuration is."""
 
 
-def table_of(root: type) -> list[Conflict]:
+def table_of(root: type) -> list[Conflict[Any]]:
     """Returns the rows for the options of a command, which the dataclass `root` declares."""
-    rows: list[Conflict] = []
+    rows: list[Conflict[Any]] = []
     for roots, of_these in _TABLES:
         if issubclass(root, roots):
             rows += of_these

@@ -1,11 +1,11 @@
 """The conflicts between the options of `trainer.main_ppo`; those of agents are in `agent_rows.py`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from verl_lite.config.conflicts.agent_rows import AGENT_ROWS
 from verl_lite.config.conflicts.shared_rows import loss_facts
 from verl_lite.config.conflicts.table import Conflict
+from verl_lite.config.fields import FreeDict
 from verl_lite.config.micro_batches import MICRO_BATCHES, MicroBatchOptions
 from verl_lite.config.option_table import value_of
 from verl_lite.config.ppo import PPOConfig
@@ -26,7 +26,7 @@ _LOSS_MODE = "actor.policy_loss.loss_mode"
 # ------------------------------------------------------------------------------------- data, lengths and batches
 
 
-def _micro_batch_rows(options: MicroBatchOptions) -> tuple[Conflict, Conflict]:
+def _micro_batch_rows(options: MicroBatchOptions) -> tuple[Conflict[PPOConfig], Conflict[PPOConfig]]:
     """Returns the rows of one pass: its micro-batches have a size, and hold the longest sample."""
     size_key = options.rows[0]
     budget_key = options.tokens[0]
@@ -81,7 +81,7 @@ def _context(config: PPOConfig) -> int:
     return config.rollout.max_model_len or config.longest_sample
 
 
-LENGTH_ROWS: tuple[Conflict, ...] = (
+LENGTH_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("data.sampler.class_path",),
         _selects_prompts_twice,
@@ -121,7 +121,7 @@ def _engines_on_own_devices(config: PPOConfig) -> bool:
     return not config.hybrid_engine and config.rollout.nnodes > 0
 
 
-ENGINE_ROWS: tuple[Conflict, ...] = (
+ENGINE_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("rollout.tensor_model_parallel_size",),
         lambda config, devices: devices > 1 and config.rollout.name == "hf",
@@ -216,7 +216,7 @@ def _losses_that_bound_the_ratio(config: PPOConfig) -> str:
     )
 
 
-ASYNC_ROWS: tuple[Conflict, ...] = (
+ASYNC_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("async_training.batches_ahead",),
         lambda config, batches: config.async_training.depth > config.async_training.max_off_policy_threshold,
@@ -297,7 +297,7 @@ def _estimator_takes(config: PPOConfig, argument: str) -> bool | None:
         return None
 
 
-def _estimator_facts(config: PPOConfig) -> Mapping[str, Any]:
+def _estimator_facts(config: PPOConfig) -> FreeDict:
     """Returns what the estimator declared at its registration; see `core_algos.register_adv_est`."""
     return ADV_ESTIMATOR_REGISTRY.facts.get(config.algorithm.adv_estimator, {})
 
@@ -320,7 +320,7 @@ def _option_that_compares(config: PPOConfig) -> str | None:
     return "algorithm.filter_groups.enable" if algorithm.filter_groups.enable else None
 
 
-def _group_rows(option: str) -> tuple[Conflict, Conflict]:
+def _group_rows(option: str) -> tuple[Conflict[PPOConfig], Conflict[PPOConfig]]:
     """Returns the rows for groups of one member, which `option` would compare: of prompts, and of environments."""
     reason = "the members of a group are compared"
     remedy = "set at least 2, such as 8"
@@ -342,7 +342,7 @@ def _group_rows(option: str) -> tuple[Conflict, Conflict]:
     )
 
 
-ADVANTAGE_ROWS: tuple[Conflict, ...] = (
+ADVANTAGE_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         (_ESTIMATOR,),
         lambda config, estimator: config.runs_program and estimator not in PROGRAM_ESTIMATORS,
@@ -403,7 +403,7 @@ def _has_no_score(config: PPOConfig, weight: float) -> bool:
     return weight == 0 and not config.reward_model.enable and not config.distillation.replaces_rewards
 
 
-REWARD_ROWS: tuple[Conflict, ...] = (
+REWARD_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("reward.function_weight",),
         _has_no_score,
@@ -486,7 +486,7 @@ REWARD_ROWS: tuple[Conflict, ...] = (
 
 # --------------------------------------------------------------------------------------------------------- the run
 
-RUN_ROWS: tuple[Conflict, ...] = (
+RUN_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("trainer.critic_warmup",),
         lambda config, steps: (
@@ -511,7 +511,7 @@ RUN_ROWS: tuple[Conflict, ...] = (
     ),
 )
 
-PPO_ROWS: tuple[Conflict, ...] = (
+PPO_ROWS: tuple[Conflict[PPOConfig], ...] = (
     *LENGTH_ROWS,
     *ENGINE_ROWS,
     *ASYNC_ROWS,

@@ -1,15 +1,19 @@
 """The conflicts of sections that several commands have, and of the commands other than `trainer.main_ppo`."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from verl_lite.config.conflicts.table import Condition, Conflict
+from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.config.fields import FreeDict
+from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.config.option_table import value_of
-from verl_lite.config.run import EarlyStoppingConfig
-from verl_lite.config.supervised import DPOConfig, SFTDataConfig
+from verl_lite.config.ppo import PPOConfig
+from verl_lite.config.reward import ScoreConfig
+from verl_lite.config.run import EarlyStoppingConfig, RunOptions
+from verl_lite.config.supervised import DPOConfig, SFTConfig, SFTDataConfig
 from verl_lite.core_algos import POLICY_LOSS_REGISTRY
 
-RUN_ROWS: tuple[Conflict, ...] = (
+RUN_ROWS: tuple[Conflict[RunOptions], ...] = (
     Conflict(
         ("trainer.resume_from_path",),
         lambda config, folder: (config.trainer.resume_mode == "resume_path") != (folder is not None),
@@ -36,12 +40,12 @@ RUN_ROWS: tuple[Conflict, ...] = (
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-def _are_no_layers(config: Any, layers: list[str]) -> bool:
+def _are_no_layers(config: PPOConfig | SFTConfig, layers: list[str]) -> bool:
     """True if an adapter would have no layers, or all-linear stands beside other names."""
     return config.model.lora_rank > 0 and (not layers or ("all-linear" in layers and len(layers) > 1))
 
 
-ADAPTER_ROWS: tuple[Conflict, ...] = (
+ADAPTER_ROWS: tuple[Conflict[PPOConfig | SFTConfig], ...] = (
     Conflict(
         ("model.target_modules",),
         _are_no_layers,
@@ -62,17 +66,17 @@ ADAPTER_ROWS: tuple[Conflict, ...] = (
 # ------------------------------------------------------------------------------------------- losses and advantages
 
 
-def loss_facts(config: Any) -> Mapping[str, Any]:
+def loss_facts(config: PPOConfig | FlowGRPOConfig) -> FreeDict:
     """Returns what the policy loss declared at its registration; see `core_algos.register_policy_loss`."""
     return POLICY_LOSS_REGISTRY.facts.get(config.actor.policy_loss.loss_mode, {})
 
 
-def required_loss_agg_mode(config: Any) -> str:
+def required_loss_agg_mode(config: PPOConfig | FlowGRPOConfig) -> str:
     """Returns the only aggregation that the policy loss is defined for, or the chosen one if it has none."""
     return str(loss_facts(config).get("loss_agg_mode") or config.actor.loss_agg_mode)
 
 
-POLICY_ROWS: tuple[Conflict, ...] = (
+POLICY_ROWS: tuple[Conflict[PPOConfig | FlowGRPOConfig], ...] = (
     Conflict(
         ("actor.policy_loss.dro_beta",),
         lambda config, beta: beta is None and "dro_beta" in loss_facts(config).get("needs", ()),
@@ -149,13 +153,15 @@ POLICY_ROWS: tuple[Conflict, ...] = (
 # ---------------------------------------------------------------------------------------------------- rewards
 
 
-def _have_no_weight(config: Any, functions: Mapping[str, Any]) -> bool:
+def _have_no_weight(config: PPOConfig | ScoreConfig, functions: FreeDict) -> bool:
     """True if every part of the reward has weight 0, and no reward model scores in addition."""
-    weights = [entry.get("weight", 1) if isinstance(entry, Mapping) else 1 for entry in functions.values()]
-    return bool(weights) and not any(weights) and not value_of(config, "reward_model.enable")
+    # a part of another form is reported by `part_problems`
+    entries = [entry for entry in functions.values() if isinstance(entry, Mapping)]
+    has_weight = len(entries) < len(functions) or any(entry.get("weight", 1) for entry in entries)
+    return bool(functions) and not has_weight and not value_of(config, "reward_model.enable")
 
 
-REWARD_ROWS: tuple[Conflict, ...] = (
+REWARD_ROWS: tuple[Conflict[PPOConfig | ScoreConfig], ...] = (
     Conflict(
         ("reward.custom_reward_function.path",),
         lambda config, path: bool(path and config.reward.remote.url),
@@ -189,17 +195,17 @@ REWARD_ROWS: tuple[Conflict, ...] = (
 # ------------------------------------------------------------------------------------------ supervised training
 
 
-def _is_set_without_dpo(default: Any) -> Condition:
+def _is_set_without_dpo(default: object) -> Condition[SFTConfig]:
     """Returns a condition that holds for a value other than the default if the loss is not dpo."""
     return lambda config, value: config.loss != "dpo" and value != default
 
 
-def _is_set_with_dpo(default: Any) -> Condition:
+def _is_set_with_dpo(default: object) -> Condition[SFTConfig]:
     """Returns a condition that holds for a value other than the default if the loss is dpo."""
     return lambda config, value: config.loss == "dpo" and value != default
 
 
-SFT_ROWS: tuple[Conflict, ...] = (
+SFT_ROWS: tuple[Conflict[SFTConfig], ...] = (
     Conflict(
         ("data.truncation",),
         lambda config, truncation: config.loss == "dpo" and truncation == "right",
@@ -232,7 +238,7 @@ SFT_ROWS: tuple[Conflict, ...] = (
 
 # ---------------------------------------------------------------------------------------------------- reward flow
 
-REWARD_FLOW_ROWS: tuple[Conflict, ...] = (
+REWARD_FLOW_ROWS: tuple[Conflict[RewardFlowConfig], ...] = (
     Conflict(
         ("sampler.mid_timestep",),
         lambda config, middle: not 0 <= middle <= config.sampler.final_timestep < config.sampler.num_inference_steps,

@@ -2,20 +2,24 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from verl_lite.config.fields import Problems
 from verl_lite.config.option_table import setting_text, value_of
 
-Condition = Callable[[Any, Any], bool]
-"""Receives the configuration and the value of the row's key. Returns True if they are in conflict."""
+C = TypeVar("C")
+"""The options of the commands that have the row, such as `PPOConfig`."""
 
-Text = str | Callable[[Any], str]
+Condition = Callable[[C, Any], object]
+"""Receives the configuration and the value of the row's key, whose type is that of the option. Returns a true value if
+they are in conflict."""
+
+Text = str | Callable[[C], str]
 """A text, or a function that builds it from the configuration."""
 
 
 @dataclass(frozen=True)
-class Conflict:
+class Conflict(Generic[C]):
     """A row of the table.
 
     Args:
@@ -28,18 +32,19 @@ class Conflict:
     """
 
     keys: tuple[str, ...]
-    is_violated: Condition
-    reason: Text
-    remedy: Text
+    is_violated: Condition[C]
+    reason: Text[C]
+    remedy: Text[C]
     beside: tuple[str, ...] = ()
 
-    def problems(self, config: object, out_of_range: Collection[str]) -> Problems:
+    def problems(self, config: C, out_of_range: Collection[str]) -> Problems:
         """Yields a message for each key that is in conflict.
 
         Args:
             config: the configuration.
             out_of_range: keys with a value outside their range, of which nothing else is reported.
         """
+        # the message would show the wrong value, which is the first thing to correct
         if any(key in out_of_range for key in self.beside):
             return
         for pattern in self.keys:
@@ -47,14 +52,14 @@ class Conflict:
                 if key not in out_of_range and self.is_violated(config, value):
                     yield self.message(config, key, value)
 
-    def message(self, config: object, key: str, value: object) -> str:
+    def message(self, config: C, key: str, value: object) -> str:
         """Returns `KEY=VALUE with OTHER=VALUE: REASON: REMEDY`."""
         others = [setting_text(other, value_of(config, other)) for other in self.beside]
         beside = f" with {' and '.join(others)}" if others else ""
         return f"{setting_text(key, value)}{beside}: {_text(self.reason, config)}: {_text(self.remedy, config)}"
 
 
-def _text(text: Text, config: object) -> str:
+def _text(text: Text[C], config: C) -> str:
     return text if isinstance(text, str) else text(config)
 
 
@@ -64,7 +69,9 @@ def _settings(config: object, pattern: str) -> Iterator[tuple[str, object]]:
     if not star:
         yield pattern, value_of(config, pattern)
         return
-    for entry, options in value_of(config, name).items():
+    entries = value_of(config, name)
+    assert isinstance(entries, Mapping)
+    for entry, options in entries.items():
         # an entry of another form is reported by the section's `check`
         if isinstance(options, Mapping) and options.get(leaf) is not None:
             yield f"{name}.{entry}.{leaf}", options[leaf]

@@ -11,7 +11,7 @@ from verl_lite.registry import is_own
 
 
 def if_config(test: Callable[[Any], bool]) -> Condition:
-    """Returns a condition on the configuration alone."""
+    """Returns a condition on the configuration alone. The row's keys are options of the command that `test` expects."""
     return lambda situation, key: test(situation.config)
 
 
@@ -20,7 +20,7 @@ def unless(name: str) -> Condition:
     return lambda situation, key: not situation.value(name)
 
 
-def beside_is_not(name: str, *values: Any) -> Condition:
+def beside_is_not(name: str, *values: object) -> Condition:
     """Returns a condition that holds while the option `name` in the key's section has none of these values."""
     return lambda situation, key: situation.beside(key, name) not in values
 
@@ -111,4 +111,12 @@ def freezes_vision_anyway(situation: Situation, key: str) -> bool:
 
 
 def batch_exceeds_rows(situation: Situation, key: str) -> bool:
-    return situation.rows is not None and situation.value(key) > situation.rows
+    batch_size = situation.value(key)
+    return situation.rows is not None and isinstance(batch_size, int) and batch_size > situation.rows
+
+
+def sets_warmup_steps(situation: Situation, key: str) -> bool:
+    """Returns True if the section of the key gives the warm-up as a number of steps; -1 leaves it to the ratio."""
+    num_steps = situation.beside(key, "lr_warmup_steps")
+    assert isinstance(num_steps, int)
+    return num_steps >= 0

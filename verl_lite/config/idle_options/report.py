@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from verl_lite.config.idle_options.ppo_rows import PPO_ROWS
 from verl_lite.config.idle_options.shared_rows import SFT_ROWS, SHARED_ROWS, SUPERVISED_ROWS
@@ -22,7 +21,7 @@ class IdleReport:
 
 
 def idle_options(
-    loaded: LoadedConfig[Any], situation: Situation, rows: Sequence[IdleOption] | None = None
+    loaded: LoadedConfig[object], situation: Situation, rows: Sequence[IdleOption] | None = None
 ) -> IdleReport:
     """Returns the report on the options of a command line and its files.
 
@@ -63,7 +62,7 @@ def table_of(root: type) -> Sequence[IdleOption]:
     return SHARED_ROWS
 
 
-def _given_keys(loaded: LoadedConfig[Any]) -> dict[str, tuple[Key, str]]:
+def _given_keys(loaded: LoadedConfig[object]) -> dict[str, tuple[Key, str]]:
     """Returns the options that the user gave, with their sources. An entry of a dictionary counts as its option."""
     schema = schema_of(type(loaded.config))
     given: dict[str, tuple[Key, str]] = {}
@@ -74,7 +73,7 @@ def _given_keys(loaded: LoadedConfig[Any]) -> dict[str, tuple[Key, str]]:
     return given
 
 
-def _as_written(name: str, value: Any, source: str) -> str:
+def _as_written(name: str, value: object, source: str) -> str:
     """Returns `key=value`, with the name that the user wrote if it was translated."""
     _, _, written_as = source.partition(", as ")
     setting = setting_text(name, value)

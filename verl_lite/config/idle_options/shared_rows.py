@@ -6,6 +6,7 @@ from verl_lite.config.idle_options.conditions import (
     if_config,
     is_on_cpu,
     is_on_one_device,
+    sets_warmup_steps,
     unless,
 )
 from verl_lite.config.idle_options.table import IdleOption
@@ -27,7 +28,7 @@ SHARED_ROWS: tuple[IdleOption, ...] = (
     ),
     IdleOption(
         ("*.optim.lr_warmup_steps_ratio",),
-        lambda situation, key: situation.beside(key, "lr_warmup_steps") >= 0,
+        sets_warmup_steps,
         "lr_warmup_steps of the same section sets the warm-up",
         "set one of them",
     ),

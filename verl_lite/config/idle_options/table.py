@@ -21,7 +21,7 @@ class Situation:
             `old_log_probs`.
     """
 
-    config: Any
+    config: Any  # each row reads the options of its own command
     devices: int | None = None
     reads_images: bool | None = None
     rows: int | None = None
@@ -31,11 +31,11 @@ class Situation:
     def on_cpu(self) -> bool:
         return is_on_cpu(self.config.trainer.device)
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> object:
         """Returns the value of an option; None if this command has no such option."""
         return value_of(self.config, name)
 
-    def beside(self, key: str, name: str) -> Any:
+    def beside(self, key: str, name: str) -> object:
         """Returns the value of the option `name` in the section of `key`."""
         return self.value(f"{key.rpartition('.')[0]}.{name}")
 
@@ -72,4 +72,6 @@ class IdleOption:
 def _matches(pattern: str, key: str) -> bool:
     if pattern.startswith("*."):
         return f".{key}".endswith(pattern[1:])
-    return key.startswith(pattern) if pattern.endswith(".") else key == pattern
+    if pattern.endswith("."):
+        return key.startswith(pattern)
+    return key == pattern
