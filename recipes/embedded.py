@@ -13,16 +13,18 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
 
-    from verl_lite.config import PPOConfig
+    from trainer.supervised.loop import Options, SupervisedJob
+    from verl_lite.config import PPOConfig, SFTConfig
+    from verl_lite.config.diffusion import RewardFlowConfig
 
 PAD, END, USER, ASSISTANT = SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|user|>", "<|assistant|>")
 
@@ -46,33 +48,36 @@ ONE_GROUP = 10_000_000
 time than sharding saves."""
 
 
-@dataclass(frozen=True)
-class Made:
-    """The cached files of a recipe.
+class CachedFiles:
+    """A folder in the cache that is built at its first use. `Made` and `Start` say what is in it.
 
     name: name of the recipe.
-    build: function that writes the files into a folder.
-    files: source files whose content determines the result; changing them, this file or `sizes` causes a new build.
     """
 
     name: str
-    build: Callable[[Path], None]
-    files: Sequence[Path]
-    sizes: str = ""
+
+    def write_files(self, folder: Path) -> None:
+        """Writes the files into `folder`."""
+        raise NotImplementedError
+
+    def origins(self) -> Iterator[bytes]:
+        """Yields everything that determines the files, such as the code that writes them."""
+        raise NotImplementedError
 
     @property
     def folder(self) -> Path:
-        """The cache folder of this version; its name contains a hash of `files`, this file and `sizes`."""
-        digest = hashlib.sha256(self.sizes.encode())
-        for file in [*self.files, Path(__file__)]:
-            digest.update(file.read_bytes())
+        """The cache folder of this version; its name contains a hash of `origins` and of this file."""
+        digest = hashlib.sha256()
+        for content in self.origins():
+            digest.update(content)
+        digest.update(Path(__file__).read_bytes())
         root = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
         return Path(root).expanduser().absolute() / f"{self.name}-{digest.hexdigest()[:12]}"
 
-    def prepare(self, config: Any) -> None:
+    def prepare(self, config: PPOConfig | SFTConfig | RewardFlowConfig) -> None:
         """Builds the files if the run uses them. The user's own model and data are not changed."""
-        wanted = [config.model.path or "", *config.data.train_files, *config.data.val_files]
-        if any(Path(path).is_relative_to(self.folder) for path in wanted):
+        used_paths = [config.model.path or "", *config.data.train_files, *config.data.val_files]
+        if any(Path(path).is_relative_to(self.folder) for path in used_paths):
             self.make()
 
     def make(self) -> None:
@@ -82,10 +87,11 @@ class Made:
             return
         started = time.perf_counter()
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # beside the final folder, so that the renaming is atomic
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
         try:
             print(f"{self.name}: first run here, making the files", flush=True)
-            self.build(building)
+            self.write_files(building)
             building.rename(folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, and its folder is used
@@ -96,7 +102,29 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Start:
+class Made(CachedFiles):
+    """Cached files that a function writes.
+
+    build: function that writes the files into a folder.
+    files: source files whose content determines the result; changing them, this file or `sizes` causes a new build.
+    """
+
+    name: str
+    build: Callable[[Path], None]
+    files: Sequence[Path]
+    sizes: str = ""
+
+    def write_files(self, folder: Path) -> None:
+        self.build(folder)
+
+    def origins(self) -> Iterator[bytes]:
+        yield self.sizes.encode()
+        for file in self.files:
+            yield file.read_bytes()
+
+
+@dataclass(frozen=True)
+class Start(CachedFiles):
     """The default model and data of a recipe: generated data, and a random model after a supervised warm start.
 
     The warm start trains on demonstrations, because RL cannot improve a model that never gets a reward.
@@ -119,16 +147,11 @@ class Start:
     layers: int = 4
     seed: int = 1
 
-    @property
-    def made(self) -> Made:
-        """The cached files of this version of model, data and warm start."""
+    def origins(self) -> Iterator[bytes]:
         sizes = [getattr(self, field.name) for field in fields(self) if field.name != "data"]
-        code = [Path(self.data.__file__ or ""), Path(__file__).with_name("made_data.py")]
-        return Made(self.name, self.build, code, str(sizes))
-
-    @property
-    def folder(self) -> Path:
-        return self.made.folder
+        yield str(sizes).encode()
+        yield Path(self.data.__file__ or "").read_bytes()
+        yield Path(__file__).with_name("made_data.py").read_bytes()
 
     def settings(self) -> dict[str, object]:
         """Returns the options of the model and data paths by dotted key."""
@@ -138,11 +161,7 @@ class Start:
             "data.val_files": [str(self.folder / "data" / "test.parquet")],
         }
 
-    def prepare(self, config: PPOConfig) -> None:
-        """See `Made.prepare`."""
-        self.made.prepare(config)
-
-    def build(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         """Writes model/ (after the warm start) and data/ into `folder`."""
         self.write_random_model(folder / "random")
         self.data.write_data(folder / "data", self.seed)
@@ -189,7 +208,8 @@ def write_qwen2(
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    special: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    pad = tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -200,16 +220,17 @@ def write_qwen2(
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
         dtype="float32",
         architectures=["Qwen2ForCausalLM"],
         max_position_embeddings=512,
-        **special,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2ForCausalLM(config)
     disable_progress_bar()
-    for part in (network, GenerationConfig(**special), tokenizer):
+    for part in (network, GenerationConfig(eos_token_id=eos, pad_token_id=pad), tokenizer):
         part.save_pretrained(folder)
 
 
@@ -235,16 +256,26 @@ def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: in
     shutil.rmtree(folder / "random")
 
 
-def train_small(job: Any, options: Any, folder: Path, what: str, settings: Mapping[str, object]) -> None:
+def train_small(
+    job: type[SupervisedJob[Options]],
+    options: type[Options],
+    folder: Path,
+    what: str,
+    settings: Mapping[str, object],
+) -> None:
     """Trains a small model with supervision in this process and moves it to folder/model.
 
-    job, options: class of the training job and class of its configuration. what: prefix of the printed progress lines.
-    settings: options by dotted key, in addition to defaults for small models.
+    Args:
+        job: Class of the training job.
+        options: Class of its configuration.
+        folder: Parent folder of the model.
+        what: Prefix of the printed progress lines.
+        settings: Options by dotted key, in addition to defaults for small models.
     """
     from trainer.supervised.loop import train_within
     from verl_lite.config import load_schema
 
-    usual = {
+    defaults = {
         "model.enable_gradient_checkpointing": False,
         "optim.betas": [0.9, 0.99],
         "optim.lr_warmup_steps": 10,
@@ -257,6 +288,7 @@ def train_small(job: Any, options: Any, folder: Path, what: str, settings: Mappi
         "trainer.save_freq": 0,
         "trainer.device": "cpu",
     }
-    config = load_schema([f"{key}={json.dumps(value)}" for key, value in {**usual, **settings}.items()], options).config
+    words = [f"{key}={json.dumps(value)}" for key, value in {**defaults, **settings}.items()]
+    config = load_schema(words, options).config
     trained, _ = train_within(job, config, lambda line: print(f"{what}, {line}", flush=True))
     shutil.move(trained, folder / "model")

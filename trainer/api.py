@@ -11,13 +11,22 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.api_inputs import Prompts, Rows, data_files, digest_of, prompt_rows, reward_settings, write_rows
+from trainer.api_inputs import (
+    Prompts,
+    RewardFunction,
+    Rows,
+    data_files,
+    digest_of,
+    prompt_rows,
+    reward_settings,
+    write_rows,
+)
 from trainer.cli import INTERRUPTED, process_variables
 from verl_lite.errors import FinishedRunError, UserError
 
@@ -29,6 +38,10 @@ if TYPE_CHECKING:
 
 _BATCH = 64
 _REDRAW_S = 3.0
+
+Options = dict[str, object]
+"""Options by dotted key."""
+
 _SETS = {
     "trainer.default_local_dir": "run_dir",
     "trainer.resume_mode": "run_dir",
@@ -117,7 +130,7 @@ class TrainResult:
         group = by_step[wanted]
         rows = []
         for answer in group.read(range(len(group.uids))):
-            row: dict[str, Any] = {
+            row: dict[str, object] = {
                 "prompt": answer.prompt[-1][1],
                 "answer": answer.output,
                 "ground_truth": answer.gts,
@@ -143,7 +156,7 @@ class TrainResult:
             export(str(checkpoint / "actor"), str(folder))
         return folder
 
-    def generate(self, prompts: Prompts, n: int = 1, **keywords: Any) -> list[list[str]]:
+    def generate(self, prompts: Prompts, n: int = 1, **keywords: object) -> list[list[str]]:
         """Samples answers with the newest checkpoint.
 
         Args:
@@ -160,18 +173,19 @@ class TrainResult:
         if type(n) is not int:
             raise UserError(f"n: found {n!r:.100}; expected the number of answers to each prompt, such as n=4")
         rows = prompt_rows(prompts)
-        sampling: dict[str, Any] = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
+        sampling: Options = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
         if n > 1:
             sampling["rollout.val_kwargs.temperature"] = 1.0
-        options = ["~data.columns", *_words(sampling | _flat(keywords))]
+        options = ["~data.columns", *_words(sampling | _flat(keywords))]  # the prompts have the names of our columns
         folder = self.run_dir / "generate" / digest_of([rows, options])
         with _as_caller_expects({}), _removed_if_refused(folder):
             options.append(f"data.val_files=[{json.dumps(write_rows(rows, folder, 'prompts'))}]")
             _require_success(generate(str(self.run_dir), folder / "answers.parquet", options), "generate")
-        answers = read_rows(str(folder / "answers.parquet"), "answers")
-        return [[answer["output"] for answer in answers[start : start + n]] for start in range(0, len(answers), n)]
+        rows_of_answers = read_rows(str(folder / "answers.parquet"), "answers")
+        answers = [row["output"] for row in rows_of_answers]
+        return [answers[start : start + n] for start in range(0, len(answers), n)]
 
-    def evaluate(self, data: Rows | None = None, **keywords: Any) -> dict[str, float]:
+    def evaluate(self, data: Rows | None = None, **keywords: object) -> dict[str, float]:
         """Validates the newest checkpoint and returns the metrics.
 
         Args:
@@ -183,7 +197,9 @@ class TrainResult:
 
         inputs = self.run_dir / "inputs"
         with _as_caller_expects({"data.val_files": "data"}), _removed_if_refused(inputs):
-            files = {} if data is None else {"data.val_files": data_files(data, inputs, "evaluate")}
+            files: Options = {}
+            if data is not None:
+                files["data.val_files"] = data_files(data, inputs, "evaluate")
             [target] = find_targets(str(self.run_dir))
             status, metrics = evaluate(target, _words(files | _flat(keywords)))
             _require_success(status, "evaluate")
@@ -193,13 +209,13 @@ class TrainResult:
 def train(
     model: str | Path | None = None,
     data: Rows | None = None,
-    reward: Callable[..., Any] | str | None = None,
+    reward: RewardFunction | str | None = None,
     *,
     val_data: Rows | None = None,
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback | str] = (),
-    options: Mapping[str, Any] | None = None,
-    **keywords: Any,
+    options: Mapping[str, object] | None = None,
+    **keywords: object,
 ) -> TrainResult:
     """Trains a language model by reinforcement learning with the options of `python -m trainer.main_ppo`.
 
@@ -236,7 +252,8 @@ def train(
             from trainer.callbacks import require_callbacks
 
             named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
-            own_callbacks = require_callbacks([each for each in callbacks if not isinstance(each, str)], "callbacks")
+            callback_objects = [callback for callback in callbacks if not isinstance(callback, str)]
+            own_callbacks = require_callbacks(callback_objects, "callbacks")
             with _folder_problems(folder):
                 settings = _settings(model, data, val_data, reward, folder, given)
             if named_callbacks:
@@ -277,18 +294,19 @@ def _settings(
     model: str | Path | None,
     data: Rows | None,
     val_data: Rows | None,
-    reward: Callable[..., Any] | str | None,
+    reward: RewardFunction | str | None,
     folder: Path,
-    given: Mapping[str, Any],
-) -> dict[str, Any]:
+    given: Mapping[str, object],
+) -> Options:
     """Returns the options that the arguments of `train` stand for. Rows and functions become files of the run.
 
     Args:
+        model, data, val_data, reward: see `train`.
         folder: the run folder.
         given: options of the caller.
     """
     inputs = folder / "inputs"
-    settings: dict[str, Any] = {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto"}
+    settings: Options = {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto"}
     if model is not None:
         settings["model.path"] = str(model)
     if data is not None:
@@ -305,7 +323,7 @@ def _settings(
     return settings | reward_settings(reward, inputs)
 
 
-def _refuse_other_names(keywords: Mapping[str, Any]) -> None:
+def _refuse_other_names(keywords: Mapping[str, object]) -> None:
     """Raises UserError if an argument has the name that another library gives it."""
     for name in keywords:
         if name in _OTHER_NAMES:
@@ -381,18 +399,21 @@ def _require_success(status: int, what: str) -> None:
         raise RuntimeError(f"{what} ended with exit status {status}; its output has the reason")
 
 
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
     """Returns nested options, and those of keywords, by dotted key."""
-    flat: dict[str, Any] = {}
+    flat: Options = {}
     for name, value in options.items():
         if not isinstance(name, str):
             raise UserError(f"options: found the key {name!r:.200}; expected an option, such as 'rollout.n'")
         key = prefix + name.replace("__", ".")
-        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{key}.")
+        else:
+            flat[key] = value  # also an empty section, such as reward.functions={}
     return flat
 
 
-def _words(options: Mapping[str, Any]) -> list[str]:
+def _words(options: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value, default=str)}" for key, value in options.items()]
 
 
@@ -407,13 +428,18 @@ def _live_curve(run_dir: Path) -> Iterator[None]:
 
     from trainer.picture import draw_curve
 
-    ended, handle, drawn = threading.Event(), display(display_id=True), 0.0
+    ended = threading.Event()
+    handle = display(display_id=True)
+    drawn = 0.0  # time of the metrics in the curve that is shown
 
     def draw() -> None:
         nonlocal drawn
         with suppress(OSError):  # there are no metrics yet
             changed = (run_dir / "metrics.jsonl").stat().st_mtime
-            if changed > drawn and (picture := draw_curve(run_dir)) is not None:
+            if changed <= drawn:
+                return
+            picture = draw_curve(run_dir)
+            if picture is not None:
                 handle.update(Image(filename=str(picture)))
                 drawn = changed
 
@@ -428,4 +454,4 @@ def _live_curve(run_dir: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        draw()
+        draw()  # the last steps

@@ -7,14 +7,19 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeGuard
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 
-Rows = str | Iterable[str] | Iterable[Mapping[str, Any]]
+if TYPE_CHECKING:
+    from trainer.data.sources import Row
+
+Rows = str | Iterable[str] | Iterable[Mapping[str, object]]
 """Entries of data.train_files (a file, folder or hub name, or several), or rows: dicts in the forms of trainer/DATA.md,
 such as a list, a pandas DataFrame or a dataset of `datasets`."""
 
@@ -22,6 +27,10 @@ Chat = list[dict[str, str]]
 Prompts = str | Chat | Iterable[str | Chat]
 """One prompt, which is a text or a chat, or several of them."""
 
+RewardFunction = Callable[..., object]
+"""A function of a user with the arguments of verl or of TRL; `trainer.train` describes both."""
+
+_CUSTOM_FUNCTION = "reward.custom_reward_function"
 _REWARD = """\"\"\"Loads the reward function that was given to `trainer.train`.\"\"\"
 
 import pathlib
@@ -52,7 +61,7 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
         )
     is_frame = hasattr(data, "to_dict") and hasattr(data, "iloc")
     try:
-        entries: list[Any] = list(data.to_dict("records") if is_frame else data)  # type: ignore[union-attr]
+        entries: list[object] = list(data.to_dict("records") if is_frame else data)  # type: ignore[union-attr]
     except TypeError:
         raise UserError(
             f"{name}: found {data!r:.100}, expected rows (dictionaries of columns) or the paths of files"
@@ -66,11 +75,11 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
                 f"{name}: row {index} is {entry!r:.100}, expected a dict of columns such as "
                 "{'prompt': 'What is 2 + 3?'}"
             )
-        rows.append(_as_json_row(entry, folder, f"{name}: row {index}"))
+        rows.append(_as_json_row(dict(entry), folder, f"{name}: row {index}"))
     return [write_rows(rows, folder, name)]
 
 
-def write_rows(rows: list[dict[str, Any]], folder: Path, name: str) -> str:
+def write_rows(rows: Sequence[JsonObject], folder: Path, name: str) -> str:
     """Writes rows to a jsonl file in `folder` and returns its path.
 
     A file with other rows is never overwritten, because a run may refer to it. Raises UserError without rows.
@@ -86,21 +95,23 @@ def write_rows(rows: list[dict[str, Any]], folder: Path, name: str) -> str:
     return str(file)
 
 
-def digest_of(content: Any) -> str:
+def digest_of(content: object) -> str:
     """Returns a short hash of JSON values."""
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
 
 
-def prompt_rows(prompts: Prompts) -> list[dict[str, Any]]:
+def prompt_rows(prompts: Prompts) -> list[JsonObject]:
     """Returns a row for each prompt. Raises UserError for anything that is neither a text nor a chat."""
+    entries: list[object]
     if isinstance(prompts, str) or _is_chat(prompts):
-        entries: list[Any] = [prompts]
+        entries = [prompts]
     elif isinstance(prompts, Iterable) and not isinstance(prompts, Mapping):
         entries = list(prompts)
     else:
         raise UserError(_not_a_prompt("prompts", prompts))
-    rows = []
+    rows: list[JsonObject] = []
     for index, prompt in enumerate(entries):
+        messages: Sequence[Mapping[str, object]]
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         elif _is_chat(prompt):
@@ -111,28 +122,36 @@ def prompt_rows(prompts: Prompts) -> list[dict[str, Any]]:
     return rows
 
 
-def reward_settings(reward: Callable[..., Any] | str | None, folder: Path) -> dict[str, Any]:
+def reward_settings(reward: RewardFunction | str | None, folder: Path) -> dict[str, object]:
     """Returns the options that select the reward. A function is stored in `folder`."""
-    own = "reward.custom_reward_function"
     if reward is None:
         return {}
     if isinstance(reward, str):
         file, _, name = reward.partition(":")
         if not file.endswith(".py"):
             return {"reward.functions": {"reward": {"reward": reward}}}
-        settings = {f"{own}.path": str(Path(file).expanduser().absolute())}
+        settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(Path(file).expanduser().absolute())}
         if name:
-            settings[f"{own}.name"] = name
+            settings[f"{_CUSTOM_FUNCTION}.name"] = name
         return settings
     if not callable(reward):
         raise UserError(
             f"reward: found {reward!r:.100}; expected a function, FILE.py:FUNCTION or the name of a built-in reward"
         )
+    return _store_function(reward, folder)
+
+
+def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
+    """Stores a reward function in `folder`, with a file that loads it. Returns the options that select that file.
+
+    Raises:
+        UserError: for a class, and for a function that cannot be copied to other processes.
+    """
     import cloudpickle
 
     if inspect.isclass(reward):
         raise UserError(f"reward: {reward.__name__} is a class; expected a function, or an object that can be called")
-    with _by_value(cloudpickle, _module_to_copy(reward)):
+    with _by_value(_module_to_copy(reward)):
         try:
             code = cloudpickle.dumps(reward)
         except Exception as error:  # pickle calls methods of the user's objects, which may raise anything
@@ -143,33 +162,33 @@ def reward_settings(reward: Callable[..., Any] | str | None, folder: Path) -> di
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.pkl").write_bytes(code)
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
-    settings = {f"{own}.path": str(folder / "reward.py")}
+    settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(folder / "reward.py")}
     if _has_parameter(reward, "completions"):
-        settings[f"{own}.style"] = "trl"
+        settings[f"{_CUSTOM_FUNCTION}.style"] = "trl"
     return settings
 
 
-def _module_to_copy(reward: Callable[..., Any]) -> Any:
+def _module_to_copy(reward: RewardFunction) -> ModuleType | None:
     """Returns the module of a function if reward processes may be unable to import it, else None."""
-    function: Any = reward
+    function: object = reward
     while isinstance(function, functools.partial):
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", "") or "")
-    if module is None or module.__name__ == "__main__":
+    if module is None or module.__name__ == "__main__":  # cloudpickle copies functions of __main__ by itself
         return None
     is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
     is_installed = "site-packages" in str(getattr(module, "__file__", None))
     return None if is_of_python or is_installed else module
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+def _has_parameter(function: RewardFunction, name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
     except ValueError:  # some functions written in C do not tell their parameters
         return False
 
 
-def _is_chat(prompt: object) -> bool:
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     """True for a list of messages with roles."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
@@ -183,7 +202,7 @@ def _not_a_prompt(place: str, prompt: object) -> str:
     )
 
 
-def _as_json_row(row: Mapping[str, Any], folder: Path, place: str) -> dict[str, Any]:
+def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
     """Returns a row as JSON values, with a ground truth, and with its images as files in `folder`. place: the row's
     name in messages."""
     from trainer.data.images import read_image
@@ -212,11 +231,13 @@ def _as_json_row(row: Mapping[str, Any], folder: Path, place: str) -> dict[str, 
 
 
 @contextmanager
-def _by_value(cloudpickle: Any, module: Any) -> Iterator[None]:
+def _by_value(module: ModuleType | None) -> Iterator[None]:
     """Makes cloudpickle copy the functions of a module, which reward processes may be unable to import."""
     if module is None:
         yield
         return
+    import cloudpickle
+
     cloudpickle.register_pickle_by_value(module)
     try:
         yield

@@ -42,4 +42,4 @@ def prepare(config: PPOConfig) -> None:
     quickstart.prepare(config)
     paths = [str(teacher.path) for teacher in config.distillation.named_teachers()]
     if any(Path(path).is_relative_to(TEACHER.folder) for path in paths):
-        TEACHER.made.make()
+        TEACHER.make()

@@ -25,17 +25,17 @@ def random_model(folder: Path) -> Path:
 
 def sorting_model() -> Path:
     """Returns the folder of a model that answers some questions such as `sort 52817`."""
-    SORTING.made.make()
+    SORTING.make()
     return SORTING.folder / "model"
 
 
 def calculator_model() -> Path:
     """Returns the folder of a model that calls a calculator, often with a wrong copy of the question."""
-    CALCULATOR.made.make()
+    CALCULATOR.make()
     return CALCULATOR.folder / "model"
 
 
 def calculator_questions(split: str) -> str:
     """Returns the file with the questions of the calculator. split: train or test."""
-    CALCULATOR.made.make()
+    CALCULATOR.make()
     return str(CALCULATOR.folder / "data" / f"{split}.parquet")

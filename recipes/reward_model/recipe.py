@@ -46,7 +46,7 @@ def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own models and data are not changed."""
     quickstart.prepare(config)
     if Path(config.reward_model.model.path or "").is_relative_to(made().folder):
-        quickstart.START.made.make()
+        quickstart.START.make()
         made().make()
 
 

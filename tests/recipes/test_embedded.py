@@ -78,7 +78,7 @@ def test_a_start_has_a_folder_for_each_version_and_makes_it_once(cache: Path, mo
     assert start.folder == Start("it", data, hidden=32, steps=1, max_length=32, lr=1e-3).folder
     assert start.folder not in (replace(start, steps=2).folder, replace(start, words=("a",)).folder)
     built: list[Path] = []
-    monkeypatch.setattr(Start, "build", lambda start, folder: built.append(folder))
+    monkeypatch.setattr(Start, "write_files", lambda start, folder: built.append(folder))
     for _ in range(2):
         start.prepare(load_config([], recipe_loader=lambda name: start.settings()).config)
     assert len(built) == 1 and start.folder.is_dir()

@@ -303,7 +303,7 @@ class AgenticPipeline(AgentTrainer):
         self.pipeline_config = RollConfig(config)
         self.actor_train = self.actor_infer = RollCluster(self.actor)
         self.critic: Any = self.critic and RollCluster(self.critic)
-        self.reference = self.ref and RollCluster(self.ref)
+        self.reference = RollCluster(self.ref) if self.ref else None
         self.running, self.tracker = self.running_moments, self.tracking
         self.train_rollout_scheduler = RollScheduler(self, parts["source"])
         self.val_rollout_scheduler = RollScheduler(self, val) if isinstance(val, EnvSource) else None

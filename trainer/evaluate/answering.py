@@ -8,7 +8,6 @@ each chunk in the run folder, so that an interrupted command can continue withou
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.prompts import PromptDataset
@@ -18,6 +17,7 @@ from trainer.resume import flat_config, is_bound
 from trainer.validation.answers import ValSampling
 from trainer.validation.stored_answers import AnswerStore, claim_folder, content_of
 from verl_lite.config import PPOConfig, load_config
+from verl_lite.json_types import JsonObject
 from verl_lite.protocol import DataProto
 
 CHUNKS = "answers"
@@ -44,9 +44,9 @@ def answering_config(arguments: Sequence[str]) -> PPOConfig | None:
     return loaded.config
 
 
-def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, Any]:
+def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> JsonObject:
     """Returns everything that the answers depend on, as json values: options by key, and digests of the named files."""
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     for name, value in flat_config(config).items():
         if _is_relevant(name, config, are_scored):
             settings[name] = value
@@ -62,7 +62,7 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> dict[str, 
     else:
         settings["checkpoint"] = str(checkpoint)
         settings["content of the checkpoint"] = content_of(checkpoint)
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(json.dumps(settings, default=str))  # equal to settings that were read from a file
 
 
 def _is_relevant(name: str, config: PPOConfig, are_scored: bool) -> bool:

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainer.build import run_ppo
 from trainer.checkpoint import write_atomically
@@ -98,7 +97,7 @@ def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     return [*target.arguments, "trainer.experiment_name=eval", *overrides]
 
 
-def finished_metrics(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, float] | None:
+def finished_metrics(run_dir: Path, settings: Mapping[str, object]) -> dict[str, float] | None:
     """Returns the metrics of a finished evaluation with these settings in the folder, or None without one."""
     if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
         return None
@@ -119,7 +118,9 @@ def _evaluate_agent(arguments: list[str], folder: Path) -> tuple[int, dict[str, 
     if status:
         return status, {}
     metrics_by_step = read_metrics(folder / "metrics.jsonl")
-    return 0, list(metrics_by_step.values())[-1] if metrics_by_step else {}
+    if not metrics_by_step:
+        return 0, {}
+    return 0, list(metrics_by_step.values())[-1]
 
 
 def _read_results(run_dir: Path) -> dict[str, float]:

@@ -5,15 +5,13 @@ A row was written by `trainer.validation.sample_files` or `trainer.main_generate
 or `gts`). Optional entries are prompt, extra_info, uid, step, score and images.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from trainer.data.sources import parse_json, read_rows
+from trainer.data.sources import Row, parse_json, read_rows
 from trainer.validation.sample import valid_image_names
-from trainer.validation.sample_files import FOLDER, IMAGES, JSON, TRAIN, VAL
+from trainer.validation.sample_files import FOLDER, IMAGES, TRAIN, VAL, decoded_columns
 from verl_lite.config import PPOConfig, ScoreConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardItem
@@ -83,23 +81,18 @@ def _step_and_name(file: Path) -> tuple[int, str]:
     return int(file.stem) if file.stem.isdigit() else -1, file.name
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file.
-
-    A column NAME_json, in which `trainer.validation.sample_files` stores values of any shape, is decoded as NAME.
-    """
-    rows = iter(read_rows(str(file), "RUN_OR_FILE")) if file.suffix == ".parquet" else _json_lines(file)
+def _rows(file: Path) -> Iterator[Row]:
+    """Yields the rows of a file."""
+    rows: Iterator[object] = _json_lines(file)
+    if file.suffix == ".parquet":
+        rows = iter(read_rows(str(file), "RUN_OR_FILE"))
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"row {index} of {file}: found {row!r:.100}, expected an object with named entries")
-        decoded = {}
-        for name, text in row.items():
-            if name.endswith(JSON) and isinstance(text, str):
-                decoded[name.removesuffix(JSON)] = json.loads(text)
-        yield row | decoded
+        yield decoded_columns(row)
 
 
-def _json_lines(file: Path) -> Iterator[Any]:
+def _json_lines(file: Path) -> Iterator[object]:
     """Yields the values in the lines of a file, without an incomplete last line, which a killed run can leave."""
     *lines, last = file.read_text(encoding="utf-8").split("\n")
     if last.strip().endswith("}"):
@@ -109,7 +102,7 @@ def _json_lines(file: Path) -> Iterator[Any]:
             yield parse_json(line, f"{file}, line {number}", "an answer per line")
 
 
-def _answers_of_row(row: dict[str, Any], key: int, where: str, config: ScoreConfig, images: Path) -> list[SavedAnswer]:
+def _answers_of_row(row: Row, key: int, where: str, config: ScoreConfig, images: Path) -> list[SavedAnswer]:
     """Returns the answers of a row.
 
     Args:
@@ -120,7 +113,7 @@ def _answers_of_row(row: dict[str, Any], key: int, where: str, config: ScoreConf
         images: folder of the run's images.
     """
     answer = _first_value(row.get("response"), row.get("output"), row.get("responses"))
-    texts: list[Any] = answer if isinstance(answer, list) else [answer]
+    texts = answer if isinstance(answer, list) else [answer]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
             f"{where} has no answer: expected a text `response` (or `output`), or a list of texts `responses`; its "
@@ -129,10 +122,13 @@ def _answers_of_row(row: dict[str, Any], key: int, where: str, config: ScoreConf
 
     scored_row = _scored_row(row, where, config)
     encoded_images = _encoded_images(row, images)
-    saved_step = row.get("step")
+    step = row.get("step")
+    if not isinstance(step, int):
+        step = None
+    score = None
     saved_score = row.get("score")
-    step = saved_step if isinstance(saved_step, int) else None
-    score = float(saved_score) if isinstance(saved_score, int | float) else None
+    if isinstance(saved_score, int | float):
+        score = float(saved_score)
     uid = str(row.get("uid", where))
     answers = []
     for number, text in enumerate(texts):
@@ -141,13 +137,15 @@ def _answers_of_row(row: dict[str, Any], key: int, where: str, config: ScoreConf
     return answers
 
 
-def _scored_row(row: dict[str, Any], where: str, config: ScoreConfig) -> dict[str, Any]:
+def _scored_row(row: Row, where: str, config: ScoreConfig) -> Row:
     """Returns the entries that a reward reads, as in a dataset. Raises UserError for a row without data_source."""
     source = row.get("data_source") or config.data_source
     if not isinstance(source, str):
         raise UserError(f"{where} has no data_source: set data_source=NAME for all rows without one")
     reward_model = row.get("reward_model")
-    nested_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    nested_truth = None
+    if isinstance(reward_model, dict):
+        nested_truth = reward_model.get("ground_truth")
     prompt = row.get("prompt")
     extra_info = row.get("extra_info")
     return {
@@ -158,7 +156,7 @@ def _scored_row(row: dict[str, Any], where: str, config: ScoreConfig) -> dict[st
     }
 
 
-def _encoded_images(row: dict[str, Any], images: Path) -> list[bytes]:
+def _encoded_images(row: Row, images: Path) -> list[bytes]:
     """Returns the images of a row; nothing if one of them was deleted."""
     files = [images / name for name in valid_image_names(row.get("images"))]
     if not all(file.is_file() for file in files):
@@ -166,6 +164,6 @@ def _encoded_images(row: dict[str, Any], images: Path) -> list[bytes]:
     return [file.read_bytes() for file in files]
 
 
-def _first_value(*values: Any) -> Any:
+def _first_value(*values: object) -> object:
     """Returns the first value that is not None, or None."""
     return next((value for value in values if value is not None), None)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pyarrow
 from omegaconf import OmegaConf
@@ -93,7 +92,9 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     options = [item for item in overrides if not item.startswith(SHORT)]
     if short_names:
         options = [*_reward_options(short_names[-1]), *options]
-    run_settings = {} if run is None else _run_settings(run, replaces_reward=bool(short_names))
+    run_settings = {}
+    if run is not None:
+        run_settings = _run_settings(run, replaces_reward=bool(short_names))
     with tempfile.TemporaryDirectory() as folder:
         OmegaConf.save(OmegaConf.create(run_settings), Path(folder) / "run.yaml")
         config = load_schema(["--config", f"{folder}/run.yaml", *options], ScoreConfig).config
@@ -121,11 +122,11 @@ def _reward_options(name: str) -> list[str]:
     return options
 
 
-def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, Any]:
+def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, object]:
     """Returns the settings of a run that apply to saved answers. replaces_reward: True to leave out its reward."""
-    left_out = {*_ONLY_TRAINING}
+    left_out: tuple[str, ...] = _ONLY_TRAINING
     if replaces_reward:
-        left_out |= {*_REWARD_CHOICE}
+        left_out += _REWARD_CHOICE
     reward = {name: value for name, value in asdict(run.reward).items() if name not in left_out}
     return {"reward": reward, "recipe": run.recipe}
 
@@ -184,8 +185,8 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
     for answer, result in zip(answers, results, strict=True):
         comparison = _Comparison(answer.score, None if result.failed else result.score)
         by_source.setdefault(answer.item.data_source, []).append(comparison)
-    for source in sorted(by_source):
-        table.add_row(source, *_line(by_source[source]))
+    for source, comparisons in sorted(by_source.items()):
+        table.add_row(source, *_line(comparisons))
     return table
 
 
@@ -218,7 +219,7 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
     Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
     and reward/<name> for each further value that the reward returned.
     """
-    columns: dict[str, Any] = {
+    columns = {
         "uid": [as_text(answer.uid) for answer in answers],
         "step": [answer.step for answer in answers],
         "data_source": [as_text(answer.item.data_source) for answer in answers],

@@ -9,13 +9,12 @@ tests.bench reward_flow_memory` compares the plan with a measured step.
 import json
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trainer.planner.memory_table import GIB, MemoryPlan
-from trainer.planner.networks import FP32, MOMENTS, ranks_of_a_copy
+from trainer.planner.networks import BF16, FP32, MOMENTS, ranks_of_a_copy
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
+from verl_lite.visual_rewards.base import VisualScore
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.pipeline import LONGEST_PROMPT, DiffusionParts, LatentCodec, component_class
 from workers.diffusion.reward_policy import FlowInputs, RewardFlowPolicy
@@ -37,8 +38,8 @@ FACE_BYTES_PER_FRAME = 100_000_000  # activations of an IResNet-100 at 112 x 112
 Size = tuple[int, int, int]
 """(frames, height, width)."""
 
-ComponentConfig = dict[str, Any]
-"""The json of a config file of diffusers or transformers."""
+ComponentConfig = JsonObject
+"""The content of a config file of diffusers or transformers."""
 
 # huggingface/diffusers, scripts/convert_wan_to_diffusers.py (Wan2.2-I2V-14B-720p, Wan2.2-TI2V-5B,
 # vae22_diffusers_config); google/umt5-xxl, config.json
@@ -108,11 +109,20 @@ PUBLISHED: dict[str, dict[str, ComponentConfig]] = {
 
 @dataclass(frozen=True, eq=False)
 class PipelineShape:
-    """Shapes of a pipeline. transformer: its config. vae, text_encoder: frozen modules on the meta device."""
+    """Shapes of a pipeline.
+
+    Attributes:
+        transformer: Config of the transformer. It is built later, with fewer layers.
+        vae, text_encoder: Frozen modules on the meta device.
+        experts: Number of transformers.
+        expand_timesteps: See `DiffusionParts`.
+        text_tokens: Length to which prompts are padded.
+        boundary_ratio: See `DiffusionParts`.
+    """
 
     transformer: ComponentConfig
-    vae: Any
-    text_encoder: Any
+    vae: nn.Module
+    text_encoder: nn.Module
     experts: int
     expand_timesteps: bool
     text_tokens: int
@@ -161,8 +171,8 @@ def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
     )
 
 
-def _on_meta(name: str, entry: list[str], config: ComponentConfig) -> Any:
-    """Builds a component of diffusers or transformers on the meta device.
+def _on_meta(name: str, entry: list[str], config: ComponentConfig) -> nn.Module:
+    """Builds a frozen component of diffusers or transformers on the meta device.
 
     Args:
         name: Name of the component.
@@ -201,7 +211,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._counted: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         # a view, and the result of an operation in place, have the storage of an argument
         argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
@@ -269,14 +285,17 @@ def _fused_kernels() -> Iterator[None]:
 
 def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype, layers: int) -> RewardFlowPolicy:
     """Builds the trained network on the meta device. layers: number of blocks per transformer."""
-    transformer = {**shape.transformer, "num_layers": layers}
-    experts = []
+    from diffusers import WanTransformer3DModel
+
+    experts: list[WanTransformer3DModel] = []
     for _ in range(shape.experts):
-        experts.append(_on_meta("transformer", ["diffusers", "WanTransformer3DModel"], transformer))
+        with torch.device("meta"):
+            expert = WanTransformer3DModel.from_config({**shape.transformer, "num_layers": layers})
+        experts.append(expert.requires_grad_(False))
     for module in (*experts, shape.vae):
         nn.Module.to(module, dtype)  # diffusers' own `to` would log a warning
 
-    trained_expert = experts[-1]
+    trained_expert = experts[-1]  # the low-noise one
     add_adapter(trained_expert, config.model)
     if config.model.enable_gradient_checkpointing:
         trained_expert.enable_gradient_checkpointing()
@@ -289,10 +308,22 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         boundary_ratio=config.model.boundary_ratio or shape.boundary_ratio,
         expand_timesteps=shape.expand_timesteps,
     )
-    reward: Any = SimpleNamespace(to=lambda device: None)  # a reward without weights; `plan` adds their bytes
     # `plan` counts offloaded modules
     without_offload = replace(config, model=replace(config.model, offload_frozen=False))
-    return RewardFlowPolicy(parts, reward, without_offload, torch.device("meta")).train()
+    return RewardFlowPolicy(parts, _WeightlessReward(), without_offload, torch.device("meta")).train()
+
+
+class _WeightlessReward:
+    """A reward that no phase computes. `plan` adds the bytes of the configured one."""
+
+    def prepare(self, reference_frames: torch.Tensor) -> object:
+        raise NotImplementedError
+
+    def score(self, frames: torch.Tensor, reference: object) -> VisualScore:
+        raise NotImplementedError
+
+    def to(self, device: object) -> None:
+        """Does nothing, as there are no weights to move."""
 
 
 def clip_of(config: RewardFlowConfig) -> Size:
@@ -368,7 +399,7 @@ def bytes_of_steps(
     return peaks
 
 
-def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: int = 2) -> MemoryPlan:
+def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: int = BF16) -> MemoryPlan:
     """Predicts the memory of a train step by extrapolation from transformers with two and with three blocks.
 
     Args:
@@ -377,61 +408,100 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         slots: Ranks of the run; the host memory is computed as if all of them were on one node.
         size: Bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
     """
-    dtype = torch.float32 if size == FP32 else torch.bfloat16
-    frames, height, width = clip_of(config)
-    video = torch.empty(config.actor.micro_batch_size_per_gpu, frames, 3, height, width, device="meta")
+    step = _step_bytes(config, shape, torch.float32 if size == FP32 else torch.bfloat16)
+    num_frames, _, _ = clip_of(config)
+    has_faces = any(".onnx" in str(value) for value in config.reward.kwargs.values())
+    face_bytes = float(FACE_BYTES_PER_FRAME * num_frames) if has_faces else 0.0
 
-    policy_with_two, policy_with_three = (policy_of(config, shape, dtype, layers) for layers in (2, 3))
-    coding, condition = bytes_of_coding(policy_with_two, video)
+    fsdp = config.actor.fsdp_config
+    ranks = ranks_of_a_copy(fsdp, slots)
+    gathered = step.frozen_elements
+    if fsdp.reshard_after_forward:
+        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable
+    always = {
+        "low-noise expert, this rank's shard": size * step.frozen_elements / ranks,
+        "gathered: root and two blocks": size * gathered,
+        "adapter, Adam": (FP32 + MOMENTS) * step.trainable_elements / ranks,
+        "VAE": float(size * count(shape.vae)),
+        "reward": float(FACE_MODEL_BYTES) if has_faces else 0.0,
+    }
+
+    # frozen modules that only one phase uses are on the host meanwhile, or always on the device
+    text_encoder = float(size * count(shape.text_encoder))
+    high_noise_expert = (shape.experts - 1) * size * step.frozen_elements
+    host: dict[str, float] = {}
+    if config.model.offload_frozen:
+        host = _without_zeros({"high-noise expert": high_noise_expert, "text encoder": text_encoder})
+    else:
+        always |= {"high-noise expert": high_noise_expert, "text encoder": text_encoder}
+
+    peaks = step.peaks
+    kept = {"kept by the steps": step.kept}
+    phases = {
+        "prompts": {"text encoder": host.get("text encoder", 0.0)},
+        "first frame": {"VAE": peaks["first frame"]},
+        "high-noise steps": {
+            "high-noise expert": host.get("high-noise expert", 0.0),
+            "activations": peaks["high-noise steps"],
+        },
+        "steps": {"activations": peaks["steps"]},
+        "decoding": kept | {"activations": peaks["decoding"]},
+        "reward": kept | {"frames": peaks["reward"], "faces": face_bytes},
+        "backward of decoding": kept | {"activations": peaks["backward of decoding"]},
+        "backward of the steps": {"activations": peaks["backward of the steps"]},
+    }
+    return MemoryPlan(_without_zeros(always), phases, host=host)
+
+
+def _without_zeros(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: size for name, size in sizes.items() if size}
+
+
+@dataclass(frozen=True)
+class _StepBytes:
+    """The measured bytes of a step, and the sizes of the trained expert.
+
+    Attributes:
+        peaks: Peak of live bytes by phase.
+        kept: Bytes that the denoising steps keep for the backward pass.
+        frozen_elements: Number of the expert's frozen parameters.
+        trainable_elements: Number of its trainable parameters.
+        gathered_elements: Number of frozen parameters in its root and in two blocks.
+        gathered_trainable: Number of trainable parameters in its root and in two blocks.
+    """
+
+    peaks: dict[str, float]
+    kept: float
+    frozen_elements: float
+    trainable_elements: float
+    gathered_elements: float
+    gathered_trainable: float
+
+
+def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype) -> _StepBytes:
+    """Runs a step with transformers of two and of three blocks, and extrapolates to all blocks."""
+    num_frames, height, width = clip_of(config)
+    video = torch.empty(config.actor.micro_batch_size_per_gpu, num_frames, 3, height, width, device="meta")
+
+    policy_with_two = policy_of(config, shape, dtype, layers=2)
+    policy_with_three = policy_of(config, shape, dtype, layers=3)
+    coding_peaks, condition = bytes_of_coding(policy_with_two, video)
     two_blocks = bytes_of_steps(policy_with_two, video, condition, shape.text_tokens)
     three_blocks = bytes_of_steps(policy_with_three, video, condition, shape.text_tokens)
+
     # all blocks are alike, so each further block adds the difference
     more_blocks = int(shape.transformer["num_layers"]) - 2
     steps = {}
     for name, value in two_blocks.items():
         steps[name] = value + more_blocks * (three_blocks[name] - value)
-
-    fsdp = config.actor.fsdp_config
-    ranks = ranks_of_a_copy(fsdp, slots)
-    gathered = steps["numbers"]
-    if fsdp.reshard_after_forward:
-        gathered = two_blocks["numbers"] + FP32 / size * two_blocks["learn"]
-    has_faces = any(".onnx" in str(value) for value in config.reward.kwargs.values())
-    frozen = {
-        "high-noise expert": (shape.experts - 1) * size * steps["numbers"],
-        "text encoder": float(size * count(shape.text_encoder)),
-    }
-
-    always = {
-        "low-noise expert, this rank's shard": size * steps["numbers"] / ranks,
-        "gathered: root and two blocks": size * gathered,
-        "adapter, Adam": (FP32 + MOMENTS) * steps["learn"] / ranks,
-        "VAE": float(size * count(shape.vae)),
-        "reward": float(FACE_MODEL_BYTES) if has_faces else 0.0,
-    }
-    host = {}
-    if config.model.offload_frozen:
-        host = {name: value for name, value in frozen.items() if value}
-    else:
-        always |= frozen
-
-    face_bytes = float(FACE_BYTES_PER_FRAME * frames) if has_faces else 0.0
-    kept = {"kept by the steps": steps["kept"]}
-    phases = {
-        # an offloaded module is on the device only in the phase that needs it
-        "prompts": {"text encoder": host.get("text encoder", 0.0)},
-        "first frame": {"VAE": coding["first frame"]},
-        "high-noise steps": {
-            "high-noise expert": host.get("high-noise expert", 0.0),
-            "activations": steps["high-noise steps"],
-        },
-        "steps": {"activations": steps["steps"]},
-        "decoding": kept | {"activations": coding["decoding"]},
-        "reward": kept | {"frames": coding["reward"], "faces": face_bytes},
-        "backward of decoding": kept | {"activations": coding["backward of decoding"]},
-        "backward of the steps": {"activations": steps["backward of the steps"]},
-    }
-    return MemoryPlan({name: value for name, value in always.items() if value}, phases, host=host)
+    return _StepBytes(
+        peaks=coding_peaks | steps,
+        kept=steps["kept"],
+        frozen_elements=steps["numbers"],
+        trainable_elements=steps["learn"],
+        gathered_elements=two_blocks["numbers"],
+        gathered_trainable=two_blocks["learn"],
+    )
 
 
 def launch_plan(config: RewardFlowConfig, slots: int) -> str:

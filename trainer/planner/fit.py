@@ -8,7 +8,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.memory import memory_plan
@@ -35,7 +34,7 @@ _DECIDED = (
     "ref.fsdp_config.fsdp_size",
 )
 """Options that `_decide_reduction` may set."""
-Changes = dict[str, Any]  # values by key
+Changes = dict[str, object]  # values by key
 
 
 def decide_sharding(
@@ -121,7 +120,12 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
     """Returns advice for a run on a CPU that does not fit: the largest smaller number of processes that fits the memory
     of all of them together. Returns an empty string if there is none.
 
-    memory_gib: memory of each of the `slots` processes.
+    Args:
+        config: Options of the run.
+        networks: Networks of the run.
+        slots: Configured number of processes.
+        device: Kind of the device.
+        memory_gib: Memory of each of the `slots` processes.
     """
     if device.name != "cpu" or config.trainer.nnodes > 1:
         return ""
@@ -165,6 +169,7 @@ def find_fit(
 
     trial_config = copy.deepcopy(config)
     plans = []
+    # the product varies the last level fastest, so expensive changes come only after all cheaper ones have failed
     for combination in itertools.product(*levels):
         trial_changes: Changes = {}
         for changes in reversed(combination):  # of two values for a key, that of the more expensive change counts
@@ -213,8 +218,9 @@ def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Chan
         [{"rollout.gpu_memory_utilization": share} for share in SHARES],  # the engine sleeps during the update
     ]
     levels = []
-    for level in alternatives:
-        levels.append([{}, *(changes for changes in level if _is_change(config, changes))])
+    for alternatives_of_level in alternatives:
+        effective = [changes for changes in alternatives_of_level if _is_change(config, changes)]
+        levels.append([{}, *effective])
     return levels
 
 

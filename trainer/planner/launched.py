@@ -55,8 +55,8 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
     if device.name == "cpu" or size == FP32:
         return None
 
-    words = set(device.name.lower().replace("-", " ").split())
-    if words & {"pcie", "nvl"}:  # H100 PCIe and H100 NVL have other peaks than the SXM form
+    words = device.name.lower().replace("-", " ").split()
+    if "pcie" in words or "nvl" in words:  # H100 PCIe and H100 NVL have other peaks than the SXM form
         return None
     peaks = [accelerator.flops for name, accelerator in ACCELERATORS.items() if name in words]
     if not peaks:
@@ -66,8 +66,9 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
         shape = read_shape(config.model)
     except UserError:
         return None
-    # in forward passes; a backward pass counts as two, or as one if only an adapter is trained
-    passes = config.actor.ppo_epochs * (2 if config.model.lora_rank else 3)
+    # a backward pass costs two forward passes, or one if it computes no gradients of the full weights
+    passes_per_epoch = 2 if config.model.lora_rank else 3
+    passes = config.actor.ppo_epochs * passes_per_epoch
     return UpdateWork(partial(update_flops, shape, passes), peaks[0])
 
 
@@ -107,9 +108,15 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
 def memory_rows(
     config: PPOConfig | SupervisedConfig, plan: Callable[[], MemoryPlan], total_steps: int | None, samples_max_mb: int
 ) -> list[PlanRow]:
-    """Returns the rows of `expected_rows`.
+    """Returns the rows of the launch table with the memory of the fullest phase and the disk space.
 
     If the model's shapes are unknown, so that `plan` raises UserError, the only row gives the reason.
+
+    Args:
+        config: Options of the run.
+        plan: Computes the memory.
+        total_steps: Training steps of the run, if they are known.
+        samples_max_mb: Limit of the samples folder in MiB.
     """
     try:
         expected = plan()

@@ -66,12 +66,15 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     on_cpu = device.name == "cpu"
     rollout = config.rollout
     is_vllm = resolve_engine_name(rollout.name) == "vllm"
-    engine_libraries = float(VLLM_BYTES) if is_vllm else 0.0  # counted on a CPU alone
+    engine_libraries = float(VLLM_BYTES) if is_vllm else 0.0
 
     base = None
-    if on_cpu:
-        base = WORKER_BYTES + (engine_libraries if config.hybrid_engine else 0.0)
-    plan = MemoryPlan({}, {}, base)
+    if on_cpu:  # on a GPU, libraries take no memory of the device beyond its context
+        base = float(WORKER_BYTES)
+        if config.hybrid_engine:
+            base += engine_libraries
+    plan = MemoryPlan(always={}, phases={}, base=base)
+
     held = dict(held_networks(config, networks, slots, device))
     weights, moments = place_networks(plan, held, on_cpu)
     _place_batch(plan, config, networks, held["actor"], slots)
@@ -112,22 +115,32 @@ def place_networks(
         By role, the offloaded weights, which are loaded for all phases of a role, and the offloaded moments, which are
         loaded only for its update.
     """
-    weights: dict[str, Parts] = {role: {} for role in held}
-    moments: dict[str, Parts] = {role: {} for role in held}
+    weights: dict[str, Parts] = {}
+    moments: dict[str, Parts] = {}
     for role, network in held.items():
-        for name, size, is_offloaded, moved in (
-            ("weights", network.weights, network.fsdp.param_offload, weights),
-            (f"{network.optimizer}'s moments", network.moments, network.fsdp.optimizer_offload, moments),
-        ):
-            if size and is_offloaded and not on_cpu:
-                plan.host[f"{role}: {name}"] = moved[role][f"{name}, from the host"] = size
-            elif size:
-                plan.always[f"{role}: {name}"] = size
+        fsdp = network.fsdp
+        offloads_weights = fsdp.param_offload and not on_cpu
+        offloads_moments = fsdp.optimizer_offload and not on_cpu
+        moments_name = f"{network.optimizer}'s moments"
+        weights[role] = _place(plan, role, "weights", network.weights, is_offloaded=offloads_weights)
+        moments[role] = _place(plan, role, moments_name, network.moments, is_offloaded=offloads_moments)
     return weights, moments
+
+
+def _place(plan: MemoryPlan, role: str, name: str, size: float, *, is_offloaded: bool) -> Parts:
+    """Adds tensors of a role to the plan. Returns those that are loaded from the host for a phase."""
+    if not size:
+        return {}
+    if not is_offloaded:
+        plan.always[f"{role}: {name}"] = size
+        return {}
+    plan.host[f"{role}: {name}"] = size
+    return {f"{name}, from the host": size}
 
 
 def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor: HeldNetwork, slots: int) -> None:
     """Adds large columns of the batch, which exist during the whole step: images, and log-probs of teachers."""
+    # the driver's batch is in the memory of the host, which a CPU worker shares
     columns = plan.host if plan.base is None else plan.always
     tower = networks.policy.tower
     if tower is not None:
@@ -154,12 +167,12 @@ def _held_by_idle_engine(config: PPOConfig, engine: Mapping[str, float], on_cpu:
         return {}
     if config.rollout.free_cache_engine and not on_cpu:
         return {}
-    held = {name: size for name, size in engine.items() if name != ENGINE_IMAGES}
+    freed = {ENGINE_IMAGES}
     if not is_vllm:  # vLLM keeps the buffers of its step
-        held.pop(ENGINE_STEP)
+        freed.add(ENGINE_STEP)
     if config.rollout.free_cache_engine:
-        held.pop(ENGINE_COPIES, None)
-    return held
+        freed.add(ENGINE_COPIES)
+    return {name: size for name, size in engine.items() if name not in freed}
 
 
 def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, plan: MemoryPlan, slots: int) -> Parts:
@@ -224,8 +237,12 @@ def rows_per_step(config: PPOConfig) -> int:
 
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     """Returns the prompts (agentic runs: episodes) of an optimizer step. size: as configured; -1: the whole batch."""
-    whole = config.data.train_batch_size if config.reads_prompts else config.agentic.rollout_batch_size
-    return whole if size == -1 else min(whole, size)
+    prompts_of_step = config.agentic.rollout_batch_size
+    if config.reads_prompts:
+        prompts_of_step = config.data.train_batch_size
+    if size == -1:
+        return prompts_of_step
+    return min(prompts_of_step, size)
 
 
 def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: int) -> int:
@@ -250,9 +267,10 @@ def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
     """
     if distinct == rows:
         return False
-    answers = math.ceil(rows / distinct)
-    longest = data.max_prompt_length + answers * data.max_response_length
-    return is_tree_cheaper(distinct, longest, rows * (data.max_prompt_length + data.max_response_length) ** 2)
+    answers_per_prompt = math.ceil(rows / distinct)
+    longest_tree = data.max_prompt_length + answers_per_prompt * data.max_response_length
+    longest_row = data.max_prompt_length + data.max_response_length
+    return is_tree_cheaper(distinct, longest_tree, rows * longest_row**2)
 
 
 # -- the phases of the training engines --------------------------------------------------------------------------------
@@ -301,9 +319,11 @@ class _TrainPhases:
             if teacher.url:
                 continue
             name = f"{TEACHER}{teacher.name}"
-            role, stage = ("actor", "log_prob") if teacher.is_policy else (name, "ref")
-            parts = self._forward(role, stage, topk=distilled_tokens(config))
-            yield _Phase(f"{name}: log-probs", role, parts)
+            topk = distilled_tokens(config)
+            if teacher.is_policy:
+                yield _Phase(f"{name}: log-probs", "actor", self._forward("actor", "log_prob", topk=topk))
+            else:
+                yield _Phase(f"{name}: log-probs", name, self._forward(name, "ref", topk=topk))
 
         if "critic" in self.networks:
             yield _Phase("values", "critic", self._forward("critic", "values"))
@@ -319,12 +339,14 @@ class _TrainPhases:
         """Returns the bytes of a pass without gradients. topk: number of most probable tokens that it returns."""
         config = self.config
         network = self.networks[role]
-        run, _ = self._micro_batch(role, stage, rows_per_step(config), config.data.train_batch_size, entropy)
+        rows = rows_per_step(config)
+        run, _ = self._micro_batch(role, stage, rows, config.data.train_batch_size, entropy=entropy)
         parts = forward_only(network, run)
         if topk:
             parts["top tokens"] = float(TOP_TOKEN_BYTES * topk * run.predicted)
 
-        parts |= tower_parts(replace(network, trained=0), run, parts)
+        frozen = replace(network, trained=0)  # without gradients, a trained tower keeps nothing
+        parts |= tower_parts(frozen, run, parts)
         if self.plan.base is not None and TOWER in parts:
             parts[KEPT_FREED] = kept_when_freed(parts)
         return parts
@@ -334,8 +356,10 @@ class _TrainPhases:
         config, plan = self.config, self.plan
         network = self.networks[role]
         prompts = mini_batch_prompts(config, size)
-        rows = prompts * config.rollout.n if config.reads_prompts else prompts
-        run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy)
+        rows = prompts
+        if config.reads_prompts:
+            rows *= config.rollout.n
+        run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
 
         recomputed = recomputed_layers(model, network.shape)
         is_offloaded = model.enable_activation_offload and plan.base is None
@@ -351,15 +375,18 @@ class _TrainPhases:
             parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
         return parts
 
-    def _micro_batch(self, role: str, stage: str, rows: int, prompts: int, entropy: bool) -> tuple[Pass, int]:
+    def _micro_batch(self, role: str, stage: str, rows: int, prompts: int, *, entropy: bool) -> tuple[Pass, int]:
         """Returns the largest micro-batch and the number of micro-batches.
 
         The ranks that share each sequence divide the tokens of a micro-batch, whose token budget counts for each of
         them.
 
         Args:
+            role: Role of the network.
+            stage: Stage of the step, as `requirements.micro_batching` names it.
             rows: Answers of all devices.
             prompts: Their different prompts.
+            entropy: Whether the entropy is computed.
         """
         config, data = self.config, self.config.data
         network = self.networks[role]
@@ -369,33 +396,40 @@ class _TrainPhases:
 
         rows_of_group = max(1, math.ceil(rows * ranks / self.slots))
         limit = requirements.micro_batching(config, stage)
-        together = limit.micro_batch_size or 1
+        rows_of_pass = limit.micro_batch_size or 1
         if limit.max_token_len is not None:
-            together = max(1, limit.max_token_len * ranks // longest)
-        together = min(together, rows_of_group)
+            rows_of_pass = max(1, limit.max_token_len * ranks // longest)
+        rows_of_pass = min(rows_of_pass, rows_of_group)
 
-        distinct = distinct_prompts(config, network.shape, together, prompts)
-        shared = data.max_prompt_length * (together - distinct)
-        copied = 0 if on_cpu and has_prompt_trees(data, together, distinct) else shared
-        predicted = together * data.max_response_length
+        # answers share the tokens of their prompt, but attention on a GPU copies them to each answer
+        distinct = distinct_prompts(config, network.shape, rows_of_pass, prompts)
+        shared = data.max_prompt_length * (rows_of_pass - distinct)
+        copied = shared
+        if on_cpu and has_prompt_trees(data, rows_of_pass, distinct):
+            copied = 0
+        predicted = rows_of_pass * data.max_response_length
 
-        kind = "cuda, compiled" if config.model.compile else "cuda"
+        device = "cuda, compiled" if config.model.compile else "cuda"
+        if on_cpu:
+            device = "cpu"
         run = Pass(
-            tokens=math.ceil((together * longest - shared) / ranks),
+            tokens=math.ceil((rows_of_pass * longest - shared) / ranks),
             predicted=math.ceil(predicted / ranks),
             chunk=config.actor.log_prob_chunk_tokens,
             size=network.compute,
             entropy=entropy,
             repeated=math.ceil(copied / ranks),
             ranks=ranks,
-            tile=TILE_BYTES["cpu" if on_cpu else kind],
+            tile=TILE_BYTES[device],
             images=0 if network.shape.tower is None else distinct * data.max_prompt_length,
         )
-        return run, math.ceil(rows_of_group / together)
+        return run, math.ceil(rows_of_group / rows_of_pass)
 
 
 def _section_of(role: str) -> str:
     """Returns the section of the configuration with the options of a role's engine."""
-    if role.startswith(TEACHER):
+    if role == "reference" or role.startswith(TEACHER):
         return "ref"
-    return {"reference": "ref", "reward model": "reward_model"}.get(role, role)
+    if role == "reward model":
+        return "reward_model"
+    return role

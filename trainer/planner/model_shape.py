@@ -7,13 +7,13 @@ their activations are assumed to equal Llama's. Tests compare the counts with pu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainer.planner.vision_tower import TowerShape, tower_of
 from verl_lite.config import NetworkConfig, did_you_mean
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 
 WITH_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl_text")  # bias on query, key and value
 WITH_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl_text")
@@ -24,11 +24,17 @@ KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 class ModelShape:
     """Sizes of a decoder-only transformer, as in its config.
 
-    experts: number of experts, of which each token uses experts_per_token; 0 for one MLP. uncounted: parameters that
-    the formulas do not cover. has_head: True for an output layer over the vocabulary, False for one output number.
-    is_packed: True if answers can share a prompt in a packed row (`workers.policy.token_mixing`). is_lean: True if the
-    hf engine decodes on a CPU with joined projections (`workers.rollout.lean_decoder.LeanDecoder`). tower: the vision
-    tower of a vision-language model.
+    Attributes:
+        inner: Width of the MLP, or of one expert.
+        tied: Whether the output layer is the embedding.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        head_norms: Whether the queries and keys of each head are normalized.
+        experts: Number of experts, of which each token uses `experts_per_token`; 0 for one MLP.
+        uncounted: Parameters that the formulas do not cover.
+        has_head: True for an output layer over the vocabulary, False for one output number.
+        is_packed: Whether answers can share a prompt in a packed row (`workers.policy.token_mixing`).
+        is_lean: Whether the hf engine decodes on a CPU with joined projections (`workers.rollout.lean_decoder.LeanDecoder`).
+        tower: The vision tower of a vision-language model.
     """
 
     hidden: int
@@ -72,9 +78,14 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, the unit that FSDP gathers."""
-        attention = 2 * self.hidden * (self.query + self.kv) + self.qkv_bias * (self.query + 2 * self.kv)
-        mlps = max(1, self.experts) * 3 * self.hidden * self.inner + self.experts * self.hidden
-        return attention + self.head_norms * 2 * self.head_dim + mlps + 2 * self.hidden
+        attention = 2 * self.hidden * (self.query + self.kv)  # query and output, key and value
+        attention += self.qkv_bias * (self.query + 2 * self.kv)
+        attention += self.head_norms * 2 * self.head_dim
+
+        mlp = 3 * self.hidden * self.inner  # gate, up and down projection
+        router = self.experts * self.hidden
+        layer_norms = 2 * self.hidden
+        return attention + max(1, self.experts) * mlp + router + layer_norms
 
     @property
     def matrix_parameters(self) -> int:
@@ -84,11 +95,13 @@ class ModelShape:
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """Weights of each product of a decode step with joined projections: in every layer those of queries, keys and
-        values, of the attention's output, of gate and up, and of the MLP's output; and the output layer."""
-        attention = self.hidden * (self.query + 2 * self.kv), self.query * self.hidden
-        mlp = 2 * self.hidden * self.inner, self.inner * self.hidden
-        return (attention + mlp) * self.layers + (self.embedding,)
+        """Number of weights in each matrix product of a decode step with joined projections."""
+        qkv = self.hidden * (self.query + 2 * self.kv)
+        attention_output = self.query * self.hidden
+        gate_and_up = 2 * self.hidden * self.inner
+        down = self.inner * self.hidden
+        output_layer = self.embedding
+        return (qkv, attention_output, gate_and_up, down) * self.layers + (output_layer,)
 
     @property
     def embedding(self) -> int:
@@ -98,8 +111,11 @@ class ModelShape:
     @property
     def root_parameters(self) -> int:
         """Parameters outside the layers: embedding, output layer, last norm and `uncounted`, without a vision tower."""
-        head = (self.embedding if not self.tied else 0) if self.has_head else self.hidden
-        return self.embedding + head + self.hidden + self.uncounted
+        last_norm = self.hidden
+        head = self.hidden  # the weights of one output number
+        if self.has_head:
+            head = 0 if self.tied else self.embedding
+        return self.embedding + head + last_norm + self.uncounted
 
     @property
     def parameters(self) -> int:
@@ -111,17 +127,38 @@ class ModelShape:
     def multiplied(self) -> int:
         """Weights that each token is multiplied with: no embedding, and only the experts that the token uses."""
         attention = 2 * (self.query + self.kv)
-        mlps = 3 * self.active_inner + self.experts
-        return self.layers * self.hidden * (attention + mlps) + (self.embedding if self.has_head else self.hidden)
+        mlps_and_router = 3 * self.active_inner + self.experts
+        head = self.embedding if self.has_head else self.hidden
+        return self.layers * self.hidden * (attention + mlps_and_router) + head
 
     def adapter_parameters(self, rank: int) -> int:
         """Returns the parameters of an all-linear LoRA adapter of this rank. Output layer and experts have none."""
+        # an adapter of a matrix has `rank` parameters for each of its inputs and outputs
+        query_and_output = 2 * (self.hidden + self.query)
+        key_and_value = 2 * (self.hidden + self.kv)
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
-        return self.layers * rank * (2 * (2 * self.hidden + self.query + self.kv) + mlp)
+        return self.layers * rank * (query_and_output + key_and_value + mlp)
 
     def as_scorer(self) -> ModelShape:
         """Returns the shape with one output number instead of an output layer, as for a critic or reward model."""
         return replace(self, has_head=False, tied=False)
+
+
+def _config(
+    family: JsonObject, *, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, tied: bool = False
+) -> JsonObject:
+    """Returns the config.json of a model of a family. family: the entries that its models share."""
+    config = family | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "tie_word_embeddings": tied,
+    }
+    if "vision_config" in family:
+        config["vision_config"] = family["vision_config"] | {"out_hidden_size": hidden}
+    return config
 
 
 # entries of config.json on the Hugging Face hub that the counts depend on
@@ -133,70 +170,82 @@ _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIO
 _128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _TOWER = {"hidden_size": 1280, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 _VISION = {"model_type": "qwen2_5_vl", _POSITIONS: 128000, "vision_config": _TOWER | {"intermediate_size": 3420}}
-_SIZES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, bool]]] = {
-    "qwen2.5-0.5b": (_QWEN2, (896, 24, 14, 2, 4864, True)),
-    "qwen2.5-1.5b": (_QWEN2, (1536, 28, 12, 2, 8960, True)),
-    "qwen2.5-3b": (_QWEN2, (2048, 36, 16, 2, 11008, True)),
-    "qwen2.5-7b": (_LARGE_QWEN2, (3584, 28, 28, 4, 18944, False)),
-    "qwen2.5-14b": (_LARGE_QWEN2, (5120, 48, 40, 8, 13824, False)),
-    "qwen2.5-32b": (_LARGE_QWEN2, (5120, 64, 40, 8, 27648, False)),
-    "qwen2.5-72b": (_LARGE_QWEN2, (8192, 80, 64, 8, 29568, False)),
-    "qwen2.5-vl-3b": (_VISION | {"vocab_size": 151936}, (2048, 36, 16, 2, 11008, True)),
-    "qwen2.5-vl-7b": (_VISION | {"vocab_size": 152064}, (3584, 28, 28, 4, 18944, False)),
-    "qwen3-0.6b": (_QWEN3, (1024, 28, 16, 8, 3072, True)),
-    "qwen3-8b": (_QWEN3, (4096, 36, 32, 8, 12288, False)),
-    "qwen3-30b-a3b": (_QWEN3 | _128_EXPERTS, (2048, 48, 32, 4, 6144, False)),
-    "llama-3.1-8b": (_LLAMA, (4096, 32, 32, 8, 14336, False)),
-    "llama-3.1-70b": (_LLAMA, (8192, 80, 64, 8, 28672, False)),
+_VISION_3B = _VISION | {"vocab_size": 151936}
+_VISION_7B = _VISION | {"vocab_size": 152064}
+_CONFIGS: dict[str, JsonObject] = {
+    "qwen2.5-0.5b": _config(_QWEN2, hidden=896, layers=24, heads=14, kv_heads=2, inner=4864, tied=True),
+    "qwen2.5-1.5b": _config(_QWEN2, hidden=1536, layers=28, heads=12, kv_heads=2, inner=8960, tied=True),
+    "qwen2.5-3b": _config(_QWEN2, hidden=2048, layers=36, heads=16, kv_heads=2, inner=11008, tied=True),
+    "qwen2.5-7b": _config(_LARGE_QWEN2, hidden=3584, layers=28, heads=28, kv_heads=4, inner=18944),
+    "qwen2.5-14b": _config(_LARGE_QWEN2, hidden=5120, layers=48, heads=40, kv_heads=8, inner=13824),
+    "qwen2.5-32b": _config(_LARGE_QWEN2, hidden=5120, layers=64, heads=40, kv_heads=8, inner=27648),
+    "qwen2.5-72b": _config(_LARGE_QWEN2, hidden=8192, layers=80, heads=64, kv_heads=8, inner=29568),
+    "qwen2.5-vl-3b": _config(_VISION_3B, hidden=2048, layers=36, heads=16, kv_heads=2, inner=11008, tied=True),
+    "qwen2.5-vl-7b": _config(_VISION_7B, hidden=3584, layers=28, heads=28, kv_heads=4, inner=18944),
+    "qwen3-0.6b": _config(_QWEN3, hidden=1024, layers=28, heads=16, kv_heads=8, inner=3072, tied=True),
+    "qwen3-8b": _config(_QWEN3, hidden=4096, layers=36, heads=32, kv_heads=8, inner=12288),
+    "qwen3-30b-a3b": _config(_QWEN3 | _128_EXPERTS, hidden=2048, layers=48, heads=32, kv_heads=4, inner=6144),
+    "llama-3.1-8b": _config(_LLAMA, hidden=4096, layers=32, heads=32, kv_heads=8, inner=14336),
+    "llama-3.1-70b": _config(_LLAMA, hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672),
 }
-LIKE = tuple(_SIZES)
+LIKE = tuple(_CONFIGS)
 
 
-def config_like(name: str) -> dict[str, Any]:
+def config_like(name: str) -> JsonObject:
     """Returns the config.json of a published model, one of `LIKE`."""
-    common, sizes = _SIZES[name]
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    found = common | dict(zip(names, sizes[:5], strict=True)) | {"tie_word_embeddings": sizes[5]}
-    if "vision_config" in common:
-        found["vision_config"] = common["vision_config"] | {"out_hidden_size": sizes[0]}
-    return found
+    return copy.deepcopy(_CONFIGS[name])
 
 
-def shape_of(config: Mapping[str, Any]) -> ModelShape:
+def shape_of(config: JsonObject) -> ModelShape:
     """Returns the shape that a config.json describes. Raises UserError if it lacks a size."""
     from workers.rollout.lean_decoder import has_lean_layers
 
-    kind = str(config.get("model_type", "llama"))
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-    missing = [name for name in names if not config.get(name)]
+    model_type = str(config.get("model_type", "llama"))
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    missing = [name for name in required if not config.get(name)]
     if missing:
         raise UserError(
-            f"model.path: its config.json (model_type={kind}) has no {', '.join(missing)}; plan with the most similar "
-            f"model: --like {' | '.join(LIKE)}"
+            f"model.path: its config.json (model_type={model_type}) has no {', '.join(missing)}; plan with the most "
+            f"similar model: --like {' | '.join(LIKE)}"
         )
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+
+    hidden = int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    inner = config["intermediate_size"]
+    experts_per_token = 0
+    if experts:
+        inner = config.get("moe_intermediate_size") or inner  # Mixtral has only intermediate_size
+        experts_per_token = int(config.get("num_experts_per_tok") or 0)
+
+    has_head_norms = model_type in WITH_HEAD_NORMS
+    has_bias_option = bool(config.get("attention_bias", False)) and not has_head_norms
     return ModelShape(
         hidden=hidden,
         layers=int(config["num_hidden_layers"]),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
-        inner=int((experts and config.get("moe_intermediate_size")) or config["intermediate_size"]),
+        inner=int(inner),
         vocab=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind in WITH_BIAS or bool(config.get("attention_bias", False) and kind not in WITH_HEAD_NORMS),
-        head_norms=kind in WITH_HEAD_NORMS,
+        qkv_bias=model_type in WITH_BIAS or has_bias_option,
+        head_norms=has_head_norms,
         experts=experts,
-        experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-        is_lean=has_lean_layers(kind.removesuffix("_text"), config.get("rope_parameters")),
+        experts_per_token=experts_per_token,
+        is_lean=has_lean_layers(model_type.removesuffix("_text"), config.get("rope_parameters")),
     )
 
 
 def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
     """Reads the shape of a network from its config.json, in a folder or the hub's cache, and applies override_config.
 
-    name: the configuration key of the network's path, for messages. Raises UserError if there is no config.json.
+    Args:
+        network: Options of the network.
+        name: Configuration key of the network's path, for messages.
+
+    Raises:
+        UserError: If there is no config.json.
     """
     from workers.policy.loading import empty_network, load_model_config
     from workers.policy.token_mixing import mixing_layers
@@ -205,17 +254,21 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
     if network.path is None:
         raise UserError(f"{name}=null: expected a folder with config.json, or --like {' | '.join(LIKE)}")
     try:
-        whole = load_model_config(network)
-        config = whole.get_text_config().to_dict()
+        model_config = load_model_config(network)
+        text_config = model_config.get_text_config().to_dict()
     except UserError as error:
-        near = did_you_mean(str(network.path).rpartition("/")[2].lower(), LIKE)
-        raise UserError(f"{name}={network.path!r}: {error}; or plan with --like {' | '.join(LIKE)}{near}") from None
-    if has_vision(whole):
-        found = shape_of(config | {"tie_word_embeddings": whole.tie_word_embeddings})
-        return replace(found, tower=tower_of(empty_network(network)))
-    found = shape_of(config)
-    if config.get("model_type") in KNOWN:
-        return found
+        similar = did_you_mean(str(network.path).rpartition("/")[2].lower(), LIKE)
+        raise UserError(f"{name}={network.path!r}: {error}; or plan with --like {' | '.join(LIKE)}{similar}") from None
+
+    if has_vision(model_config):
+        # tie_word_embeddings is an option of the whole model
+        shape = shape_of(text_config | {"tie_word_embeddings": model_config.tie_word_embeddings})
+        return replace(shape, tower=tower_of(empty_network(network)))
+
+    shape = shape_of(text_config)
+    if text_config.get("model_type") in KNOWN:
+        return shape
+    # the formulas of Llama miss parameters of other families: count all of them on the meta device
     empty = empty_network(network)
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    return replace(found, uncounted=parameters - found.parameters, is_packed=not mixing_layers(empty))
+    return replace(shape, uncounted=parameters - shape.parameters, is_packed=not mixing_layers(empty))

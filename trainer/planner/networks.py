@@ -16,6 +16,7 @@ from workers.policy.loading import count_parameters, count_trained
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
+BF16 = 2
 MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
 GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
 TEACHER = "teacher "  # prefix of the role of a teacher
@@ -40,14 +41,18 @@ def read_networks(config: PPOConfig) -> Networks:
         critic = read_shape(critic_network(config), name).as_scorer()
     if config.reward_model.enable:
         scorer = read_shape(config.reward_model.model, "reward_model.model.path").as_scorer()
-    policy, most = read_shape(config.model), config.data.max_pixels
-    if policy.tower is not None and most is not None:
-        policy = replace(policy, tower=replace(policy.tower, largest_image=max(1, most // policy.tower.pixels)))
-    teachers = {
-        teacher.name: read_shape(teacher_network(config, teacher), f"distillation.teachers.{teacher.name}.path")
-        for teacher in config.distillation.named_teachers()
-        if teacher.path
-    }
+
+    policy = read_shape(config.model)
+    max_pixels = config.data.max_pixels
+    if policy.tower is not None and max_pixels is not None:
+        largest_image = max(1, max_pixels // policy.tower.pixels)
+        policy = replace(policy, tower=replace(policy.tower, largest_image=largest_image))
+
+    teachers = {}
+    for teacher in config.distillation.named_teachers():
+        if teacher.path:
+            key = f"distillation.teachers.{teacher.name}.path"
+            teachers[teacher.name] = read_shape(teacher_network(config, teacher), key)
     return Networks(policy, critic, scorer, teachers)
 
 

@@ -16,7 +16,7 @@ from trainer.planner.fit import BUDGET, decide_sharding, fewer_processes, fit_ta
 from trainer.planner.memory import memory_plan
 from trainer.planner.memory_table import GIB
 from trainer.planner.model_shape import ModelShape, config_like
-from trainer.planner.networks import FP32, Networks, read_networks
+from trainer.planner.networks import BF16, FP32, Networks, read_networks
 from trainer.planner.step_time import Lengths, time_lines
 from trainer.planner.supervised import longest_step, read_network, supervised_plan, supervised_rows
 from trainer.recipe import prepare_recipe, recipe_overrides
@@ -40,7 +40,7 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
     if arguments.fit and device.name == "cpu":
         raise UserError("--fit with --device cpu: expected a GPU, such as --device h100 --memory_gb 24")
     config = load_schema(words, PPOConfig, recipe_loader=recipe_overrides).config
-    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"  # the planned device, not this machine's
+    _set_device(config, device)
     longest = Lengths(config.data.max_prompt_length, config.data.max_response_length)
     _check_numbers(arguments, longest)
 
@@ -54,15 +54,16 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         _check(config, slots)
 
         if config.rollout.name == "auto" and device.name == "cpu":
-            length = config.rollout.max_model_len or config.longest_sample
-            config.rollout.name, reason = choose_engine(config.model, config.rollout, length, "cpu")
+            longest_sample = config.rollout.max_model_len or config.longest_sample
+            config.rollout.name, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
             print(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
+
         memory_gib = arguments.memory_gb or device.memory_gib
         if device.name != "cpu":
             device = replace(device, memory_gib=memory_gib)  # the engine takes a share of it
 
         _print_model(networks.policy, config, slots, device, arguments)
-        undecided = copy.deepcopy(config)
+        undecided = copy.deepcopy(config)  # --fit decides for each size of a device
         decision = decide_sharding(config, networks, slots, device, memory_gib)
         if decision:
             print(decision)
@@ -89,7 +90,7 @@ def print_supervised_plan(arguments: argparse.Namespace, words: list[str], optio
     _refuse(arguments, "mean_prompt", "mean_response", "fit")
     device = _device(arguments)
     config = load_schema(words, options).config
-    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"
+    _set_device(config, device)
     longest = longest_step(config)
 
     problems = list(section_problems(config))
@@ -137,8 +138,8 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
         shape = read_shape(str(config.model.path))
 
     slots = config.trainer.n_gpus_per_node or 1
-    is_on_cpu = arguments.device == "cpu"
-    expected = plan(config, shape, slots, size=FP32 if is_on_cpu else 2)
+    element_bytes = FP32 if arguments.device == "cpu" else BF16
+    expected = plan(config, shape, slots, size=element_bytes)
     clip = " x ".join(map(str, clip_of(config)))
     memory_gib = arguments.memory_gb
     if memory_gib is None and arguments.device is not None:
@@ -150,6 +151,11 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
 
 def _device(arguments: argparse.Namespace) -> Accelerator:
     return ACCELERATORS[arguments.device or "h100"]
+
+
+def _set_device(config: RunOptions, device: Accelerator) -> None:
+    """Sets the kind of the planned device, which is not this machine's."""
+    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"
 
 
 def _refuse(arguments: argparse.Namespace, *names: str) -> None:
@@ -169,10 +175,13 @@ def _check_numbers(arguments: argparse.Namespace, longest: Lengths) -> None:
 
 def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
     """Sets model.path for `--like`. Raises UserError if a recipe has not made its model yet."""
-    path, recipe = config.model.path, config.recipe
     if like is not None:
         _write_config_like(config, like, folder)
-    elif recipe is not None and path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+        return
+    path, recipe = config.model.path, config.recipe
+    if recipe is None or path is None:
+        return
+    if Path(path).is_absolute() and not Path(path).is_dir():
         raise UserError(
             f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
             f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
@@ -203,18 +212,20 @@ def _write_config_like(config: PPOConfig | SupervisedConfig, like: str, folder: 
     """Sets model.path to a new folder with the config.json of a published model."""
     if config.model.path is not None and config.recipe is None:
         raise UserError(f"--like and model.path={config.model.path!r} contradict each other: leave one out")
-    config.model.path = str(Path(folder, like))
-    Path(config.model.path).mkdir()
-    Path(config.model.path, "config.json").write_text(json.dumps(config_like(like)), encoding="utf-8")
+    model_folder = Path(folder, like)
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text(json.dumps(config_like(like)), encoding="utf-8")
+    config.model.path = str(model_folder)
 
 
 def _print_model(
     shape: ModelShape, config: RunOptions, slots: int, device: Accelerator, arguments: argparse.Namespace
 ) -> None:
     nodes = config.trainer.nnodes
+    machines = f" in {nodes} machines" if nodes > 1 else ""
     print(
         f"{shape.parameters / 1e9:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "
-        f"{shape.vocab}), on {slots} x {device.name}" + (f" in {nodes} machines" if nodes > 1 else "")
+        f"{shape.vocab}), on {slots} x {device.name}{machines}"
     )
     if arguments.device is None:
         print(f"--device is not given: planned for {device.name}. For another: --device NAME, --memory_gb GIB")
@@ -227,7 +238,9 @@ def _slots(config: RunOptions, device: Accelerator) -> int:
     """
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = min(2, visible_devices("cpu")) if device.name == "cpu" else 8
+        trainer.n_gpus_per_node = 8
+        if device.name == "cpu":
+            trainer.n_gpus_per_node = min(2, visible_devices("cpu"))
         if trainer.backend == "inline":
             trainer.n_gpus_per_node = 1
     return trainer.n_gpus_per_node * trainer.nnodes
@@ -236,7 +249,7 @@ def _slots(config: RunOptions, device: Accelerator) -> int:
 def _check(config: PPOConfig, slots: int) -> None:
     """Raises UserError if the options contradict each other. Data files and clusters need not exist."""
     checked = copy.deepcopy(config)
-    checked.trainer.device = "cpu"
+    checked.trainer.device = "cpu"  # this machine may have no GPU
     checked.data.train_files = list(_ANY_DATA)
     checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
     ray_init = checked.ray_kwargs.ray_init

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,11 +26,21 @@ from trainer.planner.pass_bytes import (
 from verl_lite.config import SFTConfig, SupervisedConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 
+if TYPE_CHECKING:
+    from trainer.data.sft_dataset import TrainingRow
+
 
 @dataclass(frozen=True)
 class Batch:
-    """The size of an optimizer step or of a validation. rows: sequences, or pairs. longest: tokens of the longest row.
-    tokens: of all rows. predicted: tokens in the loss. shared: prompt tokens of second answers, which share them."""
+    """The size of an optimizer step or of a validation.
+
+    Attributes:
+        rows: Number of sequences, or of pairs.
+        longest: Tokens of the longest row.
+        tokens: Tokens of all rows.
+        predicted: Tokens in the loss.
+        shared: Prompt tokens of second answers, which share them with the first.
+    """
 
     rows: int
     longest: int
@@ -46,35 +56,46 @@ def is_of_pairs(config: SupervisedConfig) -> bool:
 
 def longest_step(config: SupervisedConfig) -> Batch:
     """Returns a step of rows of the maximum length, all of whose tokens are in the loss: an upper bound."""
-    rows, longest = config.data.train_batch_size, (1 + is_of_pairs(config)) * config.data.max_length
-    return Batch(rows, longest, rows * longest, rows * longest)
+    rows = config.data.train_batch_size
+    longest = (1 + is_of_pairs(config)) * config.data.max_length
+    return Batch(rows, longest, tokens=rows * longest, predicted=rows * longest)
 
 
-def batches_of(rows: Sequence[Any], batches: Iterable[Sequence[int]]) -> list[Batch]:
+def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) -> list[Batch]:
     """Returns the sizes of batches. rows: examples or pairs. batches: row numbers of each batch."""
-    table = np.array(
-        [
-            (len(row), sum(sum(text.mask) for text in row.texts), (len(row.texts) - 1) * len(row.texts[0].prompt))
-            for row in rows
-        ]
-    )
-    return [Batch(len(batch), int(table[batch, 0].max()), *table[batch].sum(0).tolist()) for batch in batches]
+    sizes = []
+    for row in rows:
+        predicted = sum(sum(text.mask) for text in row.texts)
+        shared = (len(row.texts) - 1) * len(row.texts[0].prompt)
+        sizes.append((len(row), predicted, shared))
+    table = np.array(sizes)
+
+    result = []
+    for batch in batches:
+        sizes_of_batch = table[batch]
+        longest = int(sizes_of_batch[:, 0].max())
+        tokens, predicted, shared = sizes_of_batch.sum(0).tolist()
+        result.append(Batch(len(batch), longest, tokens, predicted, shared))
+    return result
 
 
 def read_network(config: SupervisedConfig, slots: int, device: Accelerator) -> HeldNetwork:
     """Returns the trained network, from its config.json. Raises UserError if that file is missing."""
     shape = read_shape(config.model)
-    shape = shape if isinstance(config, SFTConfig) else shape.as_scorer()
-    trained = trained_parameters(config.model, shape, freezes_tower=True)
-    return held_network(slots, device, shape, config.fsdp_config, *trained, config.optim.optimizer)
+    if not isinstance(config, SFTConfig):
+        shape = shape.as_scorer()
+    trained, adapter = trained_parameters(config.model, shape, freezes_tower=True)
+    return held_network(slots, device, shape, config.fsdp_config, trained, adapter, config.optim.optimizer)
 
 
 def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[int, int]:
     """Returns the number of micro-batches of a batch on each device, and the tokens of the largest one, which the
     devices of a sequence group share."""
     ranks = config.ulysses_sequence_parallel_size
-    budget, tokens = config.data.max_token_len_per_gpu * ranks, math.ceil(batch.tokens * ranks / slots)
-    return math.ceil(tokens / budget), min(budget, max(tokens, batch.longest))
+    budget = config.data.max_token_len_per_gpu * ranks
+    tokens_of_group = math.ceil(batch.tokens * ranks / slots)
+    largest = max(tokens_of_group, batch.longest)  # a row is never divided among micro-batches
+    return math.ceil(tokens_of_group / budget), min(budget, largest)
 
 
 def supervised_plan(
@@ -141,14 +162,16 @@ def supervised_rows(
 ) -> list[PlanRow]:
     """Returns the plan of batches of a run. steps: sizes of some of its steps."""
     largest = max(steps, key=lambda step: step.tokens)
-    tokens, predicted, number = (sum(values) / len(steps) for values in zip(*(
-        (step.tokens, step.predicted, micro_batches(config, slots, step)[0]) for step in steps
-    ), strict=True))  # fmt: skip
-    most, budget = micro_batches(config, slots, largest)[0], config.data.max_token_len_per_gpu
+    most, _ = micro_batches(config, slots, largest)
+    tokens = sum(step.tokens for step in steps) / len(steps)
+    predicted = sum(step.predicted for step in steps) / len(steps)
+    number = sum(micro_batches(config, slots, step)[0] for step in steps) / len(steps)
+
     limit = f"trainer.total_training_steps={config.trainer.total_training_steps}"
     if config.trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={config.trainer.total_epochs}"
     unit = "pairs" if is_of_pairs(config) else "rows"
+    budget = config.data.max_token_len_per_gpu
     full = f"on average {tokens / (number * slots * budget):.0%} full"
     return [
         PlanRow(f"{unit} per training step", f"{largest.rows}", "data.train_batch_size"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 FP32 = 4
@@ -19,10 +20,15 @@ FP32 = 4
 class TowerShape:
     """Sizes of a vision tower. `size` in its methods is bytes per element.
 
-    values: elements of a patch in pixel_values. per_token: patches of a token. pixels: area of a patch. mergers: number
-    of modules that turn patches into features of tokens, of width `output`. has_gate: True for RMSNorm and MLPs with a
-    gate, False for LayerNorm and two linear layers. windowed: number of blocks whose attention covers `window` patches
-    instead of the image. largest_image: its number of patches; None: that of the prompt.
+    Attributes:
+        values: Elements of a patch in pixel_values.
+        per_token: Patches of a token.
+        pixels: Area of a patch.
+        output: Width of the features of a token.
+        mergers: Number of modules that turn patches into features of tokens.
+        has_gate: True for RMSNorm and MLPs with a gate, False for LayerNorm and two linear layers.
+        windowed: Number of blocks whose attention covers `window` patches instead of the image.
+        largest_image: Number of patches of the largest image; None: as many as the prompt has.
     """
 
     parameters: int
@@ -52,14 +58,18 @@ class TowerShape:
     def feature_bytes(self, tokens: float, size: int) -> float:
         """Returns the bytes of the outputs, which exist until the end of the forward pass: the features and the hidden
         states of the last block."""
-        return tokens * float(size * (self.mergers * self.output + self.per_token * self.hidden))
+        features = self.mergers * self.output
+        hidden_states = self.per_token * self.hidden
+        return tokens * float(size * (features + hidden_states))
 
     def work_bytes(self, tokens: float, size: int) -> float:
         """Returns the temporary bytes of a block's forward: input, its norm, and the larger of the attention (query,
         key, value, and six fp32 tensors of the rotary positions) and the MLP."""
+        input_and_norm = 2 * size * self.hidden
         attention = 3 * size * self.hidden + 6 * FP32 * self.hidden
-        block = 2 * size * self.hidden + max(attention, size * (2 + self.has_gate) * self.inner)
-        return tokens * self.per_token * float(block)
+        mlp = size * (2 + self.has_gate) * self.inner
+        per_patch = input_and_norm + max(attention, mlp)
+        return tokens * self.per_token * float(per_patch)
 
     def prefill_bytes(self, tokens: float, size: int) -> float:
         """Returns the bytes of pixels, features and a block's forward while a rollout engine encodes images."""
@@ -69,40 +79,61 @@ class TowerShape:
         """Returns the bytes that a trained block keeps for its backward pass: two norms, query, key and value, query
         and key with positions, the outputs of the attention before and after their concatenation, and the tensors
         between the layers of the MLP."""
-        between = size * (7 * self.hidden + (4 if self.has_gate else 2) * self.inner)
-        return tokens * self.per_token * float(2 * self._norm(size) + between)
+        norms = 2 * self._norm(size)
+        attention = size * 7 * self.hidden
+        mlp = size * (4 if self.has_gate else 2) * self.inner
+        return tokens * self.per_token * float(norms + attention + mlp)
 
     def kept_bytes(self, tokens: float, size: int, *, is_recomputed: bool) -> float:
         """Returns the bytes that a trained tower keeps for its backward pass, in its blocks and mergers."""
-        ends = tokens * self.per_token * self.mergers * (self._norm(size) + 2 * size * self.hidden)
-        block = tokens * self.per_token * self.hidden * size if is_recomputed else self.block_bytes(tokens, size)
-        return ends + self.blocks * block
+        patches = tokens * self.per_token
+        mergers = patches * self.mergers * (self._norm(size) + 2 * size * self.hidden)
+        block = self.block_bytes(tokens, size)
+        if is_recomputed:
+            block = patches * self.hidden * size  # only its input
+        return mergers + self.blocks * block
 
     def _norm(self, size: int) -> int:
         """Returns the bytes per patch that a norm keeps: its input, of an RMSNorm in fp32, the normalized input of an
         RMSNorm, and the result."""
-        return self.hidden * (FP32 + 2 * size if self.has_gate else 2 * size)
+        bytes_per_element = 2 * size
+        if self.has_gate:  # RMSNorm
+            bytes_per_element += FP32
+        return self.hidden * bytes_per_element
 
     def flops(self, prompts: float, tokens: float) -> float:
         """Returns the operations of a forward pass over the images of `prompts` prompts of `tokens` tokens: two per
         weight and patch (of the mergers: and token), plus attention."""
-        patches, embedding = tokens * self.per_token, self.values * self.hidden
-        image = patches if self.largest_image is None else min(patches, self.largest_image)
-        attended = self.windowed * self.window + (self.blocks - self.windowed) * image
-        weights = self.blocks * self.block_parameters + embedding
-        of_patches = patches * (2.0 * weights + 4.0 * self.hidden * attended)
-        return prompts * (of_patches + 2.0 * tokens * (self.root_parameters - embedding))
+        patches = tokens * self.per_token
+        patches_of_image = patches
+        if self.largest_image is not None:
+            patches_of_image = min(patches, self.largest_image)
+        full_blocks = self.blocks - self.windowed
+        attended = self.windowed * self.window + full_blocks * patches_of_image  # summed over the blocks
+
+        embedding = self.values * self.hidden
+        weights_of_patches = self.blocks * self.block_parameters + embedding
+        weights_of_tokens = self.root_parameters - embedding
+        flops_of_patches = patches * (2.0 * weights_of_patches + 4.0 * self.hidden * attended)
+        return prompts * (flops_of_patches + 2.0 * tokens * weights_of_tokens)
 
 
 def tower_of(network: PreTrainedModel) -> TowerShape:
     """Returns the shape of the tower of a network of `workers.policy.vision.VISION_FAMILIES`."""
-    config, tower = network.config.vision_config, network.base_model.visual
-    full = getattr(config, "fullatt_block_indexes", None)
+    config = network.config.vision_config
+    tower = network.base_model.visual
     area = config.patch_size**2
+
+    windowed = window = 0
+    blocks_with_full_attention = getattr(config, "fullatt_block_indexes", None)
+    if blocks_with_full_attention is not None:
+        windowed = config.depth - len(blocks_with_full_attention)
+        window = config.window_size**2 // area
+
     return TowerShape(
-        parameters=sum(each.numel() for each in tower.parameters()),
+        parameters=_count(tower),
         blocks=config.depth,
-        block_parameters=sum(each.numel() for each in tower.blocks[0].parameters()),
+        block_parameters=_count(tower.blocks[0]),
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         values=config.in_channels * config.temporal_patch_size * area,
@@ -111,6 +142,10 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
         output=config.out_hidden_size,
         mergers=1 + len(getattr(config, "deepstack_visual_indexes", ())),
         has_gate=hasattr(tower.blocks[0].mlp, "gate_proj"),
-        windowed=0 if full is None else config.depth - len(full),
-        window=0 if full is None else config.window_size**2 // area,
+        windowed=windowed,
+        window=window,
     )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 from trainer.console import format_seconds
 from trainer.final_report import ValidationMean, all_validation_means
 from trainer.metric_docs import find
 from trainer.reports.health import MEMORY, findings_of
 from trainer.reports.run_data import Answer, Group, Messages, Run, groups, run_titles, stage_seconds
+from verl_lite.json_types import JsonObject
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
 DASHES = ("solid", "dash", "dot")
@@ -113,7 +114,8 @@ def panels_of(names: Iterable[str]) -> list[PanelSpec]:
     ]
 
 
-Json = dict[str, Any]
+Json = JsonObject
+"""Data of the page, of a chart or of a part of it, as its script reads them."""
 
 
 def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int = SAMPLE_BYTES) -> Json:
@@ -126,7 +128,7 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
     """
     # a row of the page names its prompt by number, because the answers of a group share it
     prompt_numbers: dict[Messages, int] = {}
-    sample_rows: list[list[Any]] = []
+    sample_rows: list[list[object]] = []
     run_entries: list[Json] = []
 
     for run_number, (run, title) in enumerate(zip(runs, run_titles(runs), strict=True)):
@@ -376,7 +378,7 @@ def interval(values: Sequence[float], widths: Sequence[float], *, are_shares: bo
     return {"symmetric": False, "array": compact(up), "arrayminus": compact(down), "thickness": 1, "width": 2}
 
 
-def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> list[Any]:
+def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> list[object]:
     """Returns a metric's values as the page reads them.
 
     The result is [values] with one value or None for each of `steps`, or [steps, values] for a metric that is logged
@@ -387,7 +389,7 @@ def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> 
     return [[compact(value_by_step.get(step)) for step in steps]]
 
 
-def compact(value: Any) -> Any:
+def compact(value: object) -> object:
     """Rounds numbers to five digits and cuts long texts, also inside lists and dicts."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
@@ -400,7 +402,11 @@ def compact(value: Any) -> Any:
     return value
 
 
-def without_folders(value: Any, known: Sequence[str] = ()) -> Any:
+@overload
+def without_folders(value: str, known: Sequence[str] = ()) -> str: ...
+@overload
+def without_folders(value: object, known: Sequence[str] = ()) -> object: ...
+def without_folders(value: object, known: Sequence[str] = ()) -> object:
     """Replaces each absolute path by `…/` and its last part in all texts of a JSON-compatible value.
 
     Args:

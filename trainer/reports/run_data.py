@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -23,9 +23,12 @@ from trainer.tracking import METRICS, read_metrics
 from trainer.validation.sample import valid_image_names
 from trainer.validation.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 
 Points = list[tuple[int, float]]
 Steps = Mapping[int, Mapping[str, float]]
+Kind = TypeVar("Kind")
+Default = TypeVar("Default")
 Messages = tuple[tuple[str, str], ...]
 """(role, content) of each message of a conversation."""
 
@@ -386,7 +389,7 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
         return None  # the run has deleted the file in the meantime, or the file is damaged
 
 
-def _answer(row: dict[str, Any], kind: str, step: int, run_dir: Path) -> Answer:
+def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> Answer:
     """Returns a row of a samples file as an answer for display."""
     messages = tuple((message["role"], message["content"]) for message in row["prompt"])
     parts = {}
@@ -467,7 +470,7 @@ def request_tree(text: str | None) -> tuple[tuple[Request, ...], int]:
     return tuple(requests), len(values)
 
 
-def _request(number: int, depth: int, start: str, entry: Mapping[str, Any], most_characters: int) -> Request:
+def _request(number: int, depth: int, start: str, entry: Mapping[str, object], most_characters: int) -> Request:
     """Returns a request for display.
 
     Args:
@@ -501,7 +504,7 @@ def _request(number: int, depth: int, start: str, entry: Mapping[str, Any], most
     )
 
 
-def _request_facts(entry: Mapping[str, Any], messages: Sequence[object], row: int | None) -> str:
+def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row: int | None) -> str:
     prompt_tokens = _typed(entry, "prompt_tokens", int, 0)
     sampled_tokens = _typed(entry, "tokens", int, 0)
     facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
@@ -523,6 +526,9 @@ def _request_facts(entry: Mapping[str, Any], messages: Sequence[object], row: in
     return ", ".join(facts)
 
 
-def _typed(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Returns an entry of this type, else the default."""
-    return entry[name] if type(entry.get(name)) is kind else default
+def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
+    """Returns an entry of this type, else the default. A bool does not count as an int."""
+    value = entry.get(name)
+    if isinstance(value, kind) and type(value) is kind:
+        return value
+    return default

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -28,6 +27,7 @@ from trainer.cli import file_mask
 from trainer.sweeps.study_spec import STOP, Search, StudySpec, Value
 from trainer.validation.metrics import half_width
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 
 COMMAND = ("-m", "trainer.main_ppo")
 """The command of a run, after `python`."""
@@ -83,7 +83,9 @@ class Trial:
             return "pruned"
         if "failed" in states:
             return "failed"
-        return "waiting" if states == {"waiting"} else "running"
+        if states == {"waiting"}:
+            return "waiting"
+        return "running"
 
     @property
     def is_over(self) -> bool:
@@ -99,12 +101,16 @@ class Trial:
         """The mean over seeds; for a pruned trial the last known mean."""
         if self.state == "complete":
             return statistics.fmean(self.values)
-        return self.means[max(self.means)] if self.is_pruned and self.means else None
+        if self.is_pruned and self.means:
+            return self.means[max(self.means)]
+        return None
 
     @property
     def half_width(self) -> float | None:
         """Half width of the 95% interval of the mean over seeds (Student's t); None with fewer than two seeds."""
-        return half_width(np.array(self.values), is_share=False) if self.state == "complete" else None
+        if self.state != "complete":
+            return None
+        return half_width(np.array(self.values), is_share=False)
 
     @property
     def error(self) -> str:
@@ -164,26 +170,33 @@ class Study:
 
     def begin(self, parameters: Mapping[str, Value]) -> Trial:
         """Adds a trial and returns it."""
-        self._log(trial=len(self.trials), parameters=dict(parameters))
+        self._log({"trial": len(self.trials), "parameters": dict(parameters)})
         return self.trials[-1]
 
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
         """Records the mean of a trial's runs at a step. prune: True = the trial is pruned, and its runs are asked to
         end."""
-        self._log(trial=trial.number, step=step, mean=mean, prune=prune)
+        self._log({"trial": trial.number, "step": step, "mean": mean, "prune": prune})
 
-    def end(self, trial: Trial, run: Run, state: str, **known: Any) -> None:
-        """Records the end of a run: done | failed | stopped. After a failure the other runs of the trial are asked to
-        end."""
-        self._log(trial=trial.number, seed=run.seed, state=state, **known)
+    def end(self, trial: Trial, run: Run, state: str, **known: object) -> None:
+        """Records the end of a run. After a failure the other runs of the trial are asked to end.
 
-    def _log(self, **event: Any) -> None:
-        with (self.folder / _LOG).open("rb+" if (self.folder / _LOG).exists() else "wb+") as file:
+        Args:
+            trial: the trial of the run.
+            run: the run.
+            state: done | failed | stopped.
+            known: value, error, seconds and steps of the run, as far as they are known; see `Run`.
+        """
+        self._log({"trial": trial.number, "seed": run.seed, "state": state} | known)
+
+    def _log(self, event: JsonObject) -> None:
+        path = self.folder / _LOG
+        with path.open("rb+" if path.exists() else "wb+") as file:
             file.seek(file.read().rfind(b"\n") + 1)  # overwrites a line that a crash cut off
             file.truncate()
             file.write(json.dumps(event).encode() + b"\n")
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # a decision takes effect only when no crash can lose it
         self._replay(event)
         if event.get("prune") or event.get("state") == "failed":
             self.ask_to_end(self.trials[event["trial"]])
@@ -193,7 +206,8 @@ class Study:
         if trial.folder.exists():
             (trial.folder / STOP).touch()
 
-    def _replay(self, event: dict[str, Any]) -> None:
+    def _replay(self, event: JsonObject) -> None:
+        """Applies an event of the log to the trials. A continued sweep applies all of them."""
         number = event["trial"]
         if "parameters" in event:
             folder = self.folder / "trials" / f"{number:04}"

@@ -17,10 +17,15 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    CategoricalChoiceType,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from verl_lite.config import parse_value, split_choices
 from verl_lite.errors import UserError
@@ -61,7 +66,7 @@ class Parameter:
         """Returns the words of the command for a value."""
         return self.settings.get(str(value), [f"{self.name}={value}"])
 
-    def values(self, *, ends: bool = False) -> list[Any] | None:
+    def values(self, *, ends: bool = False) -> list[CategoricalChoiceType] | None:
         """Returns all values in order; None for an infinite range. ends: True = only the two ends of a range."""
         distribution = self.distribution
         if isinstance(distribution, CategoricalDistribution):
@@ -215,11 +220,13 @@ def read_parameter(word: str) -> Parameter | None:
     return Parameter(key, CategoricalDistribution(labels))
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Formats a value of a YAML file for the command line."""
     if isinstance(value, list):
         return "[" + ",".join(as_text(item) for item in value) + "]"
-    return json.dumps(value) if value is None or isinstance(value, bool | dict) else str(value)
+    if value is None or isinstance(value, bool | dict):
+        return json.dumps(value)
+    return str(value)
 
 
 def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDistribution:
@@ -312,12 +319,14 @@ def _file_words(name: str) -> Iterator[str]:
         elif entry == "space" and isinstance(content_of_entry, dict):
             yield from (_word_of_space(key, value) for key, value in content_of_entry.items())
         else:
-            is_list = isinstance(content_of_entry, list) and entry == "config"
-            for value in content_of_entry if is_list else [content_of_entry]:
+            values = [content_of_entry]
+            if isinstance(content_of_entry, list) and entry == "config":
+                values = content_of_entry
+            for value in values:
                 yield f"--{str(entry).replace('_', '-')}={as_text(value)}"
 
 
-def _word_of_space(key: str, value: Any) -> str:
+def _word_of_space(key: str, value: object) -> str:
     """Returns the word of a parameter in a sweep file: a list of choices, or choices that set several keys at once."""
     if isinstance(value, dict) and all(isinstance(settings, dict) for settings in value.values()):
         return f"@{key}={json.dumps(value)}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ray import tune
 
@@ -18,6 +18,7 @@ from trainer.cli import NOTHING_LEFT, WRONG_INPUT
 from trainer.sweeps.study_spec import STOP, metric_by_step
 from trainer.tracking import METRICS, read_metrics
 from verl_lite.errors import printable
+from verl_lite.json_types import JsonObject
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus, without_processes
 from verl_lite.machine.process_table import marked_processes
 from verl_lite.machine.process_tree import MARK, RUN_MARK, ProcessTree, die_with_parent
@@ -69,12 +70,12 @@ class Order:
         return (trial / STOP).exists() or (trial.parent.parent / STOP).exists()
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config: dict[str, Order]) -> None:
     """Runs the process of `config["order"]` on the machine of the run. The process ends with this one, even by kill -9.
 
     Reports its metrics and its end to Tune, as JSON because Tune flattens nested results. Raises MachineFault.
     """
-    order: Order = config["order"]
+    order = config["order"]
     log_path = order.folder.with_suffix(".log")
     os.umask(order.umask)
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +164,7 @@ def _start_process(order: Order, log: BinaryIO) -> ProcessTree:
 
 
 def _report(
-    order: Order, steps: Mapping[int, Mapping[str, float]], ended: dict[str, Any] | None = None, waits: str = ""
+    order: Order, steps: Mapping[int, Mapping[str, float]], ended: JsonObject | None = None, waits: str = ""
 ) -> None:
     """Reports the state of a run to Tune.
 
@@ -187,7 +188,7 @@ def _report(
     tune.report({"report": json.dumps(report)})
 
 
-def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -> dict[str, Any]:
+def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -> JsonObject:
     """Describes the end of a run for the study.
 
     Args:

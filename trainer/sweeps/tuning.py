@@ -21,11 +21,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import optuna
 import ray
 from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
@@ -34,8 +34,10 @@ from trainer.sweeps.study import Run, Study, Trial
 from trainer.sweeps.study_spec import STOP, Options, Value
 from trainer.sweeps.sweep_checks import planned, problem
 from trainer.sweeps.trial_process import Order, clean, train
+from verl_lite.config.run import RayInitConfig
 from verl_lite.device import device_type
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus
 from verl_lite.single_controller.guard import guarded, set_environment
 from verl_lite.single_controller.ray_cluster import current_umask, machines, ray_loss, ray_running
@@ -53,8 +55,11 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs execute. gpus: GPUs of each run; None = CPU. environment: variables that runs inherit; None = those of
-    their machine."""
+    """Where runs execute.
+
+    gpus: GPUs of each run; None = CPU.
+    environment: variables that runs inherit; None = those of their machine.
+    """
 
     gpus: int | None
     environment: dict[str, str] | None
@@ -79,7 +84,7 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
                 stack.callback(set_environment, set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free)}))
             stack.enter_context(guarded())
             slots = options.slots or max(1, len(free) // options.per_trial)
-        ray_init: Any = SimpleNamespace(
+        ray_init = RayInitConfig(
             address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
         stack.enter_context(ray_running(ray_init, f"sweep-{os.getpid()}", num_gpus=len(free), tell=tell))
@@ -149,7 +154,7 @@ class Sweep(Searcher):
         self._announced: set[str] = set()
         self.problem: UserError | None = None
 
-    def suggest(self, trial_id: str) -> Any:
+    def suggest(self, trial_id: str) -> dict[str, Order] | str:
         """Returns the next run for one of Tune's trials: a run of a started trial, else of a new trial."""
         if (self._study.folder / STOP).exists():
             return Searcher.FINISHED
@@ -205,7 +210,7 @@ class Sweep(Searcher):
             self._tell(f"trial {trial.number} is not run: {refusal}")
         return None
 
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+    def on_trial_result(self, trial_id: str, result: JsonObject) -> None:
         """Records the report of a run."""
         trial, run = self._running[trial_id]
         report = json.loads(result["report"])
@@ -224,7 +229,7 @@ class Sweep(Searcher):
         if is_over:
             self._end(trial_id, **report["ended"], names=report["names"])
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+    def on_trial_complete(self, trial_id: str, result: JsonObject | None = None, error: bool = False) -> None:
         """Does nothing: the last result contains the end of the run."""
 
     def save(self, checkpoint_path: str) -> None:
@@ -255,15 +260,15 @@ class Sweep(Searcher):
         """Returns True if ASHA stops a trial with this mean at this step."""
         if self._asha is None:
             return False
-        tuner: Any = None  # ASHA uses only the trial's name
-        named: Any = SimpleNamespace(trial_id=str(trial.number))
+        # ASHA uses neither the tuner nor more of a trial than its name
+        trial_of_asha = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._known_to_asha:
             self._known_to_asha.add(trial.number)
-            self._asha.on_trial_add(tuner, named)
-        decision = self._asha.on_trial_result(tuner, named, {"step": step, "value": mean})
+            self._asha.on_trial_add(None, trial_of_asha)
+        decision = self._asha.on_trial_result(None, trial_of_asha, {"step": step, "value": mean})
         return bool(decision == FIFOScheduler.STOP)
 
-    def _end(self, trial_id: str, state: str, names: Sequence[str] = (), **details: Any) -> None:
+    def _end(self, trial_id: str, state: str, names: Sequence[str] = (), **details: object) -> None:
         """Records the end of a run.
 
         Args:
@@ -274,7 +279,9 @@ class Sweep(Searcher):
         """
         trial, run = self._running.pop(trial_id)
         if state == "done":
-            value = run.values[max(run.values)] if run.values else math.nan
+            value = math.nan
+            if run.values:
+                value = run.values[max(run.values)]
             if math.isnan(value):
                 state = "failed"
                 details["error"] = self._missing_value(trial, run, names)
@@ -302,7 +309,7 @@ class Sweep(Searcher):
 
 def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandScheduler:
     """Creates Tune's pruner from the parameters of --pruner, which are whole numbers except reduction_factor."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, float] = {}
     for name, value in parameters.items():
         arguments[name] = value if name == "reduction_factor" else int(value)
     return AsyncHyperBandScheduler(
@@ -337,7 +344,9 @@ def draw(study: Study) -> dict[str, Value]:
     direction = "maximize" if study.spec.mode == "max" else "minimize"
     results = optuna.create_study(sampler=sampler, direction=direction)
 
-    space: dict[str, Any] = {parameter.name: parameter.distribution for parameter in study.spec.space}
+    space: dict[str, optuna.distributions.BaseDistribution] = {}
+    for parameter in study.spec.space:
+        space[parameter.name] = parameter.distribution
     for trial in study.trials:
         value = trial.value if trial.state == "complete" else None
         if not trial.is_over:
@@ -358,7 +367,9 @@ def draw(study: Study) -> dict[str, Value]:
 
 
 def _name(trial: Trial, run: Run) -> str:
-    return f"trial {trial.number}" + ("" if run.seed is None else f" seed {run.seed}")
+    if run.seed is None:
+        return f"trial {trial.number}"
+    return f"trial {trial.number} seed {run.seed}"
 
 
 class Faults(FIFOScheduler):
@@ -369,10 +380,15 @@ class Faults(FIFOScheduler):
         super().__init__()
         self._sweep = sweep
 
-    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        text = Path(trial.error_file).read_text() if trial.error_file else ""
-        _, is_fault, message = text.rpartition("MachineFault: ")
-        error = message.partition("\n")[0] if is_fault else "the machine or its Ray node was lost"
+    def on_trial_error(self, tune_controller: object, trial: TuneTrial) -> None:
+        traceback_text = ""
+        if trial.error_file:
+            traceback_text = Path(trial.error_file).read_text()
+        error = "the machine or its Ray node was lost"
+        # without this name in the traceback, the process had no chance to say what happened
+        _, is_named, message = traceback_text.rpartition("MachineFault: ")
+        if is_named:
+            error, _, _ = message.partition("\n")
         self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
 
 

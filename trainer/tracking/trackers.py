@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trainer.console import Console
 from trainer.validation.sample import OPTIONAL, Sample
 from verl_lite.config.user_calls import TRACKER_CALL, registered_problems
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 from verl_lite.registry import Registry
 
 OWN = ("console", "jsonl")
@@ -38,7 +39,7 @@ class TrackedRun:
     run_dir: Path
     project: str
     name: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     console: Console
 
     def kept_id(self, tracker: str, new: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
@@ -48,8 +49,11 @@ class TrackedRun:
         new: creates the id if the file has none.
         """
         file = self.run_dir / f"{tracker}_id.txt"
-        if not file.is_file() or not file.read_text(encoding="utf-8").strip():
-            file.write_text(new(), encoding="utf-8")
+        if file.is_file():
+            kept = file.read_text(encoding="utf-8").strip()
+            if kept:
+                return kept
+        file.write_text(new(), encoding="utf-8")
         return file.read_text(encoding="utf-8").strip()
 
 
@@ -68,7 +72,7 @@ class Tracker(Protocol):
 class Adapter:
     """A tracker built from three functions."""
 
-    log: Callable[[Mapping[str, Any], int], object]
+    log: Callable[[Mapping[str, float], int], object]
     log_samples: Callable[[Sequence[Sample], int], object]
     finish: Callable[[], object]
 
@@ -112,7 +116,7 @@ def _tensorboard(run: TrackedRun) -> Tracker:
     """Writes event files to RUN/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = SummaryWriter(str(run.run_dir / "tensorboard"))
+    writer = SummaryWriter(str(run.run_dir / "tensorboard"))
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -120,8 +124,10 @@ def _tensorboard(run: TrackedRun) -> Tracker:
         writer.flush()
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
-        text = "\n\n".join(f"{x.data_source}, score {x.score}: {x.input}\n---\n{x.output}" for x in samples)
-        writer.add_text("samples", text, step)
+        texts = []
+        for sample in samples:
+            texts.append(f"{sample.data_source}, score {sample.score}: {sample.input}\n---\n{sample.output}")
+        writer.add_text("samples", "\n\n".join(texts), step)
 
     return Adapter(log, log_samples, writer.close)
 
@@ -136,33 +142,41 @@ def _mlflow(run: TrackedRun) -> Tracker:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    uri, folder = os.environ.get("MLFLOW_TRACKING_URI"), run.run_dir.absolute()
-    client: Any = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    folder = run.run_dir.absolute()
+    client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
 
     def create() -> str:
-        known = client.get_experiment_by_name(run.project)
-        place = None if uri else (folder / "mlflow_artifacts").as_uri()
-        experiment = known.experiment_id if known else client.create_experiment(run.project, place)
-        return str(client.create_run(experiment, run_name=run.name).info.run_id)
+        experiment = client.get_experiment_by_name(run.project)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            artifacts = None if uri else (folder / "mlflow_artifacts").as_uri()
+            experiment_id = client.create_experiment(run.project, artifacts)
+        return str(client.create_run(experiment_id, run_name=run.name).info.run_id)
 
     # a server does not know the run of the local store, so the two have separate ids
-    known_as = run.kept_id("mlflow_server" if uri else "mlflow", create)
-    client.update_run(known_as, status="RUNNING")
-    client.log_dict(known_as, dict(run.options), "config.json")
+    run_id = run.kept_id("mlflow_server" if uri else "mlflow", create)
+    client.update_run(run_id, status="RUNNING")  # a resumed run has ended before
+    client.log_dict(run_id, dict(run.options), "config.json")
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        names = {x: re.sub(r"[^\w\-. :/]", "_", x.replace("@", "_at_")) for x in metrics}
-        rows = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
-        for start in range(0, len(rows), 1000):  # the maximum of one call
-            client.log_batch(known_as, metrics=rows[start : start + 1000])
+        entries = []
+        for name, value in metrics.items():
+            allowed_name = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+            entries.append(Metric(allowed_name, float(value), now, step))
+        for start in range(0, len(entries), 1000):  # the maximum of one call
+            client.log_batch(run_id, metrics=entries[start : start + 1000])
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
-        shown = (dataclasses.asdict(sample) for sample in samples)
-        rows = {"step": step, "samples": [{k: v for k, v in row.items() if k not in OPTIONAL or v} for row in shown]}
-        client.log_dict(known_as, rows, f"generations/step_{step}.json")
+        rows = []
+        for sample in samples:
+            row = dataclasses.asdict(sample)
+            rows.append({name: value for name, value in row.items() if name not in OPTIONAL or value})
+        client.log_dict(run_id, {"step": step, "samples": rows}, f"generations/step_{step}.json")
 
-    return Adapter(log, log_samples, lambda: client.set_terminated(known_as))
+    return Adapter(log, log_samples, lambda: client.set_terminated(run_id))
 
 
 def _end_wandb() -> None:
@@ -188,20 +202,21 @@ def _wandb(run: TrackedRun) -> Tracker:
     atexit.register(_end_wandb)
     has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")
-    options: dict[str, Any] = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
-    options |= {"resume": "allow"} if mode == "online" else {}
-    options["settings"] = wandb.Settings(console="off", silent=True, init_timeout=30.0)
-    made = wandb.init(project=run.project, name=run.name, config=dict(run.options), **options)
+    options: JsonObject = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
+    if mode == "online":
+        options["resume"] = "allow"
+    settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
+    wandb_run = wandb.init(project=run.project, name=run.name, config=dict(run.options), settings=settings, **options)
     if mode == "offline":
-        _tell_offline(run, "wandb", "wandb sync", Path(made.dir).parent)
+        _tell_offline(run, "wandb", "wandb sync", Path(wandb_run.dir).parent)
     # wandb's own step counter continues in a resumed run, so it is not the x-axis
-    made.define_metric("*", step_metric="training/global_step")
+    wandb_run.define_metric("*", step_metric="training/global_step")
 
-    def log(data: Mapping[str, Any], step: int) -> None:
-        made.log({**data, "training/global_step": step})
+    def log(data: Mapping[str, object], step: int) -> None:
+        wandb_run.log({**data, "training/global_step": step})
 
     def finish() -> None:
-        made.finish()
+        wandb_run.finish()
         if wandb.run is None:  # no other wandb run is open, so end the service before the run's end kills it
             _end_wandb()
             # The user may start another service, which has an exit handler of its own.
@@ -220,17 +235,26 @@ def _swanlab(run: TrackedRun) -> Tracker:
     overrides this choice."""
     import swanlab
 
-    mode, folder = os.environ.get("SWANLAB_MODE"), run.run_dir / "swanlab"
-    mode = mode or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
-    options: dict[str, Any] = {"mode": mode, "config": dict(run.options), "log_dir": str(folder)}
-    options |= {"id": run.kept_id("swanlab"), "resume": "allow"} if mode == "online" else {}
+    folder = run.run_dir / "swanlab"
     folder.mkdir(exist_ok=True)
-    made = swanlab.init(project=run.project, name=run.name, **options)
+    has_account = bool(os.environ.get("SWANLAB_API_KEY"))
+    mode = os.environ.get("SWANLAB_MODE") or ("online" if has_account else "offline")
+    options: dict[str, object] = {"mode": mode, "config": dict(run.options), "log_dir": str(folder)}
+    if mode == "online":
+        options |= {"id": run.kept_id("swanlab"), "resume": "allow"}
+    swanlab_run = swanlab.init(project=run.project, name=run.name, **options)
     if mode == "offline":
-        _tell_offline(run, "swanlab", "swanlab sync", max(folder.iterdir(), default=folder))
+        newest = max(folder.iterdir(), default=folder)
+        _tell_offline(run, "swanlab", "swanlab sync", newest)
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        swanlab_run.log(dict(metrics), step=step)
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
-        texts = [swanlab.Text(f"{x.input}\n---\n{x.output}", caption=f"score {x.score}") for x in samples]
-        made.log({_GENERATIONS: texts}, step=step)
+        texts = []
+        for sample in samples:
+            text = f"{sample.input}\n---\n{sample.output}"
+            texts.append(swanlab.Text(text, caption=f"score {sample.score}"))
+        swanlab_run.log({_GENERATIONS: texts}, step=step)
 
-    return Adapter(lambda data, step: made.log(dict(data), step=step), log_samples, made.finish)
+    return Adapter(log, log_samples, swanlab_run.finish)

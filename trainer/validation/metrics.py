@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,9 +43,12 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
         samples: The N answers to each prompt, in any order.
         prefix: For example "greedy/". All names are then val-aux/{source}/{prefix}{variable}/...
     """
-    variables: dict[str, Sequence[Any]] = {"reward": [sample.score for sample in samples]}
-    names = {name for sample in samples for name in sample.extra}
+    variables: dict[str, Sequence[object]] = {"reward": [sample.score for sample in samples]}
+    names: set[str] = set()
+    for sample in samples:
+        names.update(sample.extra)
     for name in sorted(names):
+        # if the reward failed, its other entries say nothing about the answer
         variables[name] = [None if sample.score is None else sample.extra.get(name) for sample in samples]
     sources = [sample.data_source for sample in samples]
     uids = [sample.uid for sample in samples]
@@ -81,7 +84,7 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
 def process_validation_metrics(
     data_sources: Sequence[str],
     sample_uids: Sequence[str],
-    infos_dict: Mapping[str, Sequence[Any]],
+    infos_dict: Mapping[str, Sequence[object]],
     seed: int = SEED,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Returns the means over prompts as {source: {variable: {metric: mean}}}.
@@ -106,7 +109,7 @@ def process_validation_metrics(
     for variable, entries in infos_dict.items():
         if variable == PREDICTION or not _are_numbers(entries):
             continue
-        values = np.array([np.nan if entry is None else float(entry) for entry in entries])
+        values = np.array([np.nan if entry is None else float(entry) for entry in entries])  # NaN: no value
         for source, prompts in prompts_by_source.items():
             means = _source_metrics(values, list(prompts.values()), votes, seed)
             if means:
@@ -114,13 +117,13 @@ def process_validation_metrics(
     return results
 
 
-def _are_numbers(entries: Sequence[Any]) -> bool:
+def _are_numbers(entries: Sequence[object]) -> TypeGuard[Sequence[float | None]]:
     """Returns True if all entries that are not None are numbers or bools."""
     return all(entry is None or isinstance(entry, bool | int | float | np.number | np.bool_) for entry in entries)
 
 
 def _source_metrics(
-    values: Floats, prompts: Sequence[Sequence[int]], votes: Sequence[Any] | None, seed: int
+    values: Floats, prompts: Sequence[Sequence[int]], votes: Sequence[object] | None, seed: int
 ) -> dict[str, float]:
     """Returns the means over the prompts of one source; nothing if no row has a value.
 
@@ -147,7 +150,7 @@ def _source_metrics(
 
 
 def _prompt_metrics(
-    values: Floats, size: int, is_binary: bool, ballots: Sequence[Any] | None, seed: int
+    values: Floats, size: int, is_binary: bool, ballots: Sequence[object] | None, seed: int
 ) -> dict[str, float]:
     """Returns the metrics of one prompt.
 
@@ -216,24 +219,30 @@ def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
     return mean, np.sqrt(((ordered - mean[..., None]) ** 2) @ probability)
 
 
-def majority_of(values: Floats, ballots: Sequence[Any], n: int, seed: int = SEED) -> tuple[float, float]:
+def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = SEED) -> tuple[float, float]:
     """Returns mean and standard deviation of the value of the most frequent vote among n drawn with replacement.
 
-    values, ballots: (N,) values and votes of the answers to one prompt. All tied votes, and all answers with the
-    winning vote, are equally likely to provide the value. (verl uses the first of them in the draw, which is
-    equivalent.)
+    All tied votes, and all answers with the winning vote, are equally likely to provide the value. (verl uses the first
+    of them in the draw, which is equivalent.)
+
+    Args:
+        values, ballots: (N,) values and votes of the answers to one prompt.
+        n: Number of drawn answers.
+        seed: Seed of the draws.
     """
     ascending = np.argsort(values, kind="stable")  # sorted, because the sum of floats depends on their order
     values = values[ascending]
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
-    sizes = np.bincount(vote_of_answer)
-    shares = _winner_shares(tuple(sizes.tolist()), n, seed)
+    num_answers = np.bincount(vote_of_answer)  # with each vote
+    winner_shares = _winner_shares(tuple(num_answers.tolist()), n, seed)  # (draws, votes)
 
-    mean_by_vote = np.bincount(vote_of_answer, weights=values) / sizes
-    mean = float((shares @ mean_by_vote).mean())
-    squares_by_vote = np.bincount(vote_of_answer, weights=(values - mean) ** 2) / sizes
-    return mean, float(np.sqrt((shares @ squares_by_vote).mean()))
+    mean_by_vote = np.bincount(vote_of_answer, weights=values) / num_answers
+    mean = float((winner_shares @ mean_by_vote).mean())
+
+    square_by_vote = np.bincount(vote_of_answer, weights=(values - mean) ** 2) / num_answers
+    variance = (winner_shares @ square_by_vote).mean()
+    return mean, float(np.sqrt(variance))
 
 
 @lru_cache(maxsize=256)
@@ -249,9 +258,12 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
         seed: seed of the draws.
     """
     shares = np.array(sizes) / sum(sizes)
-    counts = np.random.default_rng([seed, n]).multinomial(n, shares, size=RESAMPLES)
-    wins = counts == counts.max(axis=1, keepdims=True)
-    return wins / wins.sum(axis=1, keepdims=True)
+    generator = np.random.default_rng([seed, n])
+    counts = generator.multinomial(n, shares, size=RESAMPLES)
+
+    most_frequent = counts == counts.max(axis=1, keepdims=True)
+    num_tied = most_frequent.sum(axis=1, keepdims=True)
+    return most_frequent / num_tied
 
 
 def _samples_of(metric: str) -> int:

@@ -6,13 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
+
+from verl_lite.json_types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainer.data.sources import Row
     from verl_lite.protocol import DataProto
     from workers.policy.vision import ImageInputs
 
@@ -58,9 +61,9 @@ class Sample:
     sample: int = 0
     timed_out: bool = False
     prompt: list[dict[str, str]] = field(default_factory=list)
-    ground_truth: Any = None
-    extra_info: dict[str, Any] | None = None
-    requests: list[dict[str, Any]] = field(default_factory=list)
+    ground_truth: object = None
+    extra_info: JsonObject | None = None
+    requests: list[JsonObject] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
 
 
@@ -75,7 +78,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     for row in range(len(batch)):
         if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
             continue
-        columns: dict[str, Any] = {name: values[row] for name, values in batch.non_tensor_batch.items()}
+        columns: Row = {name: values[row] for name, values in batch.non_tensor_batch.items()}
         prompt = columns["raw_prompt"]
         ground_truth = columns["reward_model"].get("ground_truth")
         score = None
@@ -96,24 +99,26 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
             extra=_entries(columns),
             sample=int(columns.get("sample", 0)),
             timed_out=bool(columns.get("reward_timed_out", False)),
-            prompt=plain_value(prompt),
+            prompt=[plain_value(message) for message in prompt],
             ground_truth=plain_value(ground_truth),
-            extra_info=plain_value(columns.get("extra_info")) or None,
+            extra_info=plain_value(columns.get("extra_info", {})) or None,
             images=image_names(columns.get("multi_modal_inputs")),
         )
         samples.append(sample)
     return samples
 
 
-def _entries(columns: Mapping[str, Any]) -> dict[str, float | str]:
+def _entries(columns: Mapping[str, object]) -> dict[str, float | str]:
     """Returns the further entries of a row's reward, which are its columns `reward/<name>`."""
     entries: dict[str, float | str] = {}
     for name, value in columns.items():
         entry = name.removeprefix("reward/")
         if entry == name or value is None:
             continue
-        is_number = isinstance(value, int | float | np.number | np.bool_) and entry != PREDICTION
-        entries[entry] = float(value) if is_number else str(value)
+        if isinstance(value, int | float | np.number | np.bool_) and entry != PREDICTION:
+            entries[entry] = float(value)
+        else:
+            entries[entry] = str(value)
     return entries
 
 
@@ -124,14 +129,18 @@ def image_names(images: ImageInputs | None) -> list[str]:
     return [f"{images.digest:016x}-{number}.jpg" for number in range(len(images.files))]
 
 
-def valid_image_names(value: Any) -> list[str]:
+def valid_image_names(value: object) -> list[str]:
     """Returns the file names among the entries of a saved `images`, which is untrusted. Names of another form, such as
     paths, are left out."""
     entries = value if isinstance(value, list) else []
     return [entry for entry in entries if isinstance(entry, str) and _IMAGE_NAME.fullmatch(entry)]
 
 
-def plain_value(value: Any) -> Any:
+@overload
+def plain_value(value: dict[str, object]) -> JsonObject: ...
+@overload
+def plain_value(value: object) -> object: ...
+def plain_value(value: object) -> object:
     """Converts a value of a dataset to a json value: arrays to lists, numbers that are not finite to None, and types
     that json lacks (dates, bytes) to text."""
     if isinstance(value, dict):

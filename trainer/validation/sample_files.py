@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 import pyarrow
 import pyarrow.parquet
@@ -26,6 +26,7 @@ import pyarrow.parquet
 from trainer.checkpoint import beside_training
 from trainer.validation.sample import OPTIONAL, Sample, image_names
 from verl_lite.images import open_image
+from verl_lite.json_types import JsonObject
 
 if TYPE_CHECKING:
     from verl_lite.protocol import DataProto
@@ -34,7 +35,7 @@ FOLDER, TRAIN, VAL, IMAGES = "samples", "train", "val", "images"
 IMAGE_SIDE = 512  # pixels; larger images are scaled down
 JSON = "_json"
 REWARD = "reward/"
-_KINDS: dict[Any, pyarrow.DataType] = {
+_KINDS: dict[object, pyarrow.DataType] = {  # the type of a column by that of the field
     int: pyarrow.int64(),
     str: pyarrow.string(),
     bool: pyarrow.bool_(),
@@ -192,9 +193,12 @@ def write_table(table: pyarrow.Table, path: Path) -> None:
 def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     """Converts samples to a table with one row per sample."""
     kinds = {name: _KINDS[kind] for name, kind in get_type_hints(Sample).items() if kind in _KINDS}
-    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in samples] for name in kinds}
-    columns["prompt"] = [_messages_as_text(sample.prompt) for sample in samples]
-    arrays = {name: pyarrow.array(values, kinds[name]) for name, values in columns.items()}
+    arrays = {}
+    for name, kind in kinds.items():
+        values: list[object] = [getattr(sample, name) for sample in samples]
+        if name == "prompt":
+            values = [_messages_as_text(sample.prompt) for sample in samples]
+        arrays[name] = pyarrow.array(values, kind)
 
     json_names = ["ground_truth", "extra_info"]
     if any(sample.requests for sample in samples):
@@ -207,7 +211,16 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     return pyarrow.table(arrays | reward_columns([sample.extra for sample in samples]))
 
 
-def _messages_as_text(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def decoded_columns(row: JsonObject) -> JsonObject:
+    """Returns a row of a table with its columns NAME_json decoded as NAME, the inverse of `table_of`."""
+    decoded = {}
+    for name, text in row.items():
+        if name.endswith(JSON) and isinstance(text, str):
+            decoded[name.removesuffix(JSON)] = json.loads(text)
+    return row | decoded
+
+
+def _messages_as_text(prompt: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
     messages = []
     for message in prompt:
         messages.append({key: as_text(message.get(key, "")) for key in ("role", "content")})
@@ -219,15 +232,16 @@ def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pya
     columns = {}
     names = {name for extra in extras for name in extra}
     for name in sorted(names):
-        values: list[Any] = [extra.get(name) for extra in extras]
-        is_text = any(isinstance(value, str) for value in values)
-        if is_text:
-            values = [None if value is None else as_text(str(value)) for value in values]
-        columns[f"{REWARD}{name}"] = pyarrow.array(values, pyarrow.string() if is_text else pyarrow.float64())
+        values = [extra.get(name) for extra in extras]
+        if any(isinstance(value, str) for value in values):
+            texts = [None if value is None else as_text(str(value)) for value in values]
+            columns[f"{REWARD}{name}"] = pyarrow.array(texts, pyarrow.string())
+        else:
+            columns[f"{REWARD}{name}"] = pyarrow.array(values, pyarrow.float64())
     return columns
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Returns text unchanged and any other value as json. Lone surrogates, which UTF-8 cannot encode, become "?"."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.encode(errors="replace").decode()

@@ -8,11 +8,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import write_atomically
 from trainer.validation.sample import Sample
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 
 _SETTINGS = "settings.json"
 _PIECES = 256
@@ -59,13 +59,15 @@ class AnswerStore:
         return sorted(self.folder.glob("chunk-*.jsonl"))
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
+def read_settings(folder: Path) -> JsonObject | None:
     """Returns the settings of the answers in a folder, or None if it has none."""
     path = folder / _SETTINGS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
+def claim_folder(folder: Path, settings: JsonObject) -> None:
     """Reserves a folder for answers with these settings.
 
     Args:
@@ -108,6 +110,7 @@ def content_of(path: str | Path) -> str:
     if not path.is_file():
         return "absent"
 
+    # a large file, such as a checkpoint, is not read completely
     size = path.stat().st_size
     num_pieces = min(_PIECES, -(-size // _PIECE_BYTES))
     digest.update(str(size).encode())
