@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
+@runtime_checkable
+class _RecordsAdapter(Protocol):
+    """A diffusers model, which needs to know the adapter's config to save and load it."""
+
+    def add_adapter(self, adapter_config: LoraConfig) -> None:
+        """Injects the adapter's layers and records its config."""
+
+
+def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
     """Adds a LoRA adapter to the linear layers in `model.target_modules` and freezes all other parameters.
 
     The adapter's parameters are fp32 and compute in the dtype of their inputs. Raises UserError if
@@ -34,8 +42,10 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
 
     layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     targets = layers if list(model.target_modules) == [ALL_LINEAR] else list(model.target_modules)
+    # the dots compare whole parts of a name, so that "to_q" does not match a layer "add_to_q"
     unmatched = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
     if unmatched or not targets:
+        # names within a block, because those of all blocks differ only in its number
         known = sorted({re.sub(r".*\.\d+\.", "", name) for name in layers})
         raise UserError(
             f"model.target_modules={targets}: {', '.join(unmatched) or 'an empty list'} matches no linear layer of "
@@ -45,12 +55,14 @@ def add_adapter(network: Any, model: DiffusionModelConfig | FlowModelConfig) -> 
         r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, base_model_name_or_path=str(model.path)
     )
     network.requires_grad_(False)
-    if hasattr(network, "add_adapter"):  # a diffusers model, which records the adapter's config
+    if isinstance(network, _RecordsAdapter):
         network.add_adapter(config)
     else:
         inject_adapter_in_model(config, network)
+
     for layer in network.modules():
         if isinstance(layer, LoraLayer):
+            # peft's cast of the input to the adapter's dtype; `_InputDtypeLinear` says why the weights are cast instead
             layer.cast_input_dtype_enabled = False
             for part in (*layer.lora_A.values(), *layer.lora_B.values()):
                 part.to(torch.float32).__class__ = _InputDtypeLinear

@@ -7,13 +7,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
+CacheEntry: TypeAlias = torch.Tensor | str | None
+"""An entry of diffusers' feature cache: the last frames before a convolution, "Rep" after one frame, None at first."""
 
 
 def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
@@ -23,18 +25,18 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
     chunk: only the cache's tensors are kept between forward and backward, and the activations of at most one chunk
     exist at a time.
     """
-    decoder: Any = getattr(vae, "decoder", None)
+    decoder: nn.Module | None = getattr(vae, "decoder", None)
     if decoder is None or "feat_cache" not in inspect.signature(decoder.forward).parameters:
         return cast("Decode", partial(checkpoint, decode, use_reentrant=False))
     plain = decoder.forward
 
-    def run_chunk(chunk: torch.Tensor, first_chunk: bool, *cache: Any) -> tuple[Any, ...]:
-        entries = list(cache)
+    def run_chunk(chunk: torch.Tensor, first_chunk: bool, *cache: CacheEntry) -> tuple[CacheEntry, ...]:
+        entries = list(cache)  # a copy for the decoder to write to, because the backward pass runs this once more
         frames = plain(chunk, feat_cache=entries, feat_idx=[0], first_chunk=first_chunk)
         return frames, *entries
 
     def forward(
-        chunk: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], first_chunk: bool = False
+        chunk: torch.Tensor, feat_cache: list[CacheEntry], feat_idx: list[int], first_chunk: bool = False
     ) -> torch.Tensor:
         frames, *feat_cache[:] = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
         feat_idx[0] = len(feat_cache)
@@ -62,15 +64,21 @@ class Placement:
     """
 
     def __init__(self, device: torch.device, offload: bool) -> None:
-        self.device, self.offload = device, offload
+        self.device = device
+        self.offload = offload
+        # per module: its tensors, each with its values on the host; no tensors without offloading
         self._homes: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, module: nn.Module) -> None:
         """Registers a frozen, unsharded `module` and moves it to the device, or to the host if `offload` is set."""
         module.to("cpu" if self.offload else self.device)
         self._homes[module] = []
-        for tensor in (*module.parameters(), *module.buffers()) if self.offload else ():
-            tensor.data = tensor.data.pin_memory() if self.device.type == "cuda" else tensor.data
+        if not self.offload:
+            return
+
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.device.type == "cuda":
+                tensor.data = tensor.data.pin_memory()
             self._homes[module].append((tensor, tensor.data))
 
     @contextmanager

@@ -9,22 +9,29 @@ transformers is imported from the module that model_index.json names.
 Functions import diffusers where they use it, because the import takes seconds and other runs do not need it.
 """
 
+from __future__ import annotations
+
 import html
 import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from verl_lite.config.diffusion import EXPERTS, DiffusionModelConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 from workers.diffusion.memory_saving import Placement
 from workers.policy.model_errors import user_error_on_failure
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
@@ -40,9 +47,10 @@ class LatentCodec:
     """
 
     def __init__(self, vae: nn.Module) -> None:
-        self.vae: Any = vae
+        self.vae: Any = vae  # has members that nn.Module does not declare, of one of the two classes above
         config: Any = self.vae.config
-        self.channels, self.temporal_factor = int(config.z_dim), int(config.scale_factor_temporal)
+        self.channels = int(config.z_dim)
+        self.temporal_factor = int(config.scale_factor_temporal)
         self.spatial_factor = int(config.scale_factor_spatial)
         self._mean = torch.tensor(config.latents_mean, dtype=torch.float32).view(1, -1, 1, 1, 1)
         self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
@@ -63,10 +71,12 @@ class LatentCodec:
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Returns normalised latents (b, C, T, h, w), the posterior mode, of clips (b, 3, F, H, W) in [-1, 1]."""
-        own = getattr(self.vae, "encode_video", None)
         video = video.to(self.vae.dtype)
-        latents = (self.vae.encode(video).latent_dist.mode() if own is None else own(video)).float()
-        return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
+        if hasattr(self.vae, "encode_video"):
+            latents = self.vae.encode_video(video)
+        else:
+            latents = self.vae.encode(video).latent_dist.mode()
+        return (latents.float() - self._mean.to(latents.device)) / self._std.to(latents.device)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decodes normalised latents (b, C, T, h, w) into frames (b, F, 3, H, W) in [-1, 1]; differentiable."""
@@ -82,25 +92,39 @@ class PromptEncoder:
     encoder to the device when a prompt is not in the cache.
     """
 
-    def __init__(self, tokenizer: Any, text_encoder: nn.Module, placement: Placement) -> None:
-        self.tokenizer, self.text_encoder, self.placement = tokenizer, text_encoder, placement
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text_encoder: nn.Module, placement: Placement) -> None:
+        self.tokenizer = tokenizer
+        self.text_encoder = text_encoder
+        self.placement = placement
         self.length = min(LONGEST_PROMPT, int(tokenizer.model_max_length))
-        self._known: dict[str, torch.Tensor] = {}
+        self._embeddings: dict[str, torch.Tensor] = {}  # (tokens, D) by prompt, on the host
         placement.add(text_encoder)
 
     def __call__(self, prompts: Sequence[str], device: torch.device) -> torch.Tensor:
         """Returns embeddings (b, L, D), padded with zeros after each prompt's tokens as in diffusers' pipeline."""
-        if new := set(prompts) - set(self._known):
+        # the encoder is moved to the device once for all new prompts, and not at all if there is none
+        if new := set(prompts) - set(self._embeddings):
             with self.placement.at_work(self.text_encoder):
                 for prompt in new:
-                    plain = " ".join(html.unescape(html.unescape(prompt)).split())
-                    padded: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True}
-                    tokens = self.tokenizer([plain], return_tensors="pt", **padded)
-                    ids, mask = (x.to(self.placement.device) for x in (tokens.input_ids, tokens.attention_mask))
-                    states = self.text_encoder(ids, mask).last_hidden_state[0]
-                    self._known[prompt] = states[: int(mask.sum())].cpu()  # (tokens, D), on the host
-        rows = [self._known[prompt].to(device) for prompt in prompts]
-        return torch.stack([nn.functional.pad(row, (0, 0, 0, self.length - len(row))) for row in rows])
+                    self._embeddings[prompt] = self._encode(prompt)
+
+        rows = []
+        for prompt in prompts:
+            embedding = self._embeddings[prompt].to(device)
+            rows.append(nn.functional.pad(embedding, (0, 0, 0, self.length - len(embedding))))
+        return torch.stack(rows)
+
+    def _encode(self, prompt: str) -> torch.Tensor:
+        """Returns the embedding (tokens, D) of one prompt on the host, without the padding."""
+        # the cleaning of diffusers' Wan pipeline, which unescapes twice
+        plain = " ".join(html.unescape(html.unescape(prompt)).split())
+        tokens = self.tokenizer(
+            [plain], return_tensors="pt", padding="max_length", max_length=self.length, truncation=True
+        )
+        ids = tokens.input_ids.to(self.placement.device)
+        mask = tokens.attention_mask.to(self.placement.device)
+        states = self.text_encoder(ids, mask).last_hidden_state[0]
+        return states[: int(mask.sum())].cpu()
 
 
 @dataclass
@@ -112,11 +136,11 @@ class DiffusionParts:
     expand_timesteps: True for the layout of TI2V-5B, False for that of I2V-A14B.
     """
 
-    low_noise: nn.Module
-    high_noise: nn.Module | None
+    low_noise: WanTransformer3DModel
+    high_noise: WanTransformer3DModel | None
     codec: LatentCodec
     text_encoder: nn.Module
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     boundary_ratio: float | None
     expand_timesteps: bool
 
@@ -129,7 +153,8 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
-    index: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index: JsonObject = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    # diffusers writes [null, null] for an optional component that the pipeline does not have
     there = {name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
     if missing := [name for name in NEEDED if name not in there]:
         raise UserError(
@@ -139,7 +164,7 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
     names = [name for name in EXPERTS if name in there]
     if unknown := set(model.fused_loras) - set(names):
         raise UserError(f"model.fused_loras: {sorted(unknown)} are not experts of this pipeline; expected {names}")
-    experts: dict[str, nn.Module] = {}
+    experts: dict[str, WanTransformer3DModel] = {}
     for name in names:
         experts[name] = _load(folder, name, index[name], dtype)
         if name in model.fused_loras:
@@ -169,7 +194,7 @@ def _check_layout(parts: DiffusionParts, path: str) -> None:
     codec = parts.codec
     expected = codec.channels if parts.expand_timesteps else 2 * codec.channels + codec.temporal_factor
     for expert in filter(None, (parts.low_noise, parts.high_noise)):
-        config: Any = expert.config
+        config = expert.config
         if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
             raise UserError(
                 f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} "
@@ -200,7 +225,7 @@ def component_class(name: str, entry: list[str]) -> Any:
         raise UserError(f"{INDEX}: {name} is {library}.{class_name}, which cannot be imported: {error}") from error
 
 
-def _fuse(expert: Any, file: str, option: str) -> None:
+def _fuse(expert: WanTransformer3DModel, file: str, option: str) -> None:
     """Merges the adapter in `file`, in the format of diffusers or one that it can convert, into the expert's weights.
 
     option: configuration key that names the file, for messages.

@@ -4,7 +4,7 @@ Inputs and outputs are `DataProto`. The network is in `reward_policy.py`, its lo
 """
 
 import hashlib
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ from verl_lite.schema import check
 from verl_lite.seqlen_balance import plan_samples
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import write_lora
-from workers.diffusion.reward_policy import reward_flow_network
+from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
 from workers.engine.parameters import gather_full
 from workers.rollout.base import derive_seed
 from workers.training_worker import TrainingWorker
 
 EXPORT_BUCKET_BYTES = 256 << 20
+
+T = TypeVar("T")
 
 
 class RewardFlowWorker(TrainingWorker):
@@ -53,16 +55,20 @@ class RewardFlowWorker(TrainingWorker):
         """
         if "schedule" in data.meta_info:
             return DataProto(meta_info={"metrics": self._train(data)})
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self._train(self._own_part(data)))
-        return DataProto(meta_info={"metrics": values(combine(parts))})
+        metrics_of_ranks = _gather_object(self._train(self._own_part(data)))
+        return DataProto(meta_info={"metrics": values(combine(metrics_of_ranks))})
 
     def _train(self, data: DataProto) -> dict[str, Metric]:
         self.phases.enter(self.engine)
         self._frames: list[DataProto] = []
         metrics = self.engine.train(data, self._loss)
-        result = {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
-        result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
+
+        result = {}
+        for name, metric in metrics.items():
+            full_name = name if "/" in name else f"actor/{name}"
+            result[full_name] = metric
+        for name, value in device_memory(self.device).items():
+            result[f"actor/perf/{name}"] = Metric.max(value)
         return result
 
     def _own_part(self, data: DataProto) -> DataProto:
@@ -71,29 +77,41 @@ class RewardFlowWorker(TrainingWorker):
         Raises ValueError if a column is missing or out of range, or if the ranks received different batches.
         """
         check(data, ["video", "prompt"], "train_step")
-        video, seed = data.batch["video"], self.config.sampler.noise_seed
+        video = data.batch["video"]
         if not (video.is_floating_point() and 0 <= video.min() and video.max() <= 1):
             raise ValueError(
                 f"train_step: column 'video' has {video.dtype} from {video.min()} to {video.max()}; expected frames as "
                 "floats in [0, 1]"
             )
-        clips = [hashlib.blake2b(clip.float().cpu().numpy().tobytes(), digest_size=8).digest() for clip in video]
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, clips)
-        if "is_padding" in data or any(others != clips for others in of_ranks):
+
+        digests = [hashlib.blake2b(clip.float().cpu().numpy().tobytes(), digest_size=8).digest() for clip in video]
+        digests_of_ranks = _gather_object(digests)
+        # `train_step` called as a method of the group splits the batch and pads it; each rank then has other clips
+        if "is_padding" in data or any(others != digests for others in digests_of_ranks):
             raise ValueError(
                 "train_step: an unplanned batch was split over the ranks; pass the whole batch to every rank with "
                 'execute_all_sync("train_step", batch), or call `FlowActorRole.train_step`'
             )
-        step, root = self.engine.scheduler_step + 1, self.config.trainer.seed
-        made = {
-            "noise_seed": [derive_seed(root, step, k, 0) if seed is None else seed for k in range(len(clips))],
-            "row": [int.from_bytes(clip, "big") >> 1 for clip in clips],
-        }
-        missing = {name: torch.tensor(column) for name, column in made.items() if name not in data}
+
+        missing = {}
+        if "noise_seed" not in data:
+            missing["noise_seed"] = torch.tensor(self._noise_seeds(len(digests)))
+        if "row" not in data:
+            # the row is only a name for the clip, by which its reference is cached; the shift makes it fit into int64
+            missing["row"] = torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests])
         whole = data.select(meta_info_keys=[]) | DataProto.from_dict(missing)
-        plan = plan_samples(len(whole), len(of_ranks), self.config.actor.micro_batch_size_per_gpu)
-        return plan.apply(whole).chunk(len(of_ranks))[dist.get_rank()]
+
+        world_size = dist.get_world_size()
+        plan = plan_samples(len(whole), world_size, self.config.actor.micro_batch_size_per_gpu)
+        return plan.apply(whole).chunk(world_size)[dist.get_rank()]
+
+    def _noise_seeds(self, number: int) -> list[int]:
+        """Returns sampler.noise_seed for each sample, or seeds derived from trainer.seed, the step and the sample."""
+        constant = self.config.sampler.noise_seed
+        if constant is not None:
+            return [constant] * number
+        step = self.engine.scheduler_step + 1
+        return [derive_seed(self.config.trainer.seed, step, sample, 0) for sample in range(number)]
 
     def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Computes the loss and metrics of a micro-batch from the network's outputs.
@@ -102,14 +120,22 @@ class RewardFlowWorker(TrainingWorker):
         batch is split. Samples that are not counted have loss 0 and are part of the divisor, which is fixed before
         sampling.
         """
-        is_real, row = ~data.batch["is_padding"], data.batch["row"]
-        frames = {"frames": output_tensor["frames"], "row": row, "face_score": output_tensor["face_score"].detach()}
-        self._frames.append(DataProto.from_dict({name: value[is_real].cpu() for name, value in frames.items()}))
-        loss = output_tensor["loss"].sum() / data.meta_info["num_tokens"]
-        counts, scores, kl = (output_tensor[name].cpu() for name in ("counted", "face_score", "kl_loss"))
-        loss, metrics = self.loss_func(data, loss, scores[counts > 0], kl[is_real])
-        samples = int(is_real.sum())
-        metrics["actor/no_face_frac"] = Metric.mean(samples - float(counts.sum()), samples)
+        is_real = ~data.batch["is_padding"]
+        samples = {
+            "frames": output_tensor["frames"][is_real].cpu(),
+            "row": data.batch["row"][is_real].cpu(),
+            "face_score": output_tensor["face_score"].detach()[is_real].cpu(),
+        }
+        self._frames.append(DataProto.from_dict(samples))
+
+        part_of_loss = output_tensor["loss"].sum() / data.meta_info["num_tokens"]
+        counted = output_tensor["counted"].cpu()
+        counted_scores = output_tensor["face_score"].cpu()[counted > 0]
+        kl = output_tensor["kl_loss"].cpu()[is_real]
+        loss, metrics = self.loss_func(data, part_of_loss, counted_scores, kl)
+
+        num_samples = int(is_real.sum())
+        metrics["actor/no_face_frac"] = Metric.mean(num_samples - float(counted.sum()), num_samples)
         return loss, metrics
 
     def loss_func(
@@ -128,7 +154,8 @@ class RewardFlowWorker(TrainingWorker):
         face_score = torch.atleast_1d(face_score)
         kl_loss = torch.atleast_1d(kl_loss)
         if loss is None:
-            policy: Any = self.engine.policy
+            policy = self.engine.policy
+            assert isinstance(policy, RewardFlowPolicy)
             loss = policy.loss(face_score, kl_loss).mean()
         return loss, {
             "actor/loss": Metric.sum(float(loss.detach())),
@@ -162,3 +189,10 @@ class RewardFlowWorker(TrainingWorker):
         if dist.get_rank() == 0:
             write_lora(path, whole, adapter)
         dist.barrier()
+
+
+def _gather_object(value: T) -> list[T]:
+    """Returns the value of every rank, in the order of the ranks. Every rank must call it."""
+    gathered = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

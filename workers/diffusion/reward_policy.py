@@ -6,11 +6,12 @@ expert and the text encoder to the host while they are not in use. The outputs o
 prompt and noise seed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,6 +27,9 @@ from workers.diffusion.memory_saving import Decode, Placement, checkpointed_deco
 from workers.diffusion.pipeline import DiffusionParts, PromptEncoder, load_pipeline
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.policy.adapter import adapter_off
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
 
 # (latents (b, C, T, h, w), sigma) -> velocity of the same shape
 Velocity = Callable[[torch.Tensor, float], torch.Tensor]
@@ -85,7 +89,7 @@ class FlowInputs:
     noise: torch.Tensor
     condition: torch.Tensor
     prompts: torch.Tensor
-    references: list[Any]
+    references: list[object]
     places: torch.Tensor
     rows: int
     is_counting: bool
@@ -105,13 +109,16 @@ class RewardFlowPolicy(EngineNetwork):
         self, parts: DiffusionParts, reward: VisualReward, config: RewardFlowConfig, device: torch.device
     ) -> None:
         super().__init__()
-        self.model: Any = parts.low_noise
-        self.config, self.device, self.codec = config, device, parts.codec
+        self.model = parts.low_noise
+        self.config = config
+        self.device = device
+        self.codec = parts.codec
         self.expand_timesteps = parts.expand_timesteps
         self.sigmas = flow_sigmas(config.sampler.num_inference_steps, config.sampler.shift)
         self.high_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
         # tuples hide these modules from nn.Module, so that the engine does not shard, move or save them
-        self._high_noise, self._reward = (parts.high_noise,), (reward,)
+        self._high_noise = (parts.high_noise,)
+        self._reward = (reward,)
         self.placement = Placement(device, config.model.offload_frozen)
         if parts.high_noise is not None:
             self.placement.add(parts.high_noise)
@@ -121,7 +128,7 @@ class RewardFlowPolicy(EngineNetwork):
         if config.model.checkpoint_decode:
             self.decode = checkpointed_decode(self.codec.decode, self.codec.vae)
         reward.to(device)
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, object] = {}
 
     def blocks(self) -> list[nn.Module]:
         """Returns the transformer's blocks, which FSDP shards one by one."""
@@ -162,13 +169,15 @@ class RewardFlowPolicy(EngineNetwork):
         clip = video.transpose(1, 2) * 2 - 1  # (n, 3, F, H, W)
         if self.expand_timesteps:
             return self.codec.encode(clip[:, :, :1])
+
+        # the policy gets only the first frame; the gray frames after it are those of diffusers' pipeline
         clip[:, :, 1:] = 0
         latents = self.codec.encode(clip)
         is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
         is_given[:, :, 0] = 1  # a mask channel for each of the frames that one latent frame encodes
         return torch.cat([is_given, latents], dim=1)
 
-    def _reference(self, row: int, clip: torch.Tensor) -> Any:
+    def _reference(self, row: int, clip: torch.Tensor) -> object:
         """Returns the reward's `prepare` of a clip, cached by row. clip: (F, 3, H, W) in [0, 1]."""
         if row not in self._references:
             try:
@@ -186,21 +195,28 @@ class RewardFlowPolicy(EngineNetwork):
         """
         latents, kl = self._sample(inputs, is_scored)
         decoded = self.decode(latents)
-        scores = [
-            score_frames(self._reward[0], clip, reference)
-            for clip, reference in zip(decoded, inputs.references, strict=True)
-        ]
+        scores = []
+        for clip, reference in zip(decoded, inputs.references, strict=True):
+            scores.append(score_frames(self._reward[0], clip, reference))
+
         outputs = {
             "face_score": torch.stack([score.value.float() for score in scores]),
             "counted": torch.tensor([float(score.counted) for score in scores], device=decoded.device),
             "frames": (decoded.detach() + 1) / 2,
         }
         if is_scored:
-            outputs |= {"loss": self.loss(outputs["face_score"], kl) * outputs["counted"], "kl_loss": kl}
-        whole = {name: value.new_zeros(inputs.rows, *value.shape[1:]) for name, value in outputs.items()}
-        if not inputs.is_counting:  # only padding: zeros that still depend on the parameters, for FSDP's backward
-            return {name: zeros + 0.0 * outputs[name].sum() for name, zeros in whole.items()}
-        return {name: zeros.index_copy(0, inputs.places, outputs[name]) for name, zeros in whole.items()}
+            outputs["loss"] = self.loss(outputs["face_score"], kl) * outputs["counted"]
+            outputs["kl_loss"] = kl
+
+        outputs_of_rows = {}
+        for name, sampled in outputs.items():
+            zeros = sampled.new_zeros(inputs.rows, *sampled.shape[1:])
+            if inputs.is_counting:
+                outputs_of_rows[name] = zeros.index_copy(0, inputs.places, sampled)
+            else:
+                # only padding: zeros that still depend on the parameters, for FSDP's backward
+                outputs_of_rows[name] = zeros + 0.0 * sampled.sum()
+        return outputs_of_rows
 
     def loss(self, face_score: torch.Tensor, kl_loss: torch.Tensor) -> torch.Tensor:
         """Returns `reward_flow_loss` of each sample with the configured constants."""
@@ -211,32 +227,46 @@ class RewardFlowPolicy(EngineNetwork):
 
     def _sample(self, inputs: FlowInputs, with_divergence: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the denoising steps; returns the final latents (n, C, T, h, w) and the divergence (n,)."""
-        sampler, high = self.config.sampler, self._high_noise[0]
-        first, last = sampler.mid_timestep, sampler.final_timestep + 1
+        sampler = self.config.sampler
+        first_trained = sampler.mid_timestep
+        end = sampler.final_timestep + 1
 
         def keep(x: torch.Tensor) -> torch.Tensor:
             """Replaces the first latent frame by the clip's with `expand_timesteps`; otherwise returns x."""
-            given = inputs.condition
-            return torch.cat([given.to(x.dtype), x[:, :, given.shape[2] :]], dim=2) if self.expand_timesteps else x
+            if not self.expand_timesteps:
+                return x
+            first_frame = inputs.condition
+            return torch.cat([first_frame.to(x.dtype), x[:, :, first_frame.shape[2] :]], dim=2)
 
         x = keep(inputs.noise)
+        high = self._high_noise[0]
         if high is not None and self.high_steps:
             with self.placement.at_work(high):
                 x, _ = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high, inputs), keep)
+
         velocity = self._velocity(self.model, inputs)
         with torch.no_grad():
-            x, _ = denoise(x, self.sigmas, range(self.high_steps, first), velocity, keep)
+            x, _ = denoise(x, self.sigmas, range(self.high_steps, first_trained), velocity, keep)
 
-        def base(x: torch.Tensor, sigma: float) -> torch.Tensor:
+        def base_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             with adapter_off(self.model):
                 return velocity(x, sigma)
 
-        # with a checkpoint per step, checkpointed blocks hold their inputs for one step at a time instead of for all
-        trained: Any = partial(checkpoint, velocity, use_reentrant=False)
-        trained = trained if self.config.model.checkpoint_steps else velocity
-        return denoise(x, self.sigmas, range(first, last), trained, keep, base if with_divergence else None)
+        def recomputed_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
+            return checkpoint(velocity, x, sigma, use_reentrant=False)
 
-    def _velocity(self, expert: Any, inputs: FlowInputs) -> Velocity:
+        # with a checkpoint per step, checkpointed blocks hold their inputs for one step at a time instead of for all
+        trained_velocity = recomputed_velocity if self.config.model.checkpoint_steps else velocity
+        return denoise(
+            x,
+            self.sigmas,
+            range(first_trained, end),
+            trained_velocity,
+            keep,
+            base_velocity if with_divergence else None,
+        )
+
+    def _velocity(self, expert: WanTransformer3DModel, inputs: FlowInputs) -> Velocity:
         """Returns the velocity of `expert` as a function of (latents, sigma), with the conditions of `inputs`."""
         dtype = expert.patch_embedding.weight.dtype
         prompts = inputs.prompts.to(dtype)
@@ -263,7 +293,7 @@ def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:
 
     def build(arguments: BuildArguments) -> RewardFlowPolicy:
         parts = load_pipeline(config.model, arguments.compute_dtype)
-        expert: Any = parts.low_noise
+        expert = parts.low_noise
         adapter = add_adapter(expert, config.model)
         if arguments.trains and config.model.enable_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
