@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.checkpoint import saved_steps
+from trainer.checkpoint.files import saved_steps
 
 
 def call(module: str, *words: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.workers.ranks import OnRanks, Ranks
-from trainer.metric_docs import find
+from trainer.observe.metric_docs import find
 from verl_lite.registry import importing
 
 FOLDERS = ("", "*/", "*/*/", "*/*/*/")

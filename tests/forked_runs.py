@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import good_row, write_rows
-from trainer.checkpoint import MARKER
-from trainer.tracking import read_metrics
+from trainer.checkpoint.files import MARKER
+from trainer.observe.tracking import read_metrics
 
 PRELOADED = [
-    "torch", "transformers", "trainer.run", "workers.rollout.hf_engine", "torch.distributed.checkpoint", "tensordict",
+    "torch", "transformers", "trainer.launch.run", "workers.engines.hf_engine", "torch.distributed.checkpoint", "tensordict",
     "matplotlib.backends.backend_agg", "matplotlib.figure",
 ]  # fmt: skip
 PATIENCE_S = 300

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.forked_runs import ACTOR, Runs, differences, driver_state, models_of
-from trainer.checkpoint import MARKER, find_checkpoint, saved_steps
+from trainer.checkpoint.files import MARKER, find_checkpoint, saved_steps
 
 KEPT = 2
 PATIENCE_S = 300.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.metric_docs import Metric, metrics
+from trainer.observe.metric_docs import Metric, metrics
 
 NEEDS_A_GPU = {f"{role}/perf/max_memory_{x}_gb" for role in ("actor", "train") for x in ("allocated", "reserved")}
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
     from trainer.callbacks import Callback
-    from trainer.reports.health import Finding
+    from trainer.observe.health import Finding
 
 _BATCH = 64
 _REDRAW_S = 3.0
@@ -89,7 +89,7 @@ class TrainResult:
         """All logged metrics, with one row per step and one column per metric."""
         import pandas
 
-        from trainer.tracking import read_metrics
+        from trainer.observe.tracking import read_metrics
 
         table = pandas.DataFrame.from_dict(read_metrics(self.run_dir / "metrics.jsonl"), orient="index")
         return table.rename_axis("step")
@@ -97,8 +97,8 @@ class TrainResult:
     @property
     def findings(self) -> list[Finding]:
         """The findings of the run report, the worst first. `print` shows a finding with its cause and its remedy."""
-        from trainer.reports.health import findings_of
-        from trainer.reports.run_data import read_run
+        from trainer.observe.health import findings_of
+        from trainer.observe.run_data import read_run
 
         return findings_of(read_run(self.run_dir))
 
@@ -117,7 +117,7 @@ class TrainResult:
         """
         import pandas
 
-        from trainer.reports.run_data import groups
+        from trainer.observe.run_data import groups
 
         by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
         wanted = max(by_step, default=0) if step is None else step
@@ -145,7 +145,7 @@ class TrainResult:
     def model_path(self) -> Path:
         """A Hugging Face folder of the newest checkpoint, which is written at the first access. Raises UserError if the
         run has no checkpoint."""
-        from trainer.checkpoint import whole_steps
+        from trainer.checkpoint.files import whole_steps
         from workers.engine.checkpoint import export
 
         checkpoint = next(whole_steps(self.run_dir, print), None)
@@ -248,7 +248,7 @@ def train(
     given = _flat(options or {}) | _flat(keywords)
     try:
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
-            from trainer.build import run_ppo
+            from trainer.launch.build import run_ppo
             from trainer.callbacks import require_callbacks
 
             named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
@@ -339,7 +339,7 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
     """
     hook = sys.excepthook  # torch.distributed installs its own and never removes it
     with process_variables():
-        from verl_lite.random_state import get_random_state, set_random_state
+        from verl_lite.machine.random_state import get_random_state, set_random_state
 
         random_state = get_random_state()
         try:
@@ -426,7 +426,7 @@ def _live_curve(run_dir: Path) -> Iterator[None]:
         return
     from IPython.display import Image, display
 
-    from trainer.picture import draw_curve
+    from trainer.observe.picture import draw_curve
 
     ended = threading.Event()
     handle = display(display_id=True)

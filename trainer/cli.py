@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from trainer.launcher import refuse_launcher
+from verl_lite.machine.launcher import refuse_launcher
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 
 NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     exported.add_argument("--adapter", action="store_true", help="export only the adapter, in fp32 and peft's format")
     exported.add_argument("--critic", action="store_true", help="export the value function instead of the policy")
     options = parser.parse_args(argv)
-    from trainer.checkpoint import STATE, damage_of, whole_steps
+    from trainer.checkpoint.files import STATE, damage_of, whole_steps
     from verl_lite.errors import UserError
     from workers.engine.checkpoint import export, export_adapter
 

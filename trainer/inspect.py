@@ -22,12 +22,12 @@ from rich.text import Text
 from rich.tree import Tree
 
 from trainer.cli import command
-from trainer.console import Terminal, format_seconds
-from trainer.final_report import shortened, validation_means, validation_table
-from trainer.reports.findings import findings_table
-from trainer.reports.health import findings_of, number
-from trainer.reports.page_data import panels_of
-from trainer.reports.run_data import Answer, Request, Run, chosen, read_run, run_titles, stage_seconds
+from trainer.observe.console import Terminal, format_seconds
+from trainer.observe.final_report import shortened, validation_means, validation_table
+from trainer.observe.findings import findings_table
+from trainer.observe.health import findings_of, number
+from trainer.observe.page_data import panels_of
+from trainer.observe.run_data import Answer, Request, Run, chosen, read_run, run_titles, stage_seconds
 from verl_lite.errors import printable
 
 EVERY_S = 2.0

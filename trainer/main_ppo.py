@@ -5,7 +5,7 @@ line has been parsed. Exit status: see `trainer.cli`.
 """
 
 from trainer.cli import command, leave
-from trainer.start import start
+from trainer.launch.start import start
 from verl_lite.config import PPOConfig
 from verl_lite.config.loader import DEFAULT_RECIPE
 
@@ -13,7 +13,7 @@ from verl_lite.config.loader import DEFAULT_RECIPE
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    return start("trainer.build:PPOJob", PPOConfig, argv, DEFAULT_RECIPE)
+    return start("trainer.launch.build:PPOJob", PPOConfig, argv, DEFAULT_RECIPE)
 
 
 if __name__ == "__main__":

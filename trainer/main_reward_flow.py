@@ -6,7 +6,7 @@ Without a model and data it runs the embedded recipe `recipes/reward_flow`. `--h
 """
 
 from trainer.cli import command, leave
-from trainer.start import start
+from trainer.launch.start import start
 from verl_lite.config.diffusion import RewardFlowConfig
 
 

@@ -6,7 +6,7 @@ or a reward model to train further. `--help-config` lists the options. Exit stat
 """
 
 from trainer.cli import command, leave
-from trainer.start import start
+from trainer.launch.start import start
 from verl_lite.config import RewardTrainingConfig
 
 

@@ -6,7 +6,7 @@ checkpoints, metrics and config.yaml. `--help-config` lists the options. Exit st
 """
 
 from trainer.cli import command, leave
-from trainer.start import start
+from trainer.launch.start import start
 from verl_lite.config import SFTConfig
 
 

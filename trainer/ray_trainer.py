@@ -10,41 +10,41 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer import step_metrics
-from trainer.advantage import ScalarMetrics, compute_token_reward, estimate_advantages, reward_postprocess
-from trainer.checkpoint import saved_steps
+from trainer.ppo import step_metrics
+from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages, reward_postprocess
+from trainer.checkpoint.files import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
-from trainer.final_report import FitResult
-from trainer.group_sources import ANSWERS, prompt_groups
-from trainer.requirements import needs_old_log_prob
+from trainer.rollout.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
+from trainer.observe.final_report import FitResult
+from trainer.rollout.group_sources import ANSWERS, prompt_groups
+from trainer.ppo.requirements import needs_old_log_prob
 from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import RewardStage, mask_failed, punish_overlong, take_greedy_baselines
-from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
-from trainer.rollout_scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
-from trainer.saving import Saver
-from trainer.steps import TrainingSteps
-from trainer.teacher_server import TeacherStopped
-from trainer.teachers import Teachers
-from trainer.tracking import Tracking
-from trainer.training_loop import TrainingLoop
+from trainer.ppo.roles import ActorRole, CriticRole, Metrics, ReferenceRole
+from trainer.rollout.scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
+from trainer.loop.saving import Saver
+from trainer.loop.steps import TrainingSteps
+from trainer.ppo.teacher_server import TeacherStopped
+from trainer.ppo.teachers import Teachers
+from trainer.observe.tracking import Tracking
+from trainer.loop.training_loop import TrainingLoop
 from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
 from trainer.validation.metrics import validation_metrics
 from trainer.validation.sample import Sample, samples_of
 from trainer.validation.sample_files import SampleFiles
 from trainer.validation.stored_answers import AnswerStore
-from trainer.weight_sync import WeightSync
+from trainer.rollout.weight_sync import WeightSync
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
-from verl_lite.pf_ppo import compute_pf_ppo_reweight_data
+from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout, keep_rewards, rollout_probs_diff
-from workers.rollout.base import SamplingParams
+from workers.engines.base import SamplingParams
 
 
 class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
-    """The trainer: holds the components of a run, which `trainer.build` creates from the configuration.
+    """The trainer: holds the components of a run, which `trainer.launch.build` creates from the configuration.
 
     Args:
         actor: the policy and its rollout engines.

@@ -91,7 +91,7 @@ def worker_modules(config: PPOConfig) -> list[str]:
     configured loss, rollout engine and group filters."""
     from verl_lite.core_algos import POLICY_LOSS_REGISTRY  # imports torch, which parsing the options does not need
     from verl_lite.group_filters import GROUP_FILTERS
-    from workers.rollout.base import ROLLOUT_ENGINES
+    from workers.engines.base import ROLLOUT_ENGINES
 
     configured = [
         POLICY_LOSS_REGISTRY.get(config.actor.policy_loss.loss_mode),

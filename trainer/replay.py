@@ -18,7 +18,7 @@ from trainer.cli import command
 from verl_lite.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from trainer.crash_dump import FailedStep
+    from trainer.checkpoint.crash_dump import FailedStep
 
 IN_THIS_PROCESS = """
     trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
@@ -37,7 +37,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
         folder: The crash dump.
         overrides: Options that replace those of the run.
     """
-    from trainer.crash_dump import read_dump
+    from trainer.checkpoint.crash_dump import read_dump
 
     failed = read_dump(folder)
     arguments = ["--config", str(folder / "config.yaml"), *IN_THIS_PROCESS]
@@ -58,7 +58,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
 
 def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
     """Repeats the steps from the checkpoint to the failed one."""
-    from trainer.run import run
+    from trainer.launch.run import run
     from verl_lite.config import load_schema
 
     class ReplayJob(failed.job):  # type: ignore[name-defined]
@@ -75,7 +75,7 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
 
 def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     """Repeats the failed step alone."""
-    from trainer.build import run_ppo
+    from trainer.launch.build import run_ppo
     from trainer.recipe import recipe_overrides, trainer_of
     from verl_lite.config import load_config
     from verl_lite.protocol import DataProto

@@ -26,7 +26,7 @@ from typing import Any
 from trainer.cli import command
 
 NAME = "report.html"
-FILES = Path(__file__).parent / "reports" / "page_files"
+FILES = Path(__file__).parent / "observe" / "page_files"
 
 
 def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False) -> Path:
@@ -40,15 +40,15 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     Raises:
         UserError: for a folder without a run.
     """
-    from trainer.checkpoint import write_atomically
-    from trainer.reports.page_data import (
+    from trainer.checkpoint.files import write_atomically
+    from trainer.observe.page_data import (
         PUBLIC_SAMPLE_BYTES,
         SAMPLE_BYTES,
         known_folders,
         page_data,
         without_folders,
     )
-    from trainer.reports.run_data import read_run
+    from trainer.observe.run_data import read_run
 
     first = folders[0].absolute()
     study = None

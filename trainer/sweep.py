@@ -67,7 +67,7 @@ def summary(study: Study, go_on: str) -> str:
     `go_on`, the command that continues the study."""
     from rich.table import Table
 
-    from trainer.console import Terminal
+    from trainer.observe.console import Terminal
 
     counts = Counter(trial.state for trial in study.trials)
     spec = study.spec

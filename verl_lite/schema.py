@@ -32,18 +32,18 @@ class Column(NamedTuple):
 
 _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
-_GROUPS = "trainer/group_sources.py"
+_GROUPS = "trainer/rollout/group_sources.py"
 _ROLLOUT = "workers/rollout/rows.py"
 _REWARD = "trainer/rewards/scores.py"
-_ACTOR = "workers/actor_rollout.py"
-_ADVANTAGE = "trainer/advantage.py"
-_EPISODES = "workers/rollout/trajectories.py"
+_ACTOR = "workers/roles/actor_rollout.py"
+_ADVANTAGE = "trainer/ppo/advantage.py"
+_EPISODES = "workers/agents/trajectories.py"
 _AGENTS = (_EPISODES,)
-_LOSS = "trainer/roles.py"
-_TEACHERS = "trainer/teachers.py"
-_FROZEN = ("workers/frozen_models.py",)
+_LOSS = "trainer/ppo/roles.py"
+_TEACHERS = "trainer/ppo/teachers.py"
+_FROZEN = ("workers/roles/frozen_models.py",)
 _PLANNER = "verl_lite/seqlen_balance.py"
-_CLIPS = "trainer/clips/dataset.py"
+_CLIPS = "trainer/diffusion/clips/dataset.py"
 _PATHS = "recipes/flow_grpo/trainer.py"
 _SDE = "workers/diffusion/sde_policy.py"
 _FLOW = "workers/diffusion/reward_flow_worker.py"
@@ -97,7 +97,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column("teacher_ids", ("B", "R", "K"), "int32", "tokens to compare", _TEACHERS, others=(*_FROZEN, _ACTOR)),
     Column("has_teacher", ("B",), "bool", "True for rows in the distillation loss", _TEACHERS),
-    Column("values", ("B", "R"), "float32", "expected return from each response token onward", "workers/critic.py"),
+    Column("values", ("B", "R"), "float32", "expected return from each response token onward", "workers/roles/critic.py"),
     Column("reward_baselines", ("B",), "float32", "score of the greedy response to the row's prompt", _REWARD),
     Column("traj_id", ("B",), "object", "identifier of the episode that contains the row", _EPISODES),
     Column("step", ("B",), "int64", "number of the row's step within its episode", _EPISODES),
@@ -114,7 +114,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("stop", ("B",), "object", "reason for the end of the episode, see Trajectory.stop", _EPISODES),
     Column("env_error", ("B",), "object", "error text of a failed episode; None for others", _EPISODES),
     Column("env_timeout", ("B",), "object", "True where the environment exceeded its time limit", _EPISODES),
-    Column("requests", ("B",), "object", "program's requests, see workers/endpoint/trace.py; absent = none", _EPISODES),
+    Column("requests", ("B",), "object", "program's requests, see workers/agents/endpoint/trace.py; absent = none", _EPISODES),
     Column("response_level_rewards", ("B",), "float32", "normalized score", _ADVANTAGE, others=(_AGENTIC, *_AGENT)),
     Column("token_level_rewards", ("B", "R"), "float32", "response rewards on tokens, less the KL penalty", _ADVANTAGE),
     Column("raw_advantages", ("B", "R"), "float32", "advantages before whitening", _ADVANTAGE, others=_AGENT),

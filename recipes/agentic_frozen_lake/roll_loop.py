@@ -6,7 +6,7 @@ python -m trainer.main_ppo recipe=recipes.agentic_frozen_lake.roll_loop
 from recipes.agentic_frozen_lake.recipe import overrides, prepare  # noqa: F401  required in every recipe
 from trainer.agentic.episode_metrics import compute_data_metrics
 from trainer.agentic.roll import AgenticPipeline
-from trainer.final_report import FitResult
+from trainer.observe.final_report import FitResult
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 

@@ -5,7 +5,7 @@ resolved configuration. Exit status: see `trainer.cli`.
 """
 
 from trainer.cli import command, leave
-from trainer.start import start
+from trainer.launch.start import start
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from trainer.advantage import compute_token_reward, estimate_advantages, reward_postprocess
+from trainer.ppo.advantage import compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
-from trainer.requirements import micro_batching
-from trainer.roles import loss_columns
-from trainer.step_metrics import frac_reward_zero_std, summary
+from trainer.ppo.requirements import micro_batching
+from trainer.ppo.roles import loss_columns
+from trainer.ppo.step_metrics import frac_reward_zero_std, summary
 from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments

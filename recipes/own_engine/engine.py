@@ -1,7 +1,7 @@
-"""The smallest rollout engine that keeps the promises of `workers.rollout.base`: each token is a whole forward pass.
+"""The smallest rollout engine that keeps the promises of `workers.engines.base`: each token is a whole forward pass.
 
 It has no KV cache, so a token costs as much as the whole sequence. Read it before you connect a serving system of your
-own: the methods and their order are the same, and `tests/workers/rollout/test_engines.py` checks both.
+own: the methods and their order are the same, and `tests/workers/engines/test_engines.py` checks both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_lite.config import RolloutConfig
-from workers.rollout.base import (
+from workers.engines.base import (
     Completion,
     FinishReason,
     Request,
@@ -25,7 +25,7 @@ from workers.rollout.base import (
     parameter_names,
     register_rollout_engine,
 )
-from workers.rollout.sampling import Truncation, sample
+from workers.engines.sampling import Truncation, sample
 
 
 @dataclass

@@ -83,7 +83,7 @@ def wrap(owner: Any, name: str, around: Callable[[], Any]) -> None:
 
 def measure(folder: Path) -> dict[str, list[str]]:
     """Runs two steps in this process; gives the files of each flow."""
-    import trainer.build  # noqa: F401  imports all that reads the command line
+    import trainer.launch.build  # noqa: F401  imports all that reads the command line
     import verl_lite.config
     from tests.tiny_run import TinyTask
     from trainer.main_ppo import main
@@ -103,7 +103,7 @@ def measure(folder: Path) -> dict[str, list[str]]:
     def counted_fit(trainer: RayPPOTrainer) -> Any:
         for name in ("resume", "model_update", "validate", "log_step", "save"):
             wrap(trainer, name, lambda: prompt.counting(False))
-        wrap(trainer.weight_sync, "start", lambda: prompt.counting(False))
+        wrap(trainer.rollout.weight_sync, "start", lambda: prompt.counting(False))
         update = trainer.actor.update
 
         def last(*args: Any, **kwargs: Any) -> Any:

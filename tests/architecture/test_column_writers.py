@@ -85,7 +85,7 @@ RUNS = {
     "bypass": ["algorithm.adv_estimator=remax", "algorithm.rollout_correction.bypass_mode=true"],
     "correction": ["algorithm.rollout_correction.rollout_is=token", "actor.policy_loss.loss_mode=clip_cov",
                    "actor.ppo_epochs=2", "algorithm.adv_estimator=optimal_token_baseline", "rollout.top_k=9"],
-    "program": ["agentic.program=tests.workers.endpoint.programs:run", "data.max_response_length=96",
+    "program": ["agentic.program=tests.workers.agents.endpoint.programs:run", "data.max_response_length=96",
                 "distillation.teachers.t.path=FOLDER/policy"],
     "teacher": ["distillation.teachers.t.path=FOLDER/policy"],
     "teacher's top k": ["distillation.teachers.t.path=FOLDER/policy", f"{LOSS}.loss_mode=jsd_topk"],

@@ -33,8 +33,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     ),
     "verl_lite/protocol.py": ("verl_lite.config", "transformers", "omegaconf"),
     "verl_lite/single_controller/*.py": ("vllm", "transformers", "verl_lite.config.loader"),
-    "workers/rollout/vllm_engine.py": ("workers.rollout.hf_engine",),
-    "workers/rollout/hf_engine.py": ("workers.rollout.vllm_engine",),
+    "workers/engines/vllm_engine.py": ("workers.engines.hf_engine",),
+    "workers/engines/hf_engine.py": ("workers.engines.vllm_engine",),
     "workers/*.py": ("omegaconf", "verl_lite.config.loader"),
     "trainer/*.py": ("torch.distributed", "recipes"),
 }
@@ -116,8 +116,8 @@ def test_no_module_imports_what_it_must_not() -> None:
         ("trainer/a.py", "import torch.distributed as dist", True),
         ("trainer/a.py", "from torch import distributed", True),
         ("trainer/a.py", "import vllm", True),
-        ("workers/rollout/vllm_engine.py", "import vllm", False),
-        ("workers/rollout/base.py", "from vllm import LLM", True),
+        ("workers/engines/vllm_engine.py", "import vllm", False),
+        ("workers/engines/base.py", "from vllm import LLM", True),
         ("verl_lite/single_controller/ray_cluster.py", "import ray", False),
         ("verl_lite/single_controller/worker.py", "import ray", True),
         ("verl_lite/core_algos.py", "from verl_lite.protocol import DataProto", True),
@@ -213,8 +213,8 @@ def test_a_circle_is_found() -> None:
 
 WALL_CLOCK = {
     "trainer/inspect.py": "the age of a file",
-    "trainer/tracking/trackers.py": "the time of a metric",
-    "workers/endpoint/replies.py": "the time of a reply",
+    "trainer/observe/trackers.py": "the time of a metric",
+    "workers/agents/endpoint/replies.py": "the time of a reply",
 }
 
 

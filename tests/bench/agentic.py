@@ -7,7 +7,7 @@ have geometric lengths (32 tokens in the mean, 96 at most):
     lock step    all environments step, then all turns are generated
     plain        the same prompts and as many tokens, all known from the start: no environment, nothing to wait for
 
-An engine that keeps the beginning of a conversation (`workers/rollout/slot_cache.py`) gains from the episodes' order;
+An engine that keeps the beginning of a conversation (`workers/engines/slot_cache.py`) gains from the episodes' order;
 plain generation, where hundreds of prompts wait for each slot, hardly does. So a share above 1 is possible.
 
 Printed for each: tokens a second against plain's (the goal: at least 0.9 for continuous at 50 ms), and the share of the
@@ -108,7 +108,7 @@ class Bench:
 
         from tests.tiny_model import tiny_qwen2
         from verl_lite.config import RolloutConfig
-        from workers.rollout.base import build_rollout_engine
+        from workers.engines.base import build_rollout_engine
 
         torch.set_num_threads(1)
         path = tiny_qwen2(folder, hidden=128, layers=4, heads=4, max_positions=MODEL_LENGTH, initializer_range=0.02)
@@ -122,9 +122,9 @@ class Bench:
     def episodes(self, latency_ms: int, *, lock_step: bool) -> Recorder:
         from verl_lite.config import EnvPoolConfig
         from verl_lite.envs import EnvTemplate
-        from workers.envs.env_pool import EnvPool
-        from workers.rollout.base import SamplingParams
-        from workers.rollout.episodes import EpisodeRunner, TokenLimits
+        from workers.agents.env_pool import EnvPool
+        from workers.engines.base import SamplingParams
+        from workers.agents.episodes import EpisodeRunner, TokenLimits
         from workers.rollout.runner import Runner
         from workers.rollout.specs import EpisodeSpec, GroupPlan
 
@@ -158,7 +158,7 @@ class Bench:
         return recorder
 
     def plain(self, requests: list[tuple[tuple[int, ...], int]]) -> Recorder:
-        from workers.rollout.base import Request, SamplingParams
+        from workers.engines.base import Request, SamplingParams
 
         recorder = Recorder(self.engine)
         for number, (prompt, tokens) in enumerate(requests):

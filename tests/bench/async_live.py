@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.bench.frame import options
 from tests.bench.step_task import SIZES, arguments, make_task
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 SETTINGS: dict[str, dict[str, object]] = {
     "K=0": {},

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.bench.frame import options, print_row
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from trainer.validation.metrics import student_t
 
 TASKS = {"quickstart": 100, "agentic_frozen_lake": 60}

@@ -45,7 +45,7 @@ class TimedEngine:
         self.due[request.request_id] = time.perf_counter() + ENGINE_S
 
     def step(self) -> list[Any]:
-        from workers.rollout.base import Completion
+        from workers.engines.base import Completion
 
         time.sleep(max(0.0, min(min(self.due.values()) - time.perf_counter(), 0.001)))
         now = time.perf_counter()
@@ -87,10 +87,10 @@ def make_runner(
     engine: Any, programs: Any, wake: Callable[[], None], max_live: int, tokenizer: Any, limits: Any
 ) -> Any:
     from verl_lite.config import EndpointConfig
-    from workers.endpoint.server import Endpoint
-    from workers.endpoint.trace import Trace
-    from workers.rollout.conversation import ChatJoins
-    from workers.rollout.programs import ProgramRunner
+    from workers.agents.endpoint.server import Endpoint
+    from workers.agents.endpoint.trace import Trace
+    from workers.agents.conversation import ChatJoins
+    from workers.agents.programs import ProgramRunner
     from workers.rollout.runner import Runner
 
     joins = ChatJoins(tokenizer, most_tokens=limits.max_model_len)
@@ -102,7 +102,7 @@ def make_runner(
 
 
 def begin(runner: Any, number: int, max_tokens: int, ignore_eos: bool = False, **row: Any) -> list[str]:
-    from workers.rollout.base import SamplingParams
+    from workers.engines.base import SamplingParams
     from workers.rollout.specs import GroupPlan, ProgramSpec
 
     names = [str(n) for n in range(number)]
@@ -142,7 +142,7 @@ def clients(url: str, keys: list[str]) -> list[float]:
 
 
 def latency(rounds: int) -> None:
-    from tests.workers.endpoint.live import END, LIMITS, TOKENIZER
+    from tests.workers.agents.endpoint.live import END, LIMITS, TOKENIZER
     from workers.pool.channel import Reply
 
     p50, p99 = [], []
@@ -195,7 +195,7 @@ async def program(base_url: str, api_key: str, row: dict[str, Any], session: lis
 
 def programs_of(threads: int, on_repeat: Callable[[int], None]) -> Any:
     from verl_lite.config import AgenticConfig
-    from workers.endpoint.program_host import program_pool
+    from workers.agents.program_host import program_pool
     from workers.pool.process_pool import ProcessPool
 
     agentic = AgenticConfig(program=f"{__name__ if __name__ != '__main__' else 'tests.bench.endpoint'}:program")
@@ -204,7 +204,7 @@ def programs_of(threads: int, on_repeat: Callable[[int], None]) -> Any:
 
 
 def episodes() -> None:
-    from tests.workers.endpoint.live import END, LIMITS, TOKENIZER
+    from tests.workers.agents.endpoint.live import END, LIMITS, TOKENIZER
 
     pool = programs_of(EPISODES, lambda number: None)
     while pool.style is None:
@@ -233,8 +233,8 @@ class LiveBench:
 
         from tests.tiny_model import tiny_qwen2
         from verl_lite.config import RolloutConfig
-        from workers.rollout.base import build_rollout_engine
-        from workers.rollout.episodes import TokenLimits
+        from workers.engines.base import build_rollout_engine
+        from workers.agents.episodes import TokenLimits
 
         torch.set_num_threads(1)
         path = tiny_qwen2(folder, vocab=512, hidden=384, layers=5, heads=12, max_positions=640, initializer_range=0.02)
@@ -263,9 +263,9 @@ class LiveBench:
         return rate
 
     def in_process(self) -> float:
-        from workers.endpoint.trace import Conversation, Trace
-        from workers.rollout.base import Request, SamplingParams
-        from workers.rollout.conversation import ChatJoins
+        from workers.agents.endpoint.trace import Conversation, Trace
+        from workers.engines.base import Request, SamplingParams
+        from workers.agents.conversation import ChatJoins
 
         joins = ChatJoins(self.tokenizer, most_tokens=640)
         traces = [Trace(joins, self.tokenizer, self.limits, [joins.end_of_turn]) for _ in range(LIVE_EPISODES)]
@@ -315,10 +315,10 @@ THOUGHTFUL = ("<think>\nlet me see\n</think>\n\nfirst \n", "<think>\nhm\n</think
 def templates() -> None:
     """Rows of an episode under chat templates in the style of the known families."""
     from tests.workers.rollout import chat_templates
-    from workers.endpoint.trace import Conversation, Trace
-    from workers.rollout.base import Completion
-    from workers.rollout.conversation import ChatJoins
-    from workers.rollout.episodes import TokenLimits
+    from workers.agents.endpoint.trace import Conversation, Trace
+    from workers.engines.base import Completion
+    from workers.agents.conversation import ChatJoins
+    from workers.agents.episodes import TokenLimits
 
     limits = TokenLimits(1024, 4096, 5120)
     print("\ntemplates: rows of one episode of four turns with thinking and white space around the answers")

@@ -20,7 +20,7 @@ import torch
 from tests.bench.async_live import REWARD, WARM_UP, seconds_per_step
 from tests.bench.frame import options
 from tests.bench.step_task import SIZES, make_task
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 RAY = {"trainer.backend": "ray", "trainer.n_gpus_per_node": 2}
 POOL = RAY | {"trainer.n_gpus_per_node": 1, "hybrid_engine": "false", "rollout.nnodes": 1, "rollout.n_gpus_per_node": 1}

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.rollout_scheduler import Group, RolloutScheduler
+from trainer.rollout.scheduler import Group, RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
-from workers.rollout.base import SamplingParams
+from workers.engines.base import SamplingParams
 from workers.rollout.specs import GroupPlan, GroupReport, GroupResults
 
 TICKS = 400  # parts of the time of the longest possible answer

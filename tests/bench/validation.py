@@ -35,7 +35,7 @@ def config_of(given: argparse.Namespace) -> PPOConfig:
 def main(argv: list[str]) -> None:
     """Runs all cases and prints a line for each."""
     from tests.trainer.answering import answering
-    from trainer.final_report import FitResult
+    from trainer.observe.final_report import FitResult
 
     ways = {"model": None, "data": None, "engine": "hf", "prompts": 256, "n": 4, "ranks": "1,2,3", "sizes": "1,7,64,0"}
     given = options("validation", __doc__, argv, **ways)

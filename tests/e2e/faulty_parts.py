@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from verl_lite.core_algos import compute_policy_loss_vanilla
-from workers.rollout.base import Completion
-from workers.rollout.hf_engine import HFEngine
+from workers.engines.base import Completion
+from workers.engines.hf_engine import HFEngine
 
 DYING = "rank 1 dies at "
 

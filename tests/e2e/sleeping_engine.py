@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from workers.rollout.hf_engine import HFEngine
+from workers.engines.hf_engine import HFEngine
 
 
 class SleepingEngine(HFEngine):

@@ -17,9 +17,9 @@ from tests.e2e.test_replay import dump_of
 from tests.forked_runs import ACTOR, CRITIC, Forked, assert_same_end, differences, driver_state, history, models_of
 from tests.guess_number import GUESS_NUMBER
 from tests.tiny_model import tiny_qwen2
-from trainer.crash_dump import read_dump
+from trainer.checkpoint.crash_dump import read_dump
 from trainer.replay import main as replay
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 

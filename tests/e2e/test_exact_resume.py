@@ -22,8 +22,8 @@ import pytest
 
 from tests.forked_runs import ACTOR, CRITIC, Runs, assert_same_end, differences, history
 from tests.tiny_run import good_row, write_rows
-from trainer.checkpoint import MARKER
-from trainer.tracking import read_metrics
+from trainer.checkpoint.files import MARKER
+from trainer.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from tests.e2e.test_exact_resume import FOREVER, GAE
 from tests.forked_runs import ACTOR, CRITIC, assert_same_end, differences, history
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import TinyTask
-from trainer.checkpoint import MARKER
+from trainer.checkpoint.files import MARKER
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import TinyRun, TinyTask
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from verl_lite.machine.process_table import marked_processes
 from verl_lite.machine.process_tree import end_processes
 from verl_lite.single_controller.watcher import LOOK_EVERY_S

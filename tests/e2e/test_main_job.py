@@ -13,7 +13,7 @@ from tests.forked_runs import Runs
 from tests.tiny_run import permitting
 from trainer import export, main_eval
 from trainer.main_ppo import main
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16", "rollout.n=4", "data.val_max_samples=16"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import TinyTask
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 PARTIAL = [
     "async_training.max_off_policy_threshold=1", "async_training.partial_rollout=true", "trainer.backend=inline",

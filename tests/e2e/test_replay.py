@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_runs import Forked, Runs
-from trainer.crash_dump import read_dump
+from trainer.checkpoint.crash_dump import read_dump
 from trainer.replay import main as replay
 from verl_lite.errors import UserError
 

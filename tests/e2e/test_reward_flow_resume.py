@@ -34,7 +34,7 @@ class Runs(Forked):
     """Of `trainer.main_reward_flow` on a tiny pipeline and three clips."""
 
     module = "trainer.main_reward_flow"
-    preloaded = ["torch", "diffusers", "trainer.diffusion.reward_flow", "trainer.run", "peft", "tensordict"]
+    preloaded = ["torch", "diffusers", "trainer.diffusion.reward_flow", "trainer.launch.run", "peft", "tensordict"]
 
     def __init__(self, folder: Path) -> None:
         rng = np.random.default_rng(0)

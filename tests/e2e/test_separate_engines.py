@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 POOL = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1", "rollout.n_gpus_per_node=1"]
 DIES = """
 import os
-from workers.rollout.hf_engine import HFEngine
+from workers.engines.hf_engine import HFEngine
 
 class Engine(HFEngine):
     def submit(self, request):

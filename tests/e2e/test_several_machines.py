@@ -16,7 +16,7 @@ import pytest
 
 from tests.ray_machines import AUTH, RayMachines
 from tests.tiny_run import TinyRun, TinyTask
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.test_exact_resume import GAE, KL
 from tests.forked_runs import Runs
 from tests.workers.test_losses import SEED_METRICS
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,7 @@ from tests.fuzz.datasets import draw_dataset
 ROOT = str(Path(__file__).resolve().parents[2])
 MEMORY_BYTES = 16 << 30
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([*PRELOADED, "trainer.build"])
+CONTEXT.set_forkserver_preload([*PRELOADED, "trainer.launch.build"])
 TIME_LIMIT_S = 120.0  # of a case, past which it hangs
 
 
@@ -127,8 +127,8 @@ def in_child(folder: str, argv: list[str], connection: Connection) -> None:
     from trainer.cli import prepare_driver
 
     prepare_driver()
-    import trainer.build
-    from workers.rollout.base import resolve_engine_name
+    import trainer.launch.build
+    from workers.engines.base import resolve_engine_name
 
     build = trainer.build.build_trainer
 
@@ -144,7 +144,7 @@ def in_child(folder: str, argv: list[str], connection: Connection) -> None:
 
 def run(argv: list[str]) -> Result:
     """What became of the command. A run ends after its first step."""
-    from trainer.build import run_ppo
+    from trainer.launch.build import run_ppo
     from trainer.cli import INTERRUPTED, WRONG_INPUT, run_command
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.errors import UserError

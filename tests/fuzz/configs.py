@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 from tests.fuzz.cases import Case
-from trainer.tracking import TRACKERS
+from trainer.observe.tracking import TRACKERS
 from verl_lite.config import Key, PPOConfig, schema_of
 from verl_lite.config.loader import PREFIX
 from verl_lite.config.spellings import ppo_keys

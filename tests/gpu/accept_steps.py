@@ -25,9 +25,9 @@ from tests.tiny_run import TinyTask, python_path
 from tests.workers.engine_cases import Batch, ragged_batch
 from tests.workers.model_families import FAMILIES, tiny_network
 from trainer.cli import prepare_driver
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from verl_lite.config import ActorConfig, FSDPConfig, ModelConfig, NetworkConfig, OptimConfig, RolloutConfig
-from verl_lite.device import compute_dtype, get_device
+from verl_lite.machine.device import compute_dtype, get_device
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
 from workers.engine.fsdp import FSDPEngine
@@ -37,7 +37,7 @@ from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.token_mixing import arrangement_of
-from workers.rollout.base import Request, SamplingParams, build_rollout_engine
+from workers.engines.base import Request, SamplingParams, build_rollout_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30

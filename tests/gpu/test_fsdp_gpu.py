@@ -12,7 +12,7 @@ from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import Batch, loss_fn, planned, ragged_batch
 from tests.workers.engine_cases import Case as EngineCase
 from verl_lite.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
-from verl_lite.device import DETERMINISTIC
+from verl_lite.machine.device import DETERMINISTIC
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
 from workers.engine.packed_sequences import PackedSequences

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.rollout.test_engines import load, mixed_requests, prompt, run
+from tests.workers.engines.test_engines import load, mixed_requests, prompt, run
 from verl_lite.config import RolloutConfig
-from workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, build_rollout_engine
+from workers.engines.base import Completion, Request, RolloutEngine, SamplingParams, build_rollout_engine
 
 pytestmark = [
     pytest.mark.gpu,

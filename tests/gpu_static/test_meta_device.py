@@ -20,7 +20,7 @@ from workers.engine.packing import pack
 from workers.losses import actor_loss, critic_loss
 from workers.policy import causal_lm
 from workers.policy.causal_lm import CausalLMPolicy
-from workers.rollout.sampling import Truncation, sample
+from workers.engines.sampling import Truncation, sample
 
 ROWS, WIDTH = 6, 10
 META = torch.device("meta")

@@ -27,14 +27,14 @@ from trainer.planner.fit import decide_sharding
 from trainer.planner.launched import update_flops, update_work
 from trainer.planner.model_shape import config_like, read_shape, shape_of
 from trainer.planner.networks import Networks
-from trainer.step_metrics import compute_mfu, sequence_lengths
-from verl_lite import device as verl_device
+from trainer.ppo.step_metrics import compute_mfu, sequence_lengths
+from verl_lite.machine import device as verl_device
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
-from verl_lite.device import DETERMINISTIC
+from verl_lite.machine.device import DETERMINISTIC
 from verl_lite.protocol import DataProto
-from workers import training_worker
-from workers.training_worker import ModelWorker
+from workers.roles import training_worker
+from workers.roles.training_worker import ModelWorker
 
 
 def test_segments_grow_where_no_engine_sleeps_and_the_user_has_not_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.gpu_static.vllm_contract import DATA, ROOT, VERSIONS, Source, broken
 from tests.gpu_static.vllm_touches import SCHEDULER, touches, touches_of_project
 
 CONTRACT: dict[str, Any] = json.loads(DATA.read_text())
-ENGINE = "workers/rollout/vllm_engine.py"
+ENGINE = "workers/engines/vllm_engine.py"
 
 
 def told(version: str, text: str | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.agent_program import data, program
-from tests.workers.endpoint.live import LIMITS, Live
+from tests.workers.agents.endpoint.live import LIMITS, Live
 from verl_lite.envs.calculator import evaluate, written
 
 ROW = {"prompt": [{"role": "user", "content": "17*8-5"}], "reward_model": {"ground_truth": "131"}}

@@ -23,7 +23,7 @@ from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
 from verl_lite.envs import env_templates
 from verl_lite.group_filters import make_group_filter
 from verl_lite.protocol import DataProto
-from workers.envs.env_pool import EnvPool
+from workers.agents.env_pool import EnvPool
 
 GUIDE = Path(__file__).resolve().parents[2] / "recipes" / "README.md"
 EXAMPLES = dict(re.findall(r"`my_recipe/(\w+\.py)`:\n\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL))

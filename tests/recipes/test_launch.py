@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.tiny_run import REWARD, ROOT, TinyTask
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from verl_lite.config import PPOConfig, load_schema
 
 FOLDER = ROOT / "recipes" / "launch"

@@ -10,7 +10,7 @@ import pytest
 from recipes.reward_flow import recipe
 from trainer.main_reward_flow import main
 from trainer.recipe import recipe_overrides
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from verl_lite.config import load_schema
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate

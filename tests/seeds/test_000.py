@@ -14,7 +14,7 @@ from verl_lite.config import ActorConfig, AlgorithmConfig, DataConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine, to_host, values
 from verl_lite.protocol import DataProto
-from workers.actor_rollout import ActorRolloutWorker, ActorWorker
+from workers.roles.actor_rollout import ActorRolloutWorker, ActorWorker
 
 ROWS, PROMPT, WIDTH, VOCAB = 4, 3, 6, 7
 SHIFTED = ("ref_log_probs", "advantages", "old_log_probs", "infer_logprobs")

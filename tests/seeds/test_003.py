@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.advantage import estimate_advantages
+from trainer.ppo.advantage import estimate_advantages
 from trainer.agentic.roll import compute_advantage, compute_token_reward, reward_postprocess
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import AdaptiveKLController, RunningMoments

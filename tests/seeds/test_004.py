@@ -23,10 +23,10 @@ from recipes.agentic_frozen_lake.data import write_model
 from recipes.agentic_frozen_lake.roll_loop import RollLoop
 from trainer.agentic.episode_metrics import compute_data_metrics
 from trainer.agentic.roll import AgenticPipeline, BasePipeline, get_score_normalize_fn
-from trainer.build import run_ppo
-from trainer.final_report import FitResult
+from trainer.launch.build import run_ppo
+from trainer.observe.final_report import FitResult
 from trainer.recipe import load_recipe
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from verl_lite.config import RewardNormalizationConfig
 from verl_lite.envs.frozen_lake import FrozenLake
 from verl_lite.metrics import reduce_metrics

@@ -12,7 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from trainer.clips.reading import Frames
+from trainer.diffusion.clips.reading import Frames
 from verl_lite.config.diffusion import VideoDataConfig
 
 STEP = 10

@@ -16,7 +16,7 @@ from tests.tiny_run import write_rows
 from tests.trainer.test_fit import QUIET, Parts, make
 from tests.trainer.tiny_run import options_of, write_files
 from trainer import callbacks, main_sft
-from trainer.build import run_ppo
+from trainer.launch.build import run_ppo
 from trainer.callbacks import (
     Callback,
     Callbacks,
@@ -26,10 +26,10 @@ from trainer.callbacks import (
     load_callbacks,
     require_callbacks,
 )
-from trainer.checkpoint import saved_steps
-from trainer.final_report import read_early_end
+from trainer.checkpoint.files import saved_steps
+from trainer.observe.final_report import read_early_end
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.tracking import read_metrics
+from trainer.observe.tracking import read_metrics
 from verl_lite.config import RunConfig
 from verl_lite.errors import FinishedRunError, UserError
 

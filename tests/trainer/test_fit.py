@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from tests.set_keys import set_keys
-from trainer.checkpoint import DiskFull
-from trainer.group_sources import PromptSource
+from trainer.checkpoint.files import DiskFull
+from trainer.rollout.group_sources import PromptSource
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import reward_failure_log
 from trainer.rewards.scores import RewardManager
-from trainer.saving import Saver
-from trainer.steps import StepCounter
+from trainer.loop.saving import Saver
+from trainer.loop.steps import StepCounter
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column
-from workers.rollout.base import SamplingParams
+from workers.engines.base import SamplingParams
 from workers.rollout.rows import Response, left_padded, write_rows
 from workers.rollout.specs import GroupPlan, GroupReport, GroupResults
 

@@ -21,7 +21,7 @@ from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl_lite.errors import UserError
 from verl_lite.registry import load_object
 from verl_lite.rewards import load_scorer
-from workers.rollout.base import engine_names
+from workers.engines.base import engine_names
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import Parts, make
-from trainer.advantage import estimate_advantages
+from trainer.ppo.advantage import estimate_advantages
 from verl_lite.algos.covariance_losses import select_clip_cov, select_kl_cov
 from verl_lite.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from verl_lite.contracts import check_policy_loss, estimator_batch, hide, loss_batch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.final_report import FitResult, Sample, final_report
+from trainer.observe.final_report import FitResult, Sample, final_report
 from verl_lite.envs.actions import ActionParser
 from verl_lite.envs.adapters import _HIGHLIGHTED
 from verl_lite.envs.tool_calls import llama_calls, mistral_calls, parse_tool_calls

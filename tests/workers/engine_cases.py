@@ -20,7 +20,7 @@ from workers.engine.fsdp import FSDPEngine
 from workers.policy import activations
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import PolicyBuilder, token_network
-from workers.update import LossFunction
+from workers.engine.update import LossFunction
 
 PROMPT, RESPONSE = 8, 10
 TEMPERATURE = 0.7

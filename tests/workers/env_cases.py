@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from verl_lite.envs import EnvTemplate
-from workers.envs.env_pool import EnvPool, EnvReply
+from workers.agents.env_pool import EnvPool, EnvReply
 
 HERE = "tests.workers.env_cases"
 MIB = 1 << 20

@@ -7,11 +7,11 @@ import textwrap
 from transformers import PreTrainedModel
 
 from tests.workers.model_families import FAMILIES, FURTHER, tiny_network
-from tests.workers.rollout.test_vllm_families import NOT_ON_CPU
-from tests.workers.test_family_roles import REFUSED
+from tests.workers.engines.test_vllm_families import NOT_ON_CPU
+from tests.workers.policy.test_family_roles import REFUSED
 from workers.policy.classifier import KINDS
 from workers.policy.token_mixing import mixing_layers, state_layers
-from workers.rollout.slot_cache import check_layers
+from workers.engines.slot_cache import check_layers
 
 HEAD = """\
 | family | forward of training | shared prompts | hf engine | vLLM on a CPU | critic, reward model |

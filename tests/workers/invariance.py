@@ -52,7 +52,7 @@ from workers.losses import actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
 from workers.policy.value_head import value_head
-from workers.update import train_epochs
+from workers.engine.update import train_epochs
 
 LossResult = tuple[torch.Tensor, dict[str, Metric]]
 Outputs = dict[str, torch.Tensor]

@@ -17,28 +17,28 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
+from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
 from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
 from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.data.prompts import PromptDataset
-from trainer.dynamic_sampling import rows_of
-from trainer.final_report import FitResult
-from trainer.group_sources import EnvSource, ProgramSource, ProgramValidation
+from trainer.rollout.dynamic_sampling import rows_of
+from trainer.observe.final_report import FitResult
+from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
-from trainer.rollout_scheduler import Group, GroupFilter
+from trainer.rollout.scheduler import Group, GroupFilter
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.endpoint.program_host import is_command, program_of, program_pool
-from workers.endpoint.request_fields import check_ignored_fields
-from workers.envs.env_pool import EnvPool
+from workers.agents.program_host import is_command, program_of, program_pool
+from workers.agents.endpoint.request_fields import check_ignored_fields
+from workers.agents.env_pool import EnvPool
 from workers.pool.process_pool import ProcessPool
-from workers.rollout.conversation import ChatJoins
+from workers.agents.conversation import ChatJoins
 from workers.rollout.specs import EpisodeCounts
 
 EPISODES_SHOWN = 2
@@ -310,7 +310,7 @@ def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Cal
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agentic.program)]
         agentic.program = shlex.join(words)
     if agentic.mcp_servers:
-        from workers.endpoint.tool_agent import TIMEOUT_S, check_servers, located  # imports the openai client
+        from workers.agents.tool_agent import TIMEOUT_S, check_servers, located  # imports the openai client
 
         agentic.mcp_servers = located(agentic.mcp_servers)
         kwargs = program_of(agentic)[1]

@@ -1,4 +1,4 @@
-"""Computes one reward per row from the rewards of episodes. In agentic runs this precedes `trainer.advantage`.
+"""Computes one reward per row from the rewards of episodes. In agentic runs this precedes `trainer.ppo.advantage`.
 
 GiGPO and step_reinforce are REINFORCE on rewards that are first computed over whole episodes. The registered estimators
 of these names do both at once; in a run, the KL penalty is applied between the two, as in ROLL.
@@ -6,8 +6,8 @@ of these names do both at once; in a run, the KL penalty is applied between the 
 
 import torch
 
-from trainer.advantage import ScalarMetrics, column_of, response_scores
-from trainer.step_metrics import summary
+from trainer.ppo.advantage import ScalarMetrics, column_of, response_scores
+from trainer.ppo.step_metrics import summary
 from verl_lite.algos.agentic_rewards import (
     GROUPINGS,
     Normalization,

@@ -91,5 +91,5 @@ def column_of(batch: DataProto, name: str, default: np.ndarray | None = None) ->
     if name in batch:
         return batch.non_tensor_batch[name] if name in batch.non_tensor_batch else batch.batch[name].numpy()
     if default is None:
-        raise ValueError(f"episodes: column {name!r} is missing; workers/rollout/trajectories.py writes it.")
+        raise ValueError(f"episodes: column {name!r} is missing; workers/agents/trajectories.py writes it.")
     return default

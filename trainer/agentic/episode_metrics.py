@@ -1,7 +1,7 @@
 """Metrics of a batch of episodes: scores by episode and by environment, lengths, and turns.
 
 A batch has one row per episode or one row per step of an episode; rows of one episode share their `traj_id`. The metric
-names are ROLL's, in addition to verl's names in `trainer.step_metrics`. Rows of failed episodes are left out of all
+names are ROLL's, in addition to verl's names in `trainer.ppo.step_metrics`. Rows of failed episodes are left out of all
 metrics; `env/error_rate` is the share of failed episodes.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer import step_metrics
+from trainer.ppo import step_metrics
 from trainer.agentic.episode_log import column_of, rows_by_episode
-from trainer.step_metrics import summary
+from trainer.ppo.step_metrics import summary
 from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.algos.agentic_rewards import build_state_groups
 from verl_lite.protocol import DataProto
@@ -68,7 +68,7 @@ class EpisodeTable:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
-    """Returns the metrics of `trainer.step_metrics.compute_data_metrics` and the metrics of episodes: scores, turns,
+    """Returns the metrics of `trainer.ppo.step_metrics.compute_data_metrics` and the metrics of episodes: scores, turns,
     tokens, environment metrics per tag and over all tags, and sizes of groups of equal states. trainer/METRICS.md
     explains each of them."""
     table = EpisodeTable.of(batch)

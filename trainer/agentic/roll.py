@@ -1,7 +1,7 @@
 """ROLL's interface: its loop over clusters (`AgenticPipeline`) and its functions of rewards and advantages.
 
 The functions have ROLL's names, take its options and its layout of a batch, and return that layout. They convert both
-once and then call `trainer.advantage` and `trainer.agentic.agentic_advantage`. ROLL's estimators except gae are
+once and then call `trainer.ppo.advantage` and `trainer.agentic.agentic_advantage`. ROLL's estimators except gae are
 REINFORCE on rewards that `reward_postprocess` normalised; a batch without group columns is treated in that way.
 
 ROLL counts steps from 0; `fit` and the log count from 1. `workers.roll_loss` has its loss function and the layout of
@@ -17,14 +17,14 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from trainer import advantage
-from trainer.advantage import Controllers, ScalarMetrics
+from trainer.ppo import advantage
+from trainer.ppo.advantage import Controllers, ScalarMetrics
 from trainer.agentic import agentic_advantage
 from trainer.agentic.agent_trainer import AgentTrainer
-from trainer.final_report import FitResult
-from trainer.group_sources import EnvSource
+from trainer.observe.final_report import FitResult
+from trainer.rollout.group_sources import EnvSource
 from trainer.ray_trainer import RayPPOTrainer
-from trainer.roles import ActorRole, CriticRole, Metrics, ReferenceRole
+from trainer.ppo.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.validation.answers import val_samplings
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, PPOConfig, RewardNormalizationConfig
@@ -55,7 +55,7 @@ _NEED_NORMALISED_REWARDS = ("grpo", "gigpo", "step_reinforce")
 def reward_postprocess(
     data: DataProto, pipeline_config: object, running_ctrl: Controllers | None = None
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Normalises and clips response_level_rewards (B,); see `trainer.advantage.reward_postprocess`.
+    """Normalises and clips response_level_rewards (B,); see `trainer.ppo.advantage.reward_postprocess`.
 
     Args:
         pipeline_config: has norm_mean_type, norm_std_type and reward_clip as attributes; a missing option is off. In a
@@ -90,7 +90,7 @@ def reward_postprocess(
 def compute_token_reward(
     data: DataProto, pipeline_config: object, kl_ctrl: FixedKLController | None = None
 ) -> tuple[DataProto, ScalarMetrics]:
-    """Assigns rewards to tokens and subtracts the KL penalty; see `trainer.advantage.compute_token_reward`.
+    """Assigns rewards to tokens and subtracts the KL penalty; see `trainer.ppo.advantage.compute_token_reward`.
 
     Args:
         data: response_mask; response_level_rewards or token_level_scores; with the penalty also old_log_probs and
@@ -119,7 +119,7 @@ def compute_advantage(
     whiten_rewards: bool = False,
     response_mask: torch.Tensor | None = None,
 ) -> DataProto:
-    """Adds raw_advantages, advantages and returns (B, R); see `trainer.advantage.estimate_advantages`.
+    """Adds raw_advantages, advantages and returns (B, R); see `trainer.ppo.advantage.estimate_advantages`.
 
     gae whitens only with `whiten_advantages`. Without group columns, the estimators that compare rows become REINFORCE
     over the rewards that `reward_postprocess` normalised. The batch keeps its own rewards (ROLL replaces them by the

@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.build import run_ppo
-from trainer.checkpoint import write_atomically
-from trainer.console import Console
+from trainer.launch.build import run_ppo
+from trainer.checkpoint.files import write_atomically
+from trainer.observe.console import Console
 from trainer.evaluate.answering import CHUNKS, FOLDER, AnsweringTrainer, answer_settings, answering_config
 from trainer.evaluate.targets import Target, find_targets, titles
-from trainer.final_report import FitResult, validation_table
-from trainer.tracking import read_metrics
+from trainer.observe.final_report import FitResult, validation_table
+from trainer.observe.tracking import read_metrics
 from trainer.validation.stored_answers import read_settings
 from verl_lite.errors import UserError
 

@@ -14,9 +14,9 @@ import pyarrow
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from trainer.console import Console
+from trainer.observe.console import Console
 from trainer.evaluate.saved_answers import SavedAnswer, read_saved
-from trainer.final_report import titled_table
+from trainer.observe.final_report import titled_table
 from trainer.recipe import load_recipe
 from trainer.validation.sample_files import as_text, reward_columns, write_table
 from verl_lite.config import ConfigError, PPOConfig, ScoreConfig, load_config, load_schema

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from trainer.checkpoint import whole_steps
+from trainer.checkpoint.files import whole_steps
 from verl_lite.errors import UserError
 
 MODELS = Path("runs/eval")

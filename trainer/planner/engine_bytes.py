@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import FP32, HeldNetwork
 from trainer.planner.pass_bytes import Pass, layer_work
-from workers.rollout.lean_decoder import PACKED_ELEMENTS
+from workers.engines.lean_decoder import PACKED_ELEMENTS
 
 
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:

@@ -14,7 +14,7 @@ from trainer.planner.memory import memory_plan
 from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import Networks
-from trainer.requirements import needs_reference_model
+from trainer.ppo.requirements import needs_reference_model
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.option_table import value_of
 

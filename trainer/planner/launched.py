@@ -22,11 +22,11 @@ from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.planner.networks import FP32, checkpoint_bytes, compute_size, read_networks
 from trainer.planner.step_time import forward_flops
-from trainer.saving import most_checkpoints
-from trainer.step_metrics import UpdateWork
-from trainer.tracking import METRICS, read_metrics
+from trainer.loop.saving import most_checkpoints
+from trainer.ppo.step_metrics import UpdateWork
+from trainer.observe.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, RunOptions, SupervisedConfig
-from verl_lite.device import device_type
+from verl_lite.machine.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.machine.host import available_memory
 

@@ -33,7 +33,7 @@ class ModelShape:
         uncounted: Parameters that the formulas do not cover.
         has_head: True for an output layer over the vocabulary, False for one output number.
         is_packed: Whether answers can share a prompt in a packed row (`workers.policy.token_mixing`).
-        is_lean: Whether the hf engine decodes on a CPU with joined projections (`workers.rollout.lean_decoder.LeanDecoder`).
+        is_lean: Whether the hf engine decodes on a CPU with joined projections (`workers.engines.lean_decoder.LeanDecoder`).
         tower: The vision tower of a vision-language model.
     """
 
@@ -198,7 +198,7 @@ def config_like(name: str) -> JsonObject:
 
 def shape_of(config: JsonObject) -> ModelShape:
     """Returns the shape that a config.json describes. Raises UserError if it lacks a size."""
-    from workers.rollout.lean_decoder import has_lean_layers
+    from workers.engines.lean_decoder import has_lean_layers
 
     model_type = str(config.get("model_type", "llama"))
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")

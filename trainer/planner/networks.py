@@ -8,10 +8,10 @@ from functools import partial
 
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.model_shape import ModelShape, read_shape
-from trainer.requirements import needs_critic, needs_reference_model
+from trainer.ppo.requirements import needs_critic, needs_reference_model
 from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig, SupervisedConfig
-from workers.critic import critic_network
-from workers.frozen_models import teacher_network
+from workers.roles.critic import critic_network
+from workers.roles.frozen_models import teacher_network
 from workers.policy.loading import count_parameters, count_trained
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}

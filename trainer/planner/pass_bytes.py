@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trainer.planner.memory_table import SHARD, TOWER, WHOLE_GRADIENTS
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import FP32, HeldNetwork
-from verl_lite.device import KEPT_FREED_BYTES
+from verl_lite.machine.device import KEPT_FREED_BYTES
 from workers.policy.activations import AHEAD
 
 KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
@@ -198,7 +198,7 @@ def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
 
 
 def kept_when_freed(parts: Mapping[str, float]) -> float:
-    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.device.release_freed_memory`).
+    """Returns the freed bytes that the C library keeps on a CPU (`verl_lite.machine.device.release_freed_memory`).
 
     Tensors of the next layer or micro-batch often do not fit into the gaps that others have left. Measured: the heap
     takes about the temporary bytes of a backward pass a second time, unless they are given back.

@@ -17,7 +17,7 @@ from trainer.planner.accelerators import Accelerator
 from trainer.planner.memory import distinct_prompts, memory_plan, mini_batch_prompts, rows_per_step
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import Networks, compute_size, ranks_of_a_copy, recomputed_layers, trained_parameters
-from trainer.requirements import needs_old_log_prob, needs_reference
+from trainer.ppo.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.pools import num_engines
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from trainer.checkpoint import write_atomically
+from trainer.checkpoint.files import write_atomically
 from trainer.cli import file_mask
 from trainer.sweeps.study_spec import STOP, Search, StudySpec, Value
 from trainer.validation.metrics import half_width

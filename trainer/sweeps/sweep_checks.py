@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 
-from trainer.metric_docs import find, metrics
+from trainer.observe.metric_docs import find, metrics
 from trainer.recipe import prepare_recipe, recipe_overrides
-from trainer.resources import resolve_slots
+from trainer.launch.resources import resolve_slots
 from trainer.sweeps.study_spec import MOST_LISTED, Search, StudySpec, Value, combinations
-from trainer.tracking import check_trackers
+from trainer.observe.tracking import check_trackers
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError
@@ -32,7 +32,7 @@ def load(spec: StudySpec, values: dict[str, Value]) -> PPOConfig:
 def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
     """Returns the error that the command would report for a combination; empty if it would start. gpus: GPUs of each
     run; None = CPU."""
-    from workers.rollout.base import engine_names  # imports transformers, which takes seconds
+    from workers.engines.base import engine_names  # imports transformers, which takes seconds
 
     try:
         config = load(spec, values)

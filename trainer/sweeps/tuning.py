@@ -35,7 +35,7 @@ from trainer.sweeps.study_spec import STOP, Options, Value
 from trainer.sweeps.sweep_checks import planned, problem
 from trainer.sweeps.trial_process import Order, clean, train
 from verl_lite.config.run import RayInitConfig
-from verl_lite.device import device_type
+from verl_lite.machine.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus

@@ -17,7 +17,7 @@ from trainer.validation.sample import Sample
 from trainer.validation.stored_answers import AnswerStore, StoredAnswer
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
-from workers.rollout.base import SamplingParams
+from workers.engines.base import SamplingParams
 
 if TYPE_CHECKING:
     from trainer.data.prompts import PromptDataset

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, get_type_hints
 import pyarrow
 import pyarrow.parquet
 
-from trainer.checkpoint import beside_training
+from trainer.checkpoint.files import beside_training
 from trainer.validation.sample import OPTIONAL, Sample, image_names
 from verl_lite.images import open_image
 from verl_lite.json_types import JsonObject

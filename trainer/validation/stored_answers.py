@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint import write_atomically
+from trainer.checkpoint.files import write_atomically
 from trainer.validation.sample import Sample
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject

@@ -74,7 +74,7 @@ def validate(
 
     Args:
         config: the options of the run.
-        engines: valid values of `rollout.name`, see `workers.rollout.base.engine_names`.
+        engines: valid values of `rollout.name`, see `workers.engines.base.engine_names`.
         slots: number of devices of the run; None = n_gpus_per_node * nnodes.
         available: number of GPUs of this machine (of cores for a run on the CPU); None = not checked.
 

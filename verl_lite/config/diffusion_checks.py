@@ -8,7 +8,7 @@ from verl_lite.config.checks import machine_problems, section_problems
 from verl_lite.config.diffusion import EXPERTS, RewardFlowConfig
 from verl_lite.config.fields import FreeDict, Problems
 from verl_lite.config.option_table import ConfigError
-from verl_lite.flow_match import flow_sigmas, high_noise_steps
+from verl_lite.diffusion.flow_match import flow_sigmas, high_noise_steps
 from verl_lite.visual_rewards.base import VISUAL_REWARDS
 
 INDEX = "model_index.json"

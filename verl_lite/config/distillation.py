@@ -26,7 +26,7 @@ class Teacher:
         model: name of the model on the server.
         api_key_env: environment variable with the server's key.
         key: the teacher scores rows with this value in the column `distillation.teacher_key`; None = all rows.
-        prompt_template: text of the last user message in the teacher's prompt, see `trainer.teachers`; None = the
+        prompt_template: text of the last user message in the teacher's prompt, see `trainer.ppo.teachers`; None = the
             student's prompt.
         trust_remote_code: True runs the Python code in the folder `path`.
     """

@@ -2,7 +2,7 @@
 
 from verl_lite.config.fields import Problems
 from verl_lite.config.ppo import PPOConfig
-from verl_lite.device import is_on_cpu
+from verl_lite.machine.device import is_on_cpu
 
 
 def rollout_devices(config: PPOConfig, slots: int) -> int:

@@ -149,7 +149,7 @@ NOTATIONS: dict[str, Notation] = {
     "mistral": mistral_calls,
     "llama": llama_calls,
 }
-"""All notations by name. `workers.rollout.conversation` chooses the one in which the chat template writes calls."""
+"""All notations by name. `workers.agents.conversation` chooses the one in which the chat template writes calls."""
 
 
 def with_types(call: ToolCall, schema: Any) -> ToolCall:

@@ -1,6 +1,6 @@
 """The worker of reward flow: samples clips and trains the policy's adapter with the gradient of their score.
 
-Inputs and outputs are `DataProto`. The network is in `reward_policy.py`, its loss in `verl_lite.flow_match`.
+Inputs and outputs are `DataProto`. The network is in `reward_policy.py`, its loss in `verl_lite.diffusion.flow_match`.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_lite.config.diffusion import RewardFlowConfig
-from verl_lite.device import device_memory
+from verl_lite.machine.device import device_memory
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
@@ -19,8 +19,8 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import write_lora
 from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
 from workers.engine.parameters import gather_full
-from workers.rollout.base import derive_seed
-from workers.training_worker import TrainingWorker
+from workers.engines.base import derive_seed
+from workers.roles.training_worker import TrainingWorker
 
 EXPORT_BUCKET_BYTES = 256 << 20
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.errors import UserError
-from verl_lite.flow_match import TRAIN_TIMESTEPS, euler_step, flow_kl, flow_sigmas, high_noise_steps, reward_flow_loss
+from verl_lite.diffusion.flow_match import TRAIN_TIMESTEPS, euler_step, flow_kl, flow_sigmas, high_noise_steps, reward_flow_loss
 from verl_lite.protocol import DataProto
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 from workers.diffusion.lora import add_adapter

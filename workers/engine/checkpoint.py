@@ -3,7 +3,7 @@
 A checkpoint is a folder in the format of torch.distributed.checkpoint (each rank writes its shards; any number of
 ranks can read it). Its subfolder `huggingface/` has the config, tokenizer and generation config. The checkpoint of an
 adapter also has the peft config and does not copy the base model. Reading a checkpoint never executes code from it
-(`verl_lite.safe_state`).
+(`verl_lite.machine.safe_state`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from verl_lite.device import DTYPES
+from verl_lite.machine.device import DTYPES
 from verl_lite.errors import UserError
-from verl_lite.random_state import get_random_state, set_random_state
-from verl_lite.safe_state import read_metadata, read_state, write_state
+from verl_lite.machine.random_state import get_random_state, set_random_state
+from verl_lite.machine.safe_state import read_metadata, read_state, write_state
 from workers.engine.optimizer import ShardedAdamW
 from workers.policy.adapter import load_adapter_config, merged, save_adapter, scale_of
 from workers.policy.assets import ASSETS, write_assets

@@ -2,7 +2,7 @@
 
 A packed row gives correct results only if no layer except attention mixes tokens, and if attention is computed by the
 function of `workers.engine.packed_attention`, which gets the sequence boundaries. A class does not show whether that is
-the case, so this table lists the families for which a test has shown it: `tests/workers/test_model_families.py`
+the case, so this table lists the families for which a test has shown it: `tests/workers/policy/test_model_families.py`
 compares log-probs, entropies and every gradient of a packed batch with those of single rows, also with sliding windows
 where an entry says so. To add a family, add an entry here and a tiny config in `tests/workers/model_families.py`.
 """

@@ -1,6 +1,6 @@
 """Runs the groups of samples of one rollout engine: answers to a prompt, or episodes of an environment.
 
-The driver (`trainer.rollout_scheduler`) decides which groups run. `GroupRun` starts them (`begin`), runs them until the
+The driver (`trainer.rollout.scheduler`) decides which groups run. `GroupRun` starts them (`begin`), runs them until the
 driver's call ends (`run`), in slices between training micro-batches (`run_slice`), or in slices of a thread that does
 nothing else (`run_for`), and returns the groups that are complete.
 """
@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from verl_lite.metrics import Metric
-from verl_lite.profiling import count_moved
+from verl_lite.machine.profiling import count_moved
 from verl_lite.protocol import DataProto
-from workers.rollout.base import SamplingParams
+from workers.engines.base import SamplingParams
 from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 MOST_SLICE_S = 1.0

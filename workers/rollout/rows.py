@@ -8,7 +8,7 @@ import torch
 
 from verl_lite.protocol import DataProto
 from verl_lite.schema import SAMPLING_CANDIDATES, column
-from workers.rollout.base import ExtraOutputs
+from workers.engines.base import ExtraOutputs
 
 
 class Response(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from verl_lite.metrics import Metric
-from verl_lite.profiling import span
-from workers.rollout.base import Completion, Request, RolloutEngine
+from verl_lite.machine.profiling import span
+from workers.engines.base import Completion, Request, RolloutEngine
 
 Owner = TypeVar("Owner")
 

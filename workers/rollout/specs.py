@@ -1,8 +1,8 @@
 """What the driver and the rollout engines exchange: the samples of a group, and the results of complete groups.
 
 A run has one kind of samples: single answers (`AnswerSpec`), episodes in environments (`EpisodeSpec`) or episodes of a
-program (`ProgramSpec`). The driver (`trainer.group_sources`) writes their specifications, which determine the samples:
-names, prompts or tasks, and random numbers. `workers.sampling_worker` has a runner for each kind.
+program (`ProgramSpec`). The driver (`trainer.rollout.group_sources`) writes their specifications, which determine the samples:
+names, prompts or tasks, and random numbers. `workers.roles.sampling_worker` has a runner for each kind.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from verl_lite.json_types import DatasetRow
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardItem
-from workers.rollout.base import FinishReason, Sampled
+from workers.engines.base import FinishReason, Sampled
 
 if TYPE_CHECKING:
     from workers.policy.vision import ImageInputs
@@ -27,7 +27,7 @@ class AnswerSpec:
     Args:
         prompt_ids: Tokens of the prompt.
         prompt_length: Width P of the columns of its row.
-        seed: Seed of the answer; see `workers.rollout.base.derive_seed`.
+        seed: Seed of the answer; see `workers.engines.base.derive_seed`.
         is_greedy: True to decode greedily instead of as the sampling parameters say.
         is_padding: True for a row that is not sampled.
         item: Arguments of the reward function, without the answer; None if no reward function is called.
@@ -187,7 +187,7 @@ torch.serialization.add_safe_globals(
         RewardItem,
         Sampled,
         (AnswerSpec, "workers.rollout.answers.AnswerSpec"),
-        (EpisodeCounts, "workers.rollout.episodes.EpisodeCounts"),
+        (EpisodeCounts, "workers.agents.episodes.EpisodeCounts"),
         (GroupPlan, "workers.rollout.group_run.GroupPlan"),
     ]
 )

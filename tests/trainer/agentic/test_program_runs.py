@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.trainer import tiny_run
-from tests.workers.endpoint.programs import ask
+from tests.workers.agents.endpoint.programs import ask
 from trainer.agentic.agent_trainer import AgentTrainer, EpisodeFilter
-from trainer.build import run_ppo
-from trainer.group_sources import program_groups
-from trainer.roles import ActorRole
-from trainer.rollout_scheduler import Group, Rows
+from trainer.launch.build import run_ppo
+from trainer.rollout.group_sources import program_groups
+from trainer.ppo.roles import ActorRole
+from trainer.rollout.scheduler import Group, Rows
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import agg_loss
 from verl_lite.errors import UserError

@@ -486,7 +486,7 @@ WITHOUT_CALL = [user("one"), assistant("two"), {"role": "tool", "content": "3"},
 
 @pytest.mark.parametrize("content", [None, "I add."])
 def test_calls_become_text_for_templates_that_leave_them_out(tmp_path: Path, content: str | None) -> None:
-    """As in the turns of agents (`workers.rollout.conversation`)."""
+    """As in the turns of agents (`workers.agents.conversation`)."""
     chat = [user("one"), call("add", {"a": 1}, content=content)]
     [example] = load([{"messages": chat}], tmp_path, template=NO_CALLS)
     written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'

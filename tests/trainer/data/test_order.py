@@ -16,7 +16,7 @@ import pytest
 from tests.trainer.prompt_rows import load, make_row, write
 from trainer.data.order import BatchOrder, build_order, build_train_loader
 from trainer.data.prompts import PromptDataset
-from trainer.group_sources import PromptSource
+from trainer.rollout.group_sources import PromptSource
 from verl_lite.config import DataConfig, PPOConfig, SamplerConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

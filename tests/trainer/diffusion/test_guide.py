@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.trainer.made_clips import grey_frames, write_folder, write_video
-from trainer.clips.dataset import VideoDataset
-from trainer.clips.writing import FPS
+from trainer.diffusion.clips.dataset import VideoDataset
+from trainer.diffusion.clips.writing import FPS
 from verl_lite.config.diffusion import FlowRewardConfig, VideoDataConfig
 from verl_lite.visual_rewards import VISUAL_REWARDS, build_visual_reward, score_frames
 

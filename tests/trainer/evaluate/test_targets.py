@@ -12,7 +12,7 @@ import pytest
 
 from tests.set_keys import set_keys
 from tests.trainer.answering import answering, task
-from tests.trainer.written_checkpoint import write_checkpoint
+from tests.trainer.checkpoint.written_checkpoint import write_checkpoint
 from trainer.evaluate.answering import answer_settings
 from trainer.evaluate.evaluation import RESULTS, Evaluation, eval_arguments, finished_metrics
 from trainer.evaluate.generation import Generation, folder_of

@@ -11,7 +11,7 @@ import pytest
 from tests.set_keys import set_keys
 from tests.tiny_model import tiny_qwen2
 from trainer.planner.batch import launch_rows
-from trainer.requirements import is_on_policy
+from trainer.ppo.requirements import is_on_policy
 from verl_lite.config import PPOConfig
 
 

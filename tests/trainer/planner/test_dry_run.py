@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import TinyTask
-from trainer import build
-from trainer.build import run_ppo
+from trainer.launch import build
+from trainer.launch.build import run_ppo
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 

@@ -18,7 +18,7 @@ from trainer.planner.model_shape import config_like, shape_of
 from trainer.planner.networks import HeldNetwork, Networks
 from trainer.planner.pass_bytes import Pass, layer_activations, training_pass
 from trainer.planner.step_time import Lengths, step_stages
-from trainer.resume import flat_config, is_bound
+from trainer.checkpoint.resume import flat_config, is_bound
 from verl_lite.config import PPOConfig
 
 NETWORKS, SMALLER = Networks(SEVEN), Networks(shape_of(config_like("qwen2.5-1.5b")))

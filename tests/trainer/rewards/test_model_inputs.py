@@ -12,11 +12,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from tests.set_keys import set_keys
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
 from trainer.rewards.model_inputs import Retokenizer, reward_inputs
-from trainer.roles import RewardModelRole
+from trainer.ppo.roles import RewardModelRole
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.frozen_models import RewardModelWorker
+from workers.roles.frozen_models import RewardModelWorker
 from workers.rollout.rows import Response, write_rows
 
 OTHER_TEMPLATE = (

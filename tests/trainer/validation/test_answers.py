@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import checkpoint
+from trainer.checkpoint import files
 from trainer.validation import stored_answers
 from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
 from trainer.validation.sample import Sample
 from trainer.validation.stored_answers import AnswerStore, StoredAnswer, content_of
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
-from workers.rollout.base import SamplingParams
+from workers.engines.base import SamplingParams
 
 SAMPLED, GREEDY = (
     ValSampling("", "val0", 2, SamplingParams()),
@@ -113,7 +113,7 @@ def test_a_chunk_comes_back_bit_for_bit_or_not_at_all(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "replace", killed)
+        patch.setattr(files.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             kept.add(SECOND)
     assert kept.load() == FIRST

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.answering import answering, sampled, task, validated
-from trainer.final_report import FitResult
+from trainer.observe.final_report import FitResult
 from verl_lite.config import PPOConfig
 
 PROMPTS, ANSWERS = 11, 3

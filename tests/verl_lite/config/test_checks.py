@@ -17,7 +17,7 @@ from verl_lite.config import learners as learner_options
 from verl_lite.config.checks import validate
 from verl_lite.config.option_table import convert
 from verl_lite.core_algos import KL_ALIASES
-from workers.rollout.base import engine_names
+from workers.engines.base import engine_names
 
 
 class World:

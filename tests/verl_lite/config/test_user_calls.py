@@ -8,14 +8,14 @@ import pytest
 
 from trainer.cli import WRONG_INPUT
 from trainer.main_ppo import main
-from trainer.tracking.trackers import check_trackers
+from trainer.observe.trackers import check_trackers
 from verl_lite.config.user_calls import ENGINE_CALL, ESTIMATOR_CALL, FILTER_CALL, LOSS_CALL, registered_problems
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl_lite.envs import env_templates
 from verl_lite.errors import UserError
 from verl_lite.registry import load_object
 from verl_lite.rewards.scoring import load_scorer
-from workers.endpoint.program_host import load_function
+from workers.agents.program_host import load_function
 
 MODULES = {
     "users_code": (

@@ -25,8 +25,8 @@ from tests.verl_lite.envs.hub_sums import BROKEN
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import Env, EnvTemplate, make_env
 from verl_lite.errors import UserError
-from workers.envs.env_host import NonsenseError, read_reset, read_step
-from workers.envs.env_pool import EnvPool, EnvReply
+from workers.agents.env_host import NonsenseError, read_reset, read_step
+from workers.agents.env_pool import EnvPool, EnvReply
 
 SUMS, MODULE, SERVER = (f"tests.verl_lite.envs.{name}" for name in ("hub_sums", "verifiers_module", "openenv_server"))
 HUBS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import torch
 
 from tests.workers.diffusion.actor_cases import CPU, policy_of
 from tests.workers.diffusion.tiny_wan import clips, planned
-from verl_lite.flow_match import flow_sigmas
+from verl_lite.diffusion.flow_match import flow_sigmas
 from verl_lite.protocol import DataProto
 from workers.diffusion.reward_policy import RewardFlowPolicy
 

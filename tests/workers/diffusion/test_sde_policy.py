@@ -28,8 +28,8 @@ from tests.workers.diffusion.sde_cases import (
 )
 from tests.workers.ranks import Ranks
 from verl_lite.errors import UserError
-from verl_lite.flow_match import flow_sigmas
-from verl_lite.flow_sde import step_kl, step_mean, step_std
+from verl_lite.diffusion.flow_match import flow_sigmas
+from verl_lite.diffusion.flow_sde import step_kl, step_mean, step_std
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.sde_policy import load_network
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout.scripted import ScriptedEngine, ScriptedPool, ids_of, make_runner, run_groups, spec
-from workers.rollout.base import Completion, Request, SamplingParams
+from workers.engines.base import Completion, Request, SamplingParams
 from workers.rollout.runner import Runner, group_of_engine
 
 

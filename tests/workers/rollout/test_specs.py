@@ -9,8 +9,8 @@ import pytest
 
 from tests.workers.rollout.scripted import SAMPLING, ScriptedEngine, ScriptedPool, make_runner, spec
 from verl_lite.rewards import RewardItem
-from verl_lite.safe_state import read_state, write_state
-from workers.rollout.base import Sampled
+from verl_lite.machine.safe_state import read_state, write_state
+from workers.engines.base import Sampled
 from workers.rollout.specs import AnswerSpec, EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
 
 ANSWER = AnswerSpec((3, 4), 8, seed=5, item=RewardItem("a/0", "sums", "", "7"), sampled=Sampled((6,), (-0.5,), (2,)))
@@ -42,7 +42,7 @@ def test_checkpoints_with_groups_can_be_read_also_those_of_earlier_versions(
     state: dict[str, Any] = {"plan": GroupPlan("g", (ANSWER,)), "counts": EpisodeCounts(4, 1, first_failure="broken")}
     if are_old:
         monkeypatch.setattr(AnswerSpec, "__module__", "workers.rollout.answers")
-        monkeypatch.setattr(EpisodeCounts, "__module__", "workers.rollout.episodes")
+        monkeypatch.setattr(EpisodeCounts, "__module__", "workers.agents.episodes")
         monkeypatch.setattr(GroupPlan, "__module__", "workers.rollout.group_run")
     write_state(tmp_path / "state", state)
     monkeypatch.undo()

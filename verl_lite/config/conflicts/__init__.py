@@ -14,10 +14,10 @@ A new conflict is a new row here, unless it needs more than the configuration. T
 - environments, reward functions and models' folders: `verl_lite/config/checks.py`, which opens or imports them;
 - the files of a pipeline: `verl_lite/config/diffusion_checks.py`. The options of clips stay in `VideoDataConfig.check`,
   because a `VideoDataset` has no other options;
-- what an engine can do with the model and with images: `trainer/engine_checks.py`, in rows of the same form;
-  `workers/rollout/base.py` and, for versions of vLLM, `workers/rollout/vllm_engine.py`;
-- rows of the data, and values that a reward returns: `trainer/build.py` and `trainer/supervised`;
-- an existing run or checkpoint: `trainer/run.py` and `trainer/resume.py`;
+- what an engine can do with the model and with images: `trainer/launch/engine_checks.py`, in rows of the same form;
+  `workers/engines/base.py` and, for versions of vLLM, `workers/engines/vllm_engine.py`;
+- rows of the data, and values that a reward returns: `trainer/launch/build.py` and `trainer/supervised`;
+- an existing run or checkpoint: `trainer/launch/run.py` and `trainer/checkpoint/resume.py`;
 - the command line of a sweep, which has several values for an option: `trainer/sweeps/sweep_checks.py`.
 """
 

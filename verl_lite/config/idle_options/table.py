@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_lite.config.option_table import value_of
-from verl_lite.device import is_on_cpu
+from verl_lite.machine.device import is_on_cpu
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,236 @@
+"""The data of reward flow: reads metadata.csv, checks the clips and builds the batch of each step.
+
+The noise of a sample depends only on the seed, the step and the row. The rows of a step depend only on the seed and the
+step (`EpochSteps`).
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import torch
+from pyarrow.csv import ConvertOptions, ParseOptions, read_csv
+
+from trainer.diffusion.clips.reading import ClipError, Frames, Header, fitted_size, read_frames, read_header
+from trainer.diffusion.loop import fingerprint
+from trainer.loop.steps import EpochSteps
+from verl_lite.config.diffusion import VideoDataConfig
+from verl_lite.errors import UserError, printable
+from verl_lite.protocol import DataProto
+
+TABLE_NAME = "metadata.csv"
+_SHOWN_PROBLEMS = 5
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class VideoRow:
+    """One row of a csv file. path: absolute path of the clip. place: option, csv file and row, for messages."""
+
+    path: Path
+    prompt: str
+    place: str
+
+
+def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]:
+    """Reads the rows of data.train_files (at most data.train_max_samples), or of data.val_files with split="val".
+
+    A folder means its metadata.csv. Raises UserError for an unreadable file or an incomplete row.
+    """
+    option, rows = f"data.{split}_files", list[VideoRow]()
+    names = [config.video_key, config.prompt_key]
+    columns = ConvertOptions(include_columns=names, column_types=dict.fromkeys(names, pyarrow.string()))
+    for place in config.train_files if split == "train" else config.val_files:
+        given = Path(place).expanduser().absolute()
+        file = given / TABLE_NAME if given.is_dir() else given
+        try:
+            table = read_csv(file, parse_options=ParseOptions(newlines_in_values=True), convert_options=columns)
+        except (pyarrow.ArrowException, KeyError, OSError) as error:
+            raise UserError(
+                f"{option}: {file} cannot be read ({error}); expected csv in UTF-8 with the columns {names}, where a "
+                'prompt with a comma is written in double quotes: a.mp4,"a cat, asleep"'
+            ) from None
+        for row in table.to_pylist():
+            at = f"{option}: {file}, row {len(rows)}"
+            path, prompt = (row[name].strip() for name in names)
+            if not path or not prompt:
+                raise UserError(f"{at}: the video or the prompt is empty; remove the row or fill it in")
+            rows.append(VideoRow(file.parent / Path(path).expanduser(), prompt, at))
+        if not table.num_rows:
+            raise UserError(f"{option}: {file} has no rows; expected at least one clip")
+    return rows[: config.train_max_samples] if split == "train" and config.train_max_samples > 0 else rows
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The header of a clip's file, and the height and width of its frames in training."""
+
+    header: Header
+    height: int
+    width: int
+
+
+class VideoDataset:
+    """The clips of data.train_files followed by those of data.val_files, indexed by row.
+
+    Its length is the number of training rows. Several threads may read it at the same time.
+
+    Raises:
+        UserError: invalid options or csv files.
+    """
+
+    def __init__(self, config: VideoDataConfig) -> None:
+        if problems := list(config.check()):
+            raise UserError("\n".join(problems))
+        self.config = config
+        trained = read_tables(config)
+        self.rows: list[VideoRow] = trained + read_tables(config, "val")
+        self._length = len(trained)
+        self._selections: dict[Path, Selection] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def validation(self) -> range:
+        """The rows of data.val_files, or those of data.train_files if data.val_files is empty."""
+        return range(len(self) if self.config.val_files else 0, len(self.rows))
+
+    def frames(self, row: int) -> Frames:
+        """Decodes the frames of a row, uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
+        try:
+            taken = self.selection(row)
+            return read_frames(self.rows[row].path, self.config.num_frames, taken.height, taken.width)
+        except ClipError as error:
+            raise UserError(self.sentence(row, error)) from error
+
+    def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
+        """Returns video (B, F, 3, H, W) float32 in [0, 1], noise_seed and row (B,) int64, and prompt (B,).
+
+        Raises UserError for a file that cannot be decoded.
+        """
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode") as pool:
+            clips = dict(zip(set(rows), pool.map(self.frames, set(rows)), strict=True))
+        columns = {
+            "video": torch.stack([torch.from_numpy(np.moveaxis(clips[row], 3, 1).copy()) for row in rows]) / 255,
+            "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
+            "row": torch.tensor(list(rows), dtype=torch.int64),
+        }
+        prompts = np.array([self.rows[row].prompt for row in rows], dtype=object)
+        return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
+
+    def selection(self, row: int) -> Selection:
+        """Reads the header of a row's file and computes its frame size. Raises ClipError for an invalid clip."""
+        path, config = self.rows[row].path, self.config
+        if path not in self._selections:
+            header = read_header(path)
+            if header.frames < config.num_frames:
+                raise ClipError(f"it has {header.frames} frames, and data.num_frames={config.num_frames}")
+            high, wide = config.height, config.width
+            if not high or not wide:
+                limits = {"max_pixels": config.max_pixels, "multiple": config.side_multiple}
+                high, wide = fitted_size(header.height, header.width, **limits)
+            self._selections[path] = Selection(header, high, wide)
+        return self._selections[path]
+
+    def selections(self) -> list[Selection | ClipError]:
+        """Returns each row's `selection`, or the ClipError that it raised. Decodes only one frame of each file."""
+
+        def select(row: int) -> Selection | ClipError:
+            try:
+                return self.selection(row)
+            except ClipError as error:
+                return error
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-check") as pool:
+            return list(pool.map(select, range(len(self.rows))))
+
+    def check(self, list_all: bool = False) -> None:
+        """Checks all files.
+
+        Args:
+            list_all: Whether the error lists every invalid row instead of the first few.
+
+        Raises:
+            UserError: a file cannot be used, or the clips have several sizes.
+        """
+        problems = self.problems(self.selections())
+        if len(problems) > _SHOWN_PROBLEMS and not list_all:
+            more = len(problems) - _SHOWN_PROBLEMS
+            problems = problems[:_SHOWN_PROBLEMS]
+            problems.append(f"... and {more} more, of {len(self.rows)} rows; trainer.dry_run=true lists all")
+        if problems:
+            raise UserError("\n".join(problems))
+
+    def table(self) -> str:
+        """Returns a table of all clips with their number of frames, their size, and their size in training.
+
+        Raises ClipError for an invalid clip, which `check` reports with its row.
+        """
+        lines = [f"{'row':>5}  {'file':<32}{'frames':>7}  {'size':<12}in training"]
+        for number, row in enumerate(self.rows):
+            selection = self.selection(number)
+            header = selection.header
+            name = "/".join(row.path.parts[-2:])
+            size = f"{header.width} x {header.height}"
+            in_training = f"{selection.width} x {selection.height}"
+            lines.append(f"{number:>5}  {name:<32}{header.frames:>7}  {size:<12}{in_training}")
+        return printable("\n".join(lines))
+
+    def problems(self, found: Sequence[Selection | ClipError]) -> list[str]:
+        """Returns one message per invalid row, or a single message if all rows are valid but their sizes differ."""
+        if broken := [self.sentence(row, taken) for row, taken in enumerate(found) if isinstance(taken, ClipError)]:
+            return broken
+        sizes = [(taken.height, taken.width) for taken in found if isinstance(taken, Selection)]
+        counted = Counter(sizes).most_common()
+        if len(counted) == 1:
+            return []
+        height, width = counted[0][0]
+        odd = next(row for row, size in enumerate(sizes) if size != (height, width))
+        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
+        return [
+            f"The clips have {len(counted)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
+            f"{listed}; the first clip without the most frequent size is {self.rows[odd].place}. All clips of a run "
+            f"need one size: data.height={height} data.width={width} scales and crops them to the most frequent one"
+        ]
+
+    def sentence(self, row: int, error: Exception) -> str:
+        """Returns the message of `error` with the row's place and path."""
+        return f"{self.rows[row].place}, {self.rows[row].path}: {error}"
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the training rows: their number, order, prompts, and the names and sizes of their files."""
+        rows = self.rows[: len(self)]
+        sizes = [row.path.stat().st_size if row.path.is_file() else 0 for row in rows]
+        return fingerprint(f"{row.path.name}\0{size}\0{row.prompt}" for row, size in zip(rows, sizes, strict=True))
+
+
+def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
+    """Returns the noise seed of each sample, in [0, 2^63), or `constant` for all samples.
+
+    A seed is a hash of (seed, step, row, number of earlier occurrences of the row in the batch).
+    """
+    if constant is not None:
+        return [constant] * len(rows)
+    found = []
+    for place, row in enumerate(rows):
+        text = f"{seed},{step},{row},{rows[:place].count(row)}"
+        found.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
+    return found
+
+
+def batch_of_step(data: VideoDataset, steps: EpochSteps, step: int, noise_seed: int | None) -> DataProto:
+    """Returns the batch of a step (counted from 1), with meta_info["global_step"]. noise_seed: sampler.noise_seed.
+
+    Raises UserError for a file that cannot be decoded.
+    """
+    rows = steps.rows_of(step)
+    batch = data.batch(rows, noise_seeds(step, rows, steps.seed, noise_seed))
+    batch.meta_info["global_step"] = step
+    return batch

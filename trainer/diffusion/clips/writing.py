@@ -1,0 +1,105 @@
+"""Writes clips as mp4 files, and draws the picture that compares samples before and after training."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from trainer.diffusion.clips.reading import Frames, require_av
+from verl_lite.errors import UserError
+
+FPS = 16
+"""Frame rate of Wan and ROLL."""
+
+CODEC = "libx264"
+_BT601 = 6  # PyAV's colour space for RGB; players assume BT.709 from 720 lines on if the file names none
+
+
+def write_mp4(path: Path, frames: Frames) -> None:
+    """Writes frames (F, H, W, 3) as H.264 in yuv420p for every player; repeats the last line of odd sides."""
+    av = require_av()
+    height, width = frames.shape[1:3]
+    even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        stream: Any = container.add_stream(CODEC, rate=Fraction(FPS), options={"crf": "18", "threads": "1"})
+        stream.height, stream.width = even.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.colorspace = _BT601
+        for frame in even:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def as_frames(video: torch.Tensor) -> Frames:
+    """Converts (F, 3, H, W) in [0, 1], of any device and floating dtype, to uint8 (F, H, W, 3); clips other values."""
+    scaled = video.detach().to(torch.float32).clamp(0.0, 1.0).mul(255.0).round()
+    return scaled.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: Callable[[str], None]) -> None:
+    """Writes the clips (n, F, 3, H, W) in [0, 1] of `rows` into `folder`. Each file is complete or missing.
+
+    tell: called with a message for each clip that could not be written.
+    """
+    for place, (row, video) in enumerate(zip(rows, videos, strict=True)):
+        path = folder / (f"row_{row}" + f"_{rows[:place].count(row)}" * (row in rows[:place]) + ".mp4")
+        draft = path.with_name(f".{path.name}.part")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_mp4(draft, as_frames(video))
+            draft.replace(path)
+        except Exception as error:  # a failing encoder must not end the run
+            tell(f"videos: {path}: {type(error).__name__}: {error}. The run continues without this clip")
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+def require_encoder() -> None:
+    """Raises UserError if PyAV or its H.264 encoder is missing."""
+    if CODEC not in require_av().codecs_available:
+        raise UserError(f"The installed PyAV cannot write {CODEC}: pip install av, or set trainer.video_freq=0")
+
+
+class Strip(NamedTuple):
+    """One row of the comparison picture: frames (n, H, W, 3) side by side.
+
+    label: text to the left of the frames. is_better: colours the label green if True and red if False.
+    """
+
+    label: str
+    frames: Frames
+    is_better: bool | None = None
+
+
+_COLOURS = {None: "#1c2126", True: "#2f7d4a", False: "#b5495b"}
+
+
+def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title: str, columns: int = 6) -> Path:
+    """Draws a PNG with the strips of each prompt below each other, with `columns` evenly spaced frames per strip.
+
+    Args:
+        groups: prompts with their strips; all frames have the same size, all strips the same number of frames.
+    """
+    strips = [(prompt if row == 0 else "", strip) for prompt, group in groups for row, strip in enumerate(group)]
+    count, high, wide = strips[0][1].frames.shape[:3]
+    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int)
+    height = 0.35 + sum(1.15 if not prompt else 1.45 for prompt, _ in strips)
+    figure = Figure(figsize=(1.2 + 1.1 * wide / high * len(numbers), height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, weight="bold")
+    panels = figure.subplots(len(strips), len(numbers), squeeze=False)
+    for row, (prompt, strip) in zip(panels, strips, strict=True):
+        for panel, number in zip(row, numbers, strict=True):
+            panel.imshow(strip.frames[number], interpolation="nearest")
+            panel.set(xticks=[], yticks=[], frame_on=False)
+        row[0].set_title(textwrap.shorten(prompt, 108, placeholder=" ..."), loc="left", size=9, parse_math=False)
+        row[0].set_ylabel(strip.label, color=_COLOURS[strip.is_better], rotation=0, ha="right", parse_math=False)
+    figure.savefig(path, dpi=200)
+    return path

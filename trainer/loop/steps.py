@@ -1,0 +1,157 @@
+"""The sequence of training steps, and their periodic actions. Resumable at any step."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from trainer.rollout.scheduler import RolloutScheduler
+from verl_lite.config import PPOConfig, RunConfig
+from verl_lite.protocol import DataProto
+
+
+class StepCounter:
+    """Counts training steps. `global_step`: current step, from 1 (0 before the first). `epoch`: current epoch, from 0.
+    `total`: last step."""
+
+    total: int
+    global_step: int = 0
+    epoch: int = 0
+    stop_asked = False
+    stopping = False  # True if the run ends after the current step although steps remain
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the data of each remaining step, and counts the steps."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Requests that the run ends after the current step. Safe to call at any time, also in a signal handler."""
+        self.stop_asked = True
+
+    def must_stop(self) -> bool:
+        """True if the run must end after this step because `stop` was called."""
+        # evaluated once per step, before its checkpoint, so that a stopped run always has one
+        self.stopping = self.stop_asked and not self.is_last
+        return self.stopping
+
+    @property
+    def is_last(self) -> bool:
+        return self.global_step >= self.total
+
+    def due(self, frequency: int) -> bool:
+        """True if an action with this frequency is due in the current step; -1 = only in the last step, 0 = never."""
+        return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state from which a resumed run continues."""
+        return {"global_step": self.global_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+
+
+class EpochSteps(StepCounter):
+    """Steps over a dataset of numbered rows: seed and step alone determine the rows of a step.
+
+    An epoch contains every row `repeat` times, and its last batch may be smaller. Iterating yields step numbers.
+
+    Args:
+        rows: number of training rows.
+        options: number of epochs or steps, and the seed.
+        dataset: fingerprint of the data, which checkpoints store.
+    """
+
+    def __init__(
+        self, rows: int, batch_size: int, options: RunConfig, *, shuffle: bool, repeat: int = 1, dataset: str = ""
+    ) -> None:
+        self.rows = rows
+        self.batch_size = batch_size
+        self.repeat = repeat
+        self.shuffle = shuffle
+        self.seed = options.seed
+        self.dataset = dataset
+        self.per_epoch = math.ceil(rows * repeat / batch_size)
+        self.total = options.total_epochs * self.per_epoch
+        if options.total_training_steps is not None:
+            self.total = options.total_training_steps
+
+    def __iter__(self) -> Iterator[int]:
+        while self.global_step < self.total and not self.stopping:
+            self.epoch = self.global_step // self.per_epoch
+            self.global_step += 1
+            yield self.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"dataset": self.dataset}
+
+    def rows_of(self, step: int) -> list[int]:
+        """Returns the row numbers of the batch of `step`; steps count from 1, rows from 0."""
+        epoch, number = divmod(step - 1, self.per_epoch)
+        order = np.tile(np.arange(self.rows), self.repeat)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        start = number * self.batch_size
+        return order[start : start + self.batch_size].tolist()
+
+
+def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
+    """Returns the number of training steps of the run; the last batch of an epoch may be smaller. epoch_prompts: number
+    of prompts per epoch; None = no dataset, which requires trainer.total_training_steps."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    assert epoch_prompts is not None
+    return math.ceil(epoch_prompts / config.data.train_batch_size) * config.trainer.total_epochs
+
+
+class TrainingSteps(StepCounter):
+    """The steps of a PPO run. The scheduler chooses the samples of each step, and its state is saved with the steps.
+
+    Each step yields a batch without rows: meta_info `scheduler`, the state of the scheduler before the step, from which
+    `restrict_to_step` can repeat it.
+    """
+
+    def __init__(self, config: PPOConfig, scheduler: RolloutScheduler, total: int) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.total = total
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while self.global_step < self.total and not self.stopping:
+            self.global_step += 1
+            yield DataProto(meta_info={"scheduler": self.scheduler.snapshot()})
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """Epoch of the prompts that were drawn last, from 0."""
+        return self.scheduler.source.epoch
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Passes the step's finished batch to the data sampler, once per step and before its checkpoint. Returns the
+        sampler's metrics."""
+        return self.scheduler.source.update(batch)
+
+    def restrict_to_step(self, step: int, data: DataProto) -> None:
+        """Restricts the iteration to one step with the data that it yielded."""
+        self.scheduler.restore(data.meta_info["scheduler"])
+        self.global_step = step - 1
+        self.total = step
+
+    def give_up_step(self, data: DataProto) -> None:
+        """Ends the run after the previous step, in the state that this step, which yielded `data`, started from."""
+        self.scheduler.finish()
+        self.scheduler.restore(data.meta_info["scheduler"])
+        self.global_step -= 1
+        self.stopping = True
+
+    @property
+    def past_critic_warmup(self) -> bool:
+        """True if the actor is updated in this step; during warmup only the critic is."""
+        return self.global_step > self.config.trainer.critic_warmup
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": self.global_step, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_step = state["global_step"]
+        self.scheduler.load_state_dict(state["scheduler"])

@@ -1,0 +1,220 @@
+"""Terminal output of a run: a progress bar with the remaining time, one line per step, and the final report. `--quiet`
+hides the progress; `--verbose` also shows the workers' output.
+
+On a terminal the bar stays at the bottom and the lines scroll above it. In a file or pipe there are only plain lines
+without control characters, and each line ends with the remaining time.
+"""
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.segment import Segment
+from rich.text import Text
+
+from trainer.observe.final_report import validation_line
+from verl_lite.config import Verbosity
+from verl_lite.errors import printable
+
+_FILE_WIDTH = 120
+_POLL_S = 0.5
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+# (metric names, format): the first of the names that is logged is shown
+_COLUMNS = (
+    (("critic/score/mean",), "reward {:6.3f}"),
+    (("train/loss",), "loss {:6.3f}"),
+    (("actor/face_score",), "score {:6.3f}"),
+    (("reward/acc/mean", "critic/acc/mean"), "acc {:5.3f}"),
+    (("env/success", "env/own/success"), "success {:5.3f}"),
+    (("response_length/mean",), "length {:6.1f}"),
+    (("actor/kl_loss", "actor/reward_kl_penalty"), "kl {:8.1e}"),
+    (("actor/entropy", "actor/entropy_loss"), "entropy {:5.3f}"),
+    (("actor/grad_norm",), "grad {:6.3f}"),
+    (("perf/throughput",), "{:7,.0f} tok/s"),
+    (("timing_s/step", "perf/time_per_step"), "{:6.2f} s"),
+)
+# shown only if not 0
+_SHARES = (
+    (("reward/error_rate",), "{:.1%} of rewards failed"),
+    (("env/error_rate",), "{:.1%} of episodes failed"),
+    (("actor/no_face_frac",), "{:.1%} of samples without a face"),
+)
+
+
+class Terminal(rich.console.Console):
+    """A rich console that is safe for text from data, models and users: `[red]` and `:smile:` are not interpreted as
+    markup, and control characters are escaped (`\\x1b[2J`). All formatted terminal output goes through this class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escapes control characters in a string before rich measures its width."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Escapes control characters in all other renderables, such as `Text`, when they are written."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+class Console:
+    """Prints the messages, progress and metrics of a run.
+
+    Args:
+        file: output stream; None = standard output.
+        verbosity: `quiet` hides the progress but shows the launch table, notes and the final report.
+    """
+
+    def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
+        self.verbosity = verbosity
+        self._rich = Terminal(file=file)
+        if not self._rich.is_terminal:
+            self._rich = Terminal(file=file, width=_FILE_WIDTH)
+        self._progress: Progress | None = None
+        self._total = 0
+        self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # (time, step); the remaining time is their pace
+
+    def print(self, content: RenderableType) -> None:
+        """Prints text without wrapping it, or any other rich renderable."""
+        # crop=False: a table row that is too long for the terminal wraps instead of being cut off
+        self._rich.print(content, soft_wrap=isinstance(content, str | Text), crop=False)
+
+    def progress(self, text: str) -> None:
+        """Prints a progress message, unless the console is quiet."""
+        if self.verbosity != "quiet":
+            self.print(text)
+
+    def note(self, text: str) -> None:
+        """Prints one sentence that the user should know but that is not an error."""
+        self.print(Text(f"note: {text}", style="yellow"))
+
+    def start(self, total_steps: int) -> None:
+        """Starts counting steps and, on a terminal, shows the progress bar."""
+        self._total = total_steps
+        if not self._rich.is_terminal or total_steps <= 0 or self.verbosity == "quiet":
+            return
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(None),
+            TextColumn("{task.fields[left]}"),
+            console=self._rich,
+            refresh_per_second=2,  # few refreshes, because each takes CPU time from the training
+        )
+        self._progress.add_task("step", total=total_steps, left="starting")
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to `step` finished steps."""
+        if self._finished:
+            _, last_step = self._finished[-1]
+            if step != last_step + 1:
+                self._finished.clear()  # restarts the measurement after a break, such as a validation
+        self._finished.append((time.monotonic(), step))
+        if self._progress is not None:
+            task = self._progress.task_ids[0]
+            self._progress.update(task, completed=step, left=self._remaining_time())
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Prints the line of a training step with those of its metrics that have a column (reward, length, KL, entropy,
+        throughput, seconds, ...), and a second line with the means of a validation."""
+        if "training/global_step" in metrics:
+            step_width = len(str(self._total))
+            parts = [f"step {step:>{step_width}}/{self._total}"]
+            for names, form in _COLUMNS:
+                value = _first_value(metrics, names)
+                if value is not None:
+                    parts.append(form.format(value))
+            for names, form in _SHARES:
+                value = _first_value(metrics, names)
+                if value:
+                    parts.append(form.format(value))
+            remaining = "" if self._rich.is_terminal else self._remaining_time()  # a terminal has it beside the bar
+            if remaining:
+                parts.append(remaining)
+            self.progress("  ".join(parts))
+
+        parts = [validation_line(metrics)] if validation_line(metrics) else []
+        for name, rate in metrics.items():
+            if name.endswith("/reward/error_rate") and rate:
+                parts.append(f"{name} {rate:.1%}")
+        if parts:
+            self.progress(f"validation after step {step}: {', '.join(parts)}")
+
+    def _remaining_time(self) -> str:
+        """Returns the remaining time at the pace of the last steps; an empty string before two steps have finished."""
+        if len(self._finished) < 2 or not self._total:
+            return ""
+        first_time, first_step = self._finished[0]
+        last_time, last_step = self._finished[-1]
+        seconds_per_step = (last_time - first_time) / (last_step - first_step)
+        return f"{format_seconds(seconds_per_step * (self._total - last_step))} left"
+
+    def stop(self) -> None:
+        """Removes the progress bar."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _first_value(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
+    """Returns the value of the first of these metrics that was logged, or None."""
+    for name in names:
+        if name in metrics:
+            return metrics[name]
+    return None
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration as `0:07`, `12:05` or `3:02:15`."""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds_left:02}"
+    return f"{minutes}:{seconds_left:02}"
+
+
+@contextmanager
+def following(folder: Path, console: Console) -> Iterator[None]:
+    """In this context, if the console is verbose, shows each new line of the *.log files below `folder`, which hold the
+    workers' output, prefixed by the file's name: `actor_rollout-0 | ...`."""
+    if console.verbosity != "verbose":
+        yield
+        return
+    bytes_shown = {file: file.stat().st_size for file in folder.rglob("*.log")}  # skips output of an earlier process
+    ended = threading.Event()
+
+    def follow() -> None:
+        is_last = False
+        while not is_last:
+            # after the end, the files are read once more
+            is_last = ended.wait(_POLL_S)
+            for file in sorted(folder.rglob("*.log")):
+                start = bytes_shown.get(file, 0)
+                added = file.read_bytes()[start:]
+                if not is_last:
+                    added = added[: added.rfind(b"\n") + 1]  # complete lines only
+                bytes_shown[file] = start + len(added)
+                show_lines(added, file.relative_to(folder).with_suffix(""))
+
+    def show_lines(output: bytes, name: Path) -> None:
+        for line in _ESCAPES.sub("", output.decode(errors="replace")).splitlines():
+            console.print(Text(f"{name} | {line}", style="dim"))
+
+    thread = threading.Thread(target=follow, name="log-follower", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,45 @@
+"""Shows the findings on the health of a run in a terminal, and selects those for the end of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer.observe.final_report import shortened
+from trainer.observe.health import BAD, LOOK, OK, Finding, findings_of
+from trainer.observe.run_data import METRICS, read_run
+
+_STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}
+_MOST_CHARACTERS = 4000
+
+
+def closing_findings(run_dir: Path) -> list[Finding]:
+    """Returns the findings of an ended run, or an empty list if all checks passed or the run has no metrics file."""
+    if not (run_dir / METRICS).is_file():
+        return []
+    findings = findings_of(read_run(run_dir))
+    return findings if any(finding.grade != OK for finding in findings) else []
+
+
+def findings_table(findings: Sequence[Finding], most: int | None = None) -> RenderableType:
+    """Returns a table of the findings that need attention, in the given order, and the number of passed checks.
+
+    most: maximum number of findings to show; None = all.
+    """
+    problems = [finding for finding in findings if finding.grade != OK]
+    listed = problems[:most]
+    table = Table.grid(padding=(0, 1))
+    for finding in listed:
+        details = f"\nto do:  {finding.advice}"
+        if finding.cause:
+            details = f"\nlikely: {finding.cause}{details}"
+        text = Text.assemble(shortened(finding.text, _MOST_CHARACTERS), (details, "dim"))
+        table.add_row(Text(finding.grade, _STYLES[finding.grade]), text)
+
+    summary = f"{len(findings) - len(problems)} checks are fine"
+    if len(problems) > len(listed):
+        summary = f"{len(problems) - len(listed)} more findings, and {summary}"
+    table.add_row(Text(OK, _STYLES[OK]), summary)
+    return Group(Text("Findings", style="bold"), table)

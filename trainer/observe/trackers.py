@@ -1,0 +1,260 @@
+"""The `Tracker` protocol and an adapter for each supported package.
+
+A package is imported only if `trainer.logger` names it, and writes to disk if it has no account or server.
+`@register_tracker(name)` registers a factory that makes a `Tracker` from a `TrackedRun`.
+"""
+
+import atexit
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainer.observe.console import Console
+from trainer.validation.sample import OPTIONAL, Sample
+from verl_lite.config.user_calls import TRACKER_CALL, registered_problems
+from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
+from verl_lite.registry import Registry
+
+OWN = ("console", "jsonl")
+"""Names in `trainer.logger` that need no tracker: console lines, and metrics.jsonl, which is always written."""
+
+_COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
+_GENERATIONS = "val/generations"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run as a tracker sees it. options: the complete configuration as nested dicts."""
+
+    run_dir: Path
+    project: str
+    name: str
+    options: Mapping[str, object]
+    console: Console
+
+    def kept_id(self, tracker: str, new: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
+        """Returns the tracker's id of the run. RUN/{tracker}_id.txt keeps it, so a resumed run continues the same
+        entry.
+
+        new: creates the id if the file has none.
+        """
+        file = self.run_dir / f"{tracker}_id.txt"
+        if file.is_file():
+            kept = file.read_text(encoding="utf-8").strip()
+            if kept:
+                return kept
+        file.write_text(new(), encoding="utf-8")
+        return file.read_text(encoding="utf-8").strip()
+
+
+class Tracker(Protocol):
+    """Receives metrics and samples. Steps never decrease; a step that a resumed run repeats is sent only the first
+    time."""
+
+    def log(self, metrics: Mapping[str, float], step: int, /) -> object: ...
+
+    def log_samples(self, samples: Sequence[Sample], step: int, /) -> object: ...
+
+    def finish(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A tracker built from three functions."""
+
+    log: Callable[[Mapping[str, float], int], object]
+    log_samples: Callable[[Sequence[Sample], int], object]
+    finish: Callable[[], object]
+
+
+TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry("tracker")
+register_tracker = TRACKERS.register
+"""Decorator that registers a tracker under a name for `trainer.logger`: a class or function that takes a
+`TrackedRun`."""
+
+
+@register_tracker("console")
+@register_tracker("jsonl")
+def _own(run: TrackedRun) -> Tracker:
+    raise AssertionError("console and jsonl are written without a tracker")
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Checks the names in `trainer.logger`.
+
+    Raises:
+        UserError: for an unknown name, or if the package of that name is not installed.
+    """
+    for name in names:
+        if name in OWN:
+            continue
+        problems = list(registered_problems("trainer.logger", name, TRACKERS, "function", TRACKER_CALL))
+        if problems:
+            raise UserError(problems[0])
+        factory = TRACKERS.get_fn(name)
+        if factory.__module__ == __name__ and importlib.util.find_spec(name) is None:
+            raise UserError(f"trainer.logger={name}: needs the package {name}: pip install {name}; or leave {name} out")
+
+
+def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:
+    """Notes that a tracker without an account writes to disk, and the command that uploads it."""
+    run.console.note(f"{name} is offline and writes to disk; to upload the run: {sync} {shlex.quote(str(folder))}")
+
+
+@register_tracker("tensorboard")
+def _tensorboard(run: TrackedRun) -> Tracker:
+    """Writes event files to RUN/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.run_dir / "tensorboard"))
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        texts = []
+        for sample in samples:
+            texts.append(f"{sample.data_source}, score {sample.score}: {sample.input}\n---\n{sample.output}")
+        writer.add_text("samples", "\n\n".join(texts), step)
+
+    return Adapter(log, log_samples, writer.close)
+
+
+@register_tracker("mlflow")
+def _mlflow(run: TrackedRun) -> Tracker:
+    """Logs to MLflow: metrics by step, the options as config.json, and samples as generations/step_N.json.
+
+    Without MLFLOW_TRACKING_URI it writes RUN/mlflow.db, for `mlflow ui --backend-store-uri sqlite:///...`. MLflow
+    refuses `@` in names of metrics, so it is written as `_at_`.
+    """
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    folder = run.run_dir.absolute()
+    client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+
+    def create() -> str:
+        experiment = client.get_experiment_by_name(run.project)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            artifacts = None if uri else (folder / "mlflow_artifacts").as_uri()
+            experiment_id = client.create_experiment(run.project, artifacts)
+        return str(client.create_run(experiment_id, run_name=run.name).info.run_id)
+
+    # a server does not know the run of the local store, so the two have separate ids
+    run_id = run.kept_id("mlflow_server" if uri else "mlflow", create)
+    client.update_run(run_id, status="RUNNING")  # a resumed run has ended before
+    client.log_dict(run_id, dict(run.options), "config.json")
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        entries = []
+        for name, value in metrics.items():
+            allowed_name = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+            entries.append(Metric(allowed_name, float(value), now, step))
+        for start in range(0, len(entries), 1000):  # the maximum of one call
+            client.log_batch(run_id, metrics=entries[start : start + 1000])
+
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        rows = []
+        for sample in samples:
+            row = dataclasses.asdict(sample)
+            rows.append({name: value for name, value in row.items() if name not in OPTIONAL or value})
+        client.log_dict(run_id, {"step": step, "samples": rows}, f"generations/step_{step}.json")
+
+    return Adapter(log, log_samples, lambda: client.set_terminated(run_id))
+
+
+def _end_wandb() -> None:
+    """Ends wandb's service."""
+    import wandb
+
+    # a service whose process was killed, for example with the run, closes its connection
+    with suppress(OSError):
+        wandb.teardown()
+
+
+@register_tracker("wandb")
+def _wandb(run: TrackedRun) -> Tracker:
+    """Logs to Weights & Biases, with training/global_step as the x-axis.
+
+    Without an account it writes RUN/wandb, which `wandb sync` uploads. WANDB_MODE overrides this choice.
+    """
+    import wandb
+
+    # wandb.setup registers wandb's own exit handler, which prints an error if the end of the run had to kill the
+    # service. The handler that is registered after it runs before it.
+    wandb.setup()
+    atexit.register(_end_wandb)
+    has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+    mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")
+    options: JsonObject = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
+    if mode == "online":
+        options["resume"] = "allow"
+    settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
+    wandb_run = wandb.init(project=run.project, name=run.name, config=dict(run.options), settings=settings, **options)
+    if mode == "offline":
+        _tell_offline(run, "wandb", "wandb sync", Path(wandb_run.dir).parent)
+    # wandb's own step counter continues in a resumed run, so it is not the x-axis
+    wandb_run.define_metric("*", step_metric="training/global_step")
+
+    def log(data: Mapping[str, object], step: int) -> None:
+        wandb_run.log({**data, "training/global_step": step})
+
+    def finish() -> None:
+        wandb_run.finish()
+        if wandb.run is None:  # no other wandb run is open, so end the service before the run's end kills it
+            _end_wandb()
+            # The user may start another service, which has an exit handler of its own.
+            atexit.unregister(_end_wandb)
+
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        rows = [[getattr(sample, name) for name in _COLUMNS] for sample in samples]
+        log({_GENERATIONS: wandb.Table(list(_COLUMNS), rows)}, step)
+
+    return Adapter(log, log_samples, finish)
+
+
+@register_tracker("swanlab")
+def _swanlab(run: TrackedRun) -> Tracker:
+    """Logs to SwanLab. Without SWANLAB_API_KEY it writes RUN/swanlab, which `swanlab sync` uploads. SWANLAB_MODE
+    overrides this choice."""
+    import swanlab
+
+    folder = run.run_dir / "swanlab"
+    folder.mkdir(exist_ok=True)
+    has_account = bool(os.environ.get("SWANLAB_API_KEY"))
+    mode = os.environ.get("SWANLAB_MODE") or ("online" if has_account else "offline")
+    options: dict[str, object] = {"mode": mode, "config": dict(run.options), "log_dir": str(folder)}
+    if mode == "online":
+        options |= {"id": run.kept_id("swanlab"), "resume": "allow"}
+    swanlab_run = swanlab.init(project=run.project, name=run.name, **options)
+    if mode == "offline":
+        newest = max(folder.iterdir(), default=folder)
+        _tell_offline(run, "swanlab", "swanlab sync", newest)
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        swanlab_run.log(dict(metrics), step=step)
+
+    def log_samples(samples: Sequence[Sample], step: int) -> None:
+        texts = []
+        for sample in samples:
+            text = f"{sample.input}\n---\n{sample.output}"
+            texts.append(swanlab.Text(text, caption=f"score {sample.score}"))
+        swanlab_run.log({_GENERATIONS: texts}, step=step)
+
+    return Adapter(log, log_samples, swanlab_run.finish)

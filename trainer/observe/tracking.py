@@ -1,0 +1,195 @@
+"""Sends the metrics of a run to the console, to metrics.jsonl and to trackers, without stopping or slowing the
+training.
+
+metrics.jsonl is always written; `trainer.logger` adds console lines and trackers. A separate thread calls each tracker.
+A tracker that raises is not called again. `read_metrics` reads the whole run for it afterwards, see REPORTS.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from trainer.observe.console import Console, following
+from trainer.observe.trackers import OWN, TRACKERS, TrackedRun, Tracker, check_trackers, register_tracker
+from trainer.validation.sample import Sample
+from verl_lite.config import RunOptions
+
+__all__ = ["TRACKERS", "TrackedRun", "Tracking", "check_trackers", "read_metrics", "register_tracker"]
+FINISH_TIMEOUT_S = 15.0
+METRICS = "metrics.jsonl"
+TRAINED = "training/global_step"
+"""The metric that only lines of a training step contain. Lines of a validation or checkpoint are merged into them."""
+
+
+class Tracking:
+    """The metrics file and all trackers of a run. As a context manager it ends the trackers and the progress bar on
+    exit.
+
+    Inside the context, a verbose console also shows the output of workers.
+
+    Raises:
+        UserError: if `trainer.logger` has an unknown name, or a name whose package is not installed.
+    """
+
+    before_log: Callable[[], object] | None = None
+
+    def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
+        names = list(config.trainer.logger)
+        check_trackers(names)
+        trainer, options = config.trainer, dataclasses.asdict(config)
+        name = trainer.experiment_name or Path(run_dir).name
+        run = TrackedRun(Path(run_dir), trainer.project_name, name, options, console)
+        self.note = console.note
+        self._console, self._shows = console, "console" in names
+        self._following = following(run.run_dir / "logs", console)
+        self._record = Record(run.run_dir, console.note)
+        self._newest: tuple[int, dict[str, float]] = (-1, {})  # the last logged step and all metrics logged for it
+        self._last_before = max(read_metrics(run.run_dir / METRICS), default=-1)  # step of an earlier process
+        self._trackers = [TrackerThread(name, run) for name in names if name not in OWN]
+
+    def __enter__(self) -> Tracking:
+        self._following.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.finish()
+        self._following.__exit__(None, None, None)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs the metrics of one step. step: number of training steps done; 0 is before the first step."""
+        if self.before_log is not None:
+            self.before_log()
+        self._newest = (step, self.logged_at(step) | dict(metrics))
+        self._console.advance(step)
+        if self._shows:
+            self._console.log(metrics, step)
+        self._record.log(metrics, step)
+        # trackers cannot delete values: for a step that a resumed run repeats, they keep the first ones
+        if step > self._last_before or (step == self._last_before and TRAINED not in metrics):
+            known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self._call(lambda tracker: tracker.log(known, step))
+
+    def logged_at(self, step: int) -> dict[str, float]:
+        """Returns all metrics that were logged for a step if it is the last logged one, otherwise none."""
+        newest_step, metrics = self._newest
+        return dict(metrics) if newest_step == step else {}
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Sends samples of the policy, with their scores, to the trackers."""
+        self._call(lambda tracker: tracker.log_samples(samples, step))
+
+    def show(self, text: str) -> None:
+        """Prints text, which may have several lines, if `trainer.logger` contains console."""
+        if self._shows:
+            self._console.progress(text)
+
+    def finish(self) -> None:
+        """Ends all trackers, and waits up to FINISH_TIMEOUT_S for each one to send its remaining calls."""
+        self._console.stop()
+        for tracker in self._trackers:
+            tracker.finish()
+
+    def _call(self, call: Callable[[Tracker], object]) -> None:
+        for tracker in self._trackers:
+            tracker.calls.put(call)
+
+
+class TrackerThread(threading.Thread):
+    """Creates a tracker when the first of its `calls` arrives, and runs the calls in order until `finish` or an
+    error."""
+
+    # The tracker is not created earlier: if it starts a process while Ray starts, Ray takes that process for one of
+    # the cluster and ends it with the cluster.
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        super().__init__(name=f"tracker-{name}", daemon=True)
+        self.calls: SimpleQueue[Callable[[Tracker], object] | None] = SimpleQueue()
+        self._tracker_name, self._run = name, run
+        self.start()
+
+    def run(self) -> None:
+        """Runs the queued calls. An exception of the tracker ends the thread with a warning."""
+        tracker: Tracker | None = None
+        try:
+            while (call := self.calls.get()) is not None:
+                tracker = tracker or TRACKERS.get_fn(self._tracker_name)(self._run)
+                call(tracker)
+            if tracker is not None:
+                tracker.finish()
+        except Exception as error:  # a tracker is third-party code, which may raise anything
+            self._warn(f"raises {type(error).__name__}: {error}")
+
+    def finish(self) -> None:
+        """Ends the tracker after its remaining calls. Warns and returns if that takes longer than FINISH_TIMEOUT_S."""
+        self.calls.put(None)
+        self.join(FINISH_TIMEOUT_S)
+        if self.is_alive():
+            self._warn("does not finish")
+
+    def _warn(self, what: str) -> None:
+        self._run.console.note(
+            f"tracker {self._tracker_name} {what}; it is left out. {METRICS} has the whole run, and "
+            "trainer/REPORTS.md#trackers the lines that send it to the tracker afterwards"
+        )
+
+
+class Record:
+    """Writes metrics.jsonl, with one line {"step", "data"} per call. A resumed run appends to it.
+
+    A value that is not finite is written as null. If the file cannot be written, a warning is shown once and the run
+    continues.
+    """
+
+    def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
+        self._path, self._note, self._warned = run_dir / METRICS, note, False
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {x: None if isinstance(y, float) and not math.isfinite(y) else y for x, y in metrics.items()}
+        text = json.dumps({"step": step, "data": finite}, default=float) + "\n"
+        try:
+            with self._path.open("a+b") as file:
+                if file.tell():
+                    file.seek(-1, 2)
+                    text = text if file.read(1) == b"\n" else f"\n{text}"  # the last line is cut off
+                file.write(text.encode())
+        except OSError as error:
+            if not self._warned:
+                self._note(f"cannot write {self._path}: {error}; the run goes on. Make room on that disk")
+            self._warned = True
+
+
+def logged_validations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
+    """Returns the metrics of the validations in metrics.jsonl up to a step, by step; empty without such a file."""
+    validations: dict[int, dict[str, float]] = {}
+    for step, metrics in read_metrics(path).items():
+        of_validation = {name: value for name, value in metrics.items() if name.startswith(("val-", "val/"))}
+        if of_validation and step <= last_step:
+            validations[step] = of_validation
+    return validations
+
+
+def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
+    """Returns the metrics by step, in the order of steps, with several lines of one step merged.
+
+    If a resumed run repeated steps, the earlier lines of these steps and of all later steps are left out. Damaged
+    lines, such as a line that a crash cut off, are left out too.
+    """
+    path = Path(path)
+    steps: dict[int, dict[str, float]] = {}
+    for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+            found = {name: float(x) for name, x in row["data"].items() if x is not None}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+            continue  # a damaged line, for example because the machine failed while it wrote the line
+        while steps and (last := next(reversed(steps))) >= step and (TRAINED in found or last > step):
+            steps.popitem()
+        steps.setdefault(step, {}).update(found)
+    return steps

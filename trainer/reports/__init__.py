@@ -1,1 +1,0 @@
-"""Reports on a run: findings, samples and the report page."""

@@ -1,0 +1,109 @@
+"""Dynamic sampling, the filter of groups of answers (DAPO, arXiv:2503.14476, section 3.2).
+
+If all answers of a group have the same outcome, their advantages are 0. With `algorithm.filter_groups`, such groups
+are dropped and replaced by answers to further prompts, sampled with the same weights, until data.train_batch_size
+groups are kept. DATA.md describes the cost, and the effect on epochs and checkpoints.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from trainer.rewards.groups import KINDS, groups_of
+from trainer.rollout.scheduler import Group, GroupFilter, Rows, assembled
+from verl_lite.config import PPOConfig
+from verl_lite.errors import UserError
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+
+
+class FilterBudgetExceeded(UserError):
+    """Too few groups were kept although the budget of the step or the dataset is exhausted."""
+
+
+class DynamicSampling(GroupFilter):
+    """Drops groups whose answers all have the same outcome.
+
+    Args:
+        score: adds the scores to the rows of complete groups.
+    """
+
+    adds_scores = True
+
+    def __init__(self, config: PPOConfig, score: Callable[[DataProto], DataProto]) -> None:
+        self.config = config
+        self.score = score
+
+    def judge(self, groups: Sequence[Group]) -> None:
+        rows = self.score(assembled(groups))
+        outcomes = groups_of(rows, self.config.algorithm.filter_groups.metric)
+        for kind in KINDS:
+            for number in outcomes.kinds[kind].nonzero().flatten().tolist():
+                groups[number].kind = kind
+
+        # the rows of a group are adjacent
+        sizes = outcomes.of_row.bincount(minlength=len(groups)).tolist()
+        start = 0
+        for group, size in zip(groups, sizes, strict=True):
+            group.sampled = Rows(rows, start, start + size)
+            start += size
+
+    def most(self, wanted: int) -> float:
+        return self.config.algorithm.filter_groups.max_num_gen_batches * wanted or math.inf
+
+    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        """Raises FilterBudgetExceeded, which describes the outcomes by data_source."""
+        options = self.config.algorithm.filter_groups
+        batch_size = self.config.data.train_batch_size
+
+        counts_by_source: dict[str, Counter[str]] = {}
+        for group in groups:
+            data_source = str(rows_of(group).non_tensor_batch["data_source"][0])
+            counts_by_source.setdefault(data_source, Counter())[str(group.kind)] += 1
+        lines = []
+        for data_source, counts in sorted(counts_by_source.items()):
+            parts = [f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind]]
+            lines.append(f"\n  {data_source}: {counts.total()} asked: {', '.join(parts)}")
+
+        total = sum(counts_by_source.values(), start=Counter())
+        harder = "harder" if total["all_right"] > total["all_wrong"] else "easier"
+        reason = "all training prompts were asked"
+        if len(groups) >= self.most(batch_size):
+            reason = "its budget of generation batches is used up"
+        raise FilterBudgetExceeded(
+            f"Step {step}: {reason}, and {total['kept']} of the {batch_size} groups of "
+            f"data.train_batch_size have answers of different outcome, after {len(groups)} groups "
+            f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:"
+            f"{''.join(lines)}\nGive {harder} data, or more of it; more answers to a prompt "
+            f"(rollout.n={self.config.rollout.n}); another algorithm.filter_groups.metric than "
+            f"{options.metric} (unjudged: the reward gave no such number); a smaller batch; or a larger budget. "
+            "trainer.resume_mode=auto continues from the last checkpoint"
+        )
+
+    def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
+        """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/* in rows."""
+        num_groups = len(chosen) + len(dropped)
+        chosen_tokens = sum(map(_tokens, chosen))
+        dropped_tokens = sum(map(_tokens, dropped))
+        return {
+            "groups/generated": Metric.last(num_groups),
+            "groups/gen_batches": Metric.last(math.ceil(num_groups / len(chosen))),
+            "groups/wasted_tokens_frac": Metric.mean(dropped_tokens, chosen_tokens + dropped_tokens),
+            "training/filter_groups/evicted_samples": Metric.last(sum(len(rows_of(group)) for group in dropped)),
+            "training/filter_groups/discarded_surplus_samples": Metric.last(0),
+        }
+
+
+def rows_of(group: Group) -> DataProto:
+    """Returns the rows of a complete group."""
+    assert group.sampled is not None
+    batch, start, stop = group.sampled
+    return batch.select_idxs(np.arange(start, stop))
+
+
+def _tokens(group: Group) -> int:
+    """Returns the number of response tokens of a group."""
+    rows = rows_of(group).batch
+    return int(rows["attention_mask"][:, -rows["responses"].shape[1] :].sum())

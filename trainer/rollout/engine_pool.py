@@ -1,0 +1,300 @@
+"""Rollout engines on devices of their own (hybrid_engine=false): starts them, replaces those whose process died, and
+gives them groups and weights.
+
+Each engine is a worker group of its own, so that the failure of one leaves the others running. With
+async_training.max_off_policy_threshold=0 each engine runs the groups that it would run on the trainer's devices.
+Otherwise an engine pulls its next groups from a queue when it has room for them.
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from trainer.ppo.roles import ActorRole, Metrics
+from verl_lite.config import PPOConfig
+from verl_lite.errors import NoRoomError, StalledError, TransferError, WorkerDiedError
+from verl_lite.metrics import combine
+from verl_lite.protocol import DataProto, chunk_bounds
+from verl_lite.single_controller.resource_pool import ServiceHandle
+from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.engines.base import SamplingParams
+from workers.rollout.group_queue import QueuedGroup
+from workers.rollout.specs import AnswerSpec, GroupPlan, GroupResults
+from workers.engines.weight_transfer import ChannelEnd
+
+POLL_S = 0.1
+MOST_TRANSFER_S = 600.0
+_STARTS_AT_ONCE = 8
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class EngineCall(Protocol[T_co]):
+    """A running call of an engine."""
+
+    def get(self) -> Sequence[T_co]:
+        """Waits for the call. Returns the results of the engine's ranks."""
+
+
+@dataclass(frozen=True)
+class CallResults(Generic[T]):
+    """The results of a call of several engines.
+
+    Attributes:
+        of_first_ranks: result of the first rank of each engine, without those that died.
+        replaced: the engines whose process died and was replaced.
+    """
+
+    of_first_ranks: list[T]
+    replaced: list[int]
+
+
+class EnginePool:
+    """The worker groups of the engines.
+
+    Args:
+        start: starts the engine with this index and builds its model.
+        num_engines: number of engines.
+        tell: shows a sentence to the user.
+    """
+
+    def __init__(self, start: Callable[[int], WorkerGroup], num_engines: int, tell: Callable[[str], None]) -> None:
+        self._start = start
+        self._tell = tell
+        self._failures: dict[int, WorkerDiedError] = {}  # since the last weight update, by engine
+        with ThreadPoolExecutor(_STARTS_AT_ONCE) as threads:
+            started = [threads.submit(start, engine) for engine in range(num_engines)]
+        errors = [future.exception() for future in started]
+        self.groups: list[WorkerGroup] = [
+            future.result() for future, error in zip(started, errors, strict=True) if error is None
+        ]
+        for error in errors:
+            if error is not None:
+                self.shutdown()
+                raise error
+
+    def call(self, start: Callable[[WorkerGroup], EngineCall[T]]) -> CallResults[T]:
+        """Calls all engines at the same time, and replaces those whose process died.
+
+        Args:
+            start: starts the call of one engine, with blocking=False.
+
+        Raises:
+            WorkerDiedError: a replaced engine died before the next weight update. This is the first cause.
+        """
+        return self.gather({engine: start(group) for engine, group in enumerate(self.groups)})
+
+    def gather(self, calls: Mapping[int, EngineCall[T]]) -> CallResults[T]:
+        """Waits for calls of engines, by engine; see `call`."""
+        results: list[T] = []
+        deaths: dict[int, WorkerDiedError] = {}
+        for engine, call in calls.items():
+            try:
+                results.append(call.get()[0])
+            except WorkerDiedError as error:
+                deaths[engine] = error
+        for engine, death in deaths.items():
+            self._replace(engine, death)
+        return CallResults(results, list(deaths))
+
+    def _replace(self, engine: int, error: WorkerDiedError) -> None:
+        first = self._failures.get(engine)
+        if first is not None:
+            first.add_note(f"the engine that replaced it died in the same step: {error}")
+            raise first
+        self._failures[engine] = error
+        self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
+        self.groups[engine].shutdown()
+        try:
+            self.groups[engine] = self._start(engine)
+        except NoRoomError as full:
+            error.add_note(f"it cannot be replaced: {full}")
+            raise error from None
+
+    def settle(self) -> None:
+        """Forgets the failures, after all engines have received new weights."""
+        self._failures.clear()
+
+    def shutdown(self) -> None:
+        """Ends the processes of all engines."""
+        for group in self.groups:
+            group.shutdown()
+
+
+class SeparateActorRole(ActorRole):
+    """The driver's interface to policy workers that train and to engines in a separate pool.
+
+    Args:
+        group: the policy workers.
+        engines: the engines.
+        queue: the queue of the engines (`workers.rollout.group_queue`).
+        rewards: handle of the reward pool; None if there is none.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: PPOConfig,
+        engines: EnginePool,
+        queue: ServiceHandle,
+        rewards: ServiceHandle | None,
+    ) -> None:
+        super().__init__(group, config)
+        self.engines = engines
+        self._queue = queue
+        self._rewards = rewards
+        self._open: dict[str, tuple[GroupPlan, SamplingParams]] = {}  # groups that are not complete
+        self._version = 0  # of the engines' weights
+        self._trained = 0  # version of the trainer's weights
+        self._address: tuple[str, int] | None = None  # of the channel to all engines
+        limit_s = config.trainer.stall_timeout_s
+        self._transfer_s = MOST_TRANSFER_S if limit_s is None else min(MOST_TRANSFER_S, limit_s / 2)
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        return [self.group, *self.engines.groups]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.engines.groups)
+
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        owners: list[int | None] = [None] * len(plans)
+        if not self.config.async_training.max_off_policy_threshold:
+            # the engine that would have the group on the trainer's devices
+            for engine, (start, stop) in enumerate(chunk_bounds(len(plans), self.num_engines)):
+                owners[start:stop] = [engine] * (stop - start)
+        self._open |= {plan.key: (plan, sampling) for plan in plans}
+        self._queue.call("put", [self._queued(plan.key, owner) for plan, owner in zip(plans, owners, strict=True)])
+
+    def _queued(self, key: str, engine: int | None) -> QueuedGroup:
+        plan, _ = self._open[key]
+        return QueuedGroup(key, len(plan.samples), pickle.dumps(self._open[key]), engine)
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
+        wanted = set(keys)
+        collected: list[GroupResults] = []
+        limit_s = self.config.trainer.stall_timeout_s
+        poll_s = POLL_S if seconds is None else min(POLL_S, seconds)
+        started = time.monotonic()
+        progress = started
+        while wanted & self._open.keys():
+            now = time.monotonic()
+            if seconds is not None and now - started >= seconds:
+                break
+            if limit_s is not None and now - progress > limit_s:
+                raise StalledError(f"no rollout engine has completed a group for {limit_s:g} s")
+            taken = self._take(poll_s, with_metrics=False)
+            if taken:
+                progress = time.monotonic()
+                collected += taken
+        return collected + self._take(0.0, with_metrics=seconds is None)
+
+    def _take(self, seconds: float, with_metrics: bool) -> list[GroupResults]:
+        taken: CallResults[GroupResults] = self.engines.call(
+            lambda engine: engine.take_groups(seconds, with_metrics, blocking=False)
+        )
+        self._restore(taken.replaced)
+        results = taken.of_first_ranks
+        complete: list[str] = []
+        for result in results:
+            complete += [report.key for report in result.reports]
+        for key in complete:
+            del self._open[key]
+        if complete:
+            self._queue.send("remove", complete)
+        return [result for result in results if result.reports or with_metrics]
+
+    def _restore(self, replaced: Sequence[int]) -> None:
+        """Queues the groups of replaced engines again, and gives these engines the weights."""
+        if replaced:
+            self._requeue(replaced)
+            self._address = None
+            self._transfer(max(self._version, self._trained), replaced)
+
+    def _requeue(self, replaced: Sequence[int]) -> None:
+        for engine in replaced:
+            lost = [key for key in self._queue.call("taken_by", engine) if key in self._open]
+            if self._rewards is not None:
+                self._cancel_rewards(lost, self._rewards)
+            owner = None if self.config.async_training.max_off_policy_threshold else engine
+            self._queue.call("put", [self._queued(key, owner) for key in lost], first=True)
+
+    def _cancel_rewards(self, keys: Sequence[str], rewards: ServiceHandle) -> None:
+        """Cancels the rewards of answers that will be sampled again."""
+        items = []
+        for key in keys:
+            plan, _ = self._open[key]
+            for spec in plan.samples:
+                if isinstance(spec, AnswerSpec) and spec.item is not None:
+                    items.append(spec.item.key)
+        if items:
+            rewards.call("cancel", items)
+
+    def snapshot_groups(self) -> list[GroupPlan]:
+        snapshots: CallResults[list[GroupPlan]] = self.engines.call(
+            lambda engine: engine.snapshot_groups(blocking=False)
+        )
+        self._restore(snapshots.replaced)
+        running: dict[str, GroupPlan] = {}
+        for plans in snapshots.of_first_ranks:
+            running |= {plan.key: plan for plan in plans}
+        # a group that waits in the queue, or whose engine died, continues from its plan
+        return [running.get(key, plan) for key, (plan, _) in self._open.items()]
+
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        for key in keys:
+            del self._open[key]
+        self._queue.call("remove", keys)
+        tokens: CallResults[int] = self.engines.call(lambda engine: engine.abort_groups(list(keys), blocking=False))
+        self._restore(tokens.replaced)
+        return sum(tokens.of_first_ranks)
+
+    def update(self, batch: DataProto, step: int) -> Metrics:
+        self._trained = step
+        return super().update(batch, step)
+
+    def update_weights(self, version: int) -> Metrics:
+        self._version = version
+        metrics = self._transfer(version, range(self.num_engines))
+        self.engines.settle()
+        return metrics
+
+    def _transfer(self, version: int, engines: Sequence[int]) -> Metrics:
+        """Sends the trainer's weights to these engines, again if one of them was replaced meanwhile."""
+        size = self.config.rollout.tensor_model_parallel_size
+        names = ["the trainer"]
+        for engine in engines:
+            for rank in range(size):
+                names.append(f"engine {engine} (rank {rank})" if size > 1 else f"engine {engine}")
+
+        while True:
+            address = self._address or self.group.open_channel()
+            ends = [ChannelEnd(address, tuple(names), rank, self._transfer_s) for rank in range(len(names))]
+            sending = self.group.send_weights(ends[0], blocking=False)
+            receiving = {}
+            for number, engine in enumerate(engines):
+                first_end = ends[1 + number * size]
+                receiving[engine] = self.engines.groups[engine].receive_weights(version, first_end, blocking=False)
+            sent = sending.get()
+            received: CallResults[object] = self.engines.gather(receiving)
+
+            failures = [result for result in (*sent, *received.of_first_ranks) if isinstance(result, TransferError)]
+            # the next transfer to all engines uses the same channel, unless one of its ends is lost
+            is_whole = len(engines) == self.num_engines and not failures and not received.replaced
+            self._address = address if is_whole else None
+            if received.replaced:
+                self._requeue(received.replaced)
+            elif failures:
+                raise failures[0]
+            else:
+                return combine(sent)
+
+    def close(self) -> None:
+        """Closes the engines. An engine that dies meanwhile is not replaced."""
+        for future in [group.close(blocking=False) for group in self.engines.groups]:
+            future.get()

@@ -1,0 +1,302 @@
+"""The sources of the groups that `trainer.rollout.scheduler` runs: prompts, environments, and tasks of a program.
+
+A source draws groups in an order that depends only on the seed. It names each group and determines the seeds of its
+samples, so the samples depend neither on time nor on the number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NotRequired, TypedDict
+
+import numpy as np
+
+from trainer.data.order import build_order, build_train_loader
+from trainer.data.prompts import PromptDataset
+from trainer.ppo.requirements import needs_greedy_baseline
+from trainer.rollout.sample_groups import Group, Rows, SavedRows, SourceState, saved_rows
+from trainer.validation.sample import plain_value
+from verl_lite.config import EnvManagerConfig, PPOConfig
+from verl_lite.json_types import JsonObject
+from verl_lite.protocol import DataProto
+from workers.rollout.answers import answer_plans
+from workers.engines.base import derive_seed
+from workers.rollout.specs import EpisodeSpec, GroupPlan, ProgramSpec
+
+ANSWERS = "answers_per_prompt"
+SEEDS = 2**31
+
+
+def prompt_groups(
+    prompts: DataProto, n: int | np.ndarray, name: str, seed: int, step: int, greedy_too: bool = False
+) -> list[Group]:
+    """Returns a group for each prompt, with `n` answers (n[i] for prompt i). Its rows have the columns sample and
+    sample_id.
+
+    Args:
+        name: prefix of the names of groups and samples, such as train/3.
+        seed, step: determine the random numbers, together with uid and sample.
+        greedy_too: True to add a greedy answer per prompt, marked in the column is_greedy.
+    """
+    answers = np.broadcast_to(n, len(prompts))
+    sizes = answers + greedy_too
+    rows = prompts.sample_level_repeat(sizes)
+    sample = np.concatenate([np.arange(size) for size in sizes])
+    names = [f"{name}/{uid}/{number}" for uid, number in zip(rows.non_tensor_batch["uid"], sample, strict=True)]
+    rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
+    if greedy_too:  # the last answer of each prompt
+        rows.non_tensor_batch["is_greedy"] = sample == answers.repeat(sizes)
+
+    columns = rows.select(batch_keys=[ANSWERS] if ANSWERS in rows else [], meta_info_keys=[])
+    keys = [f"{name}/{uid}" for uid in prompts.non_tensor_batch["uid"]]
+    groups = []
+    start = 0
+    for plan in answer_plans(rows, sizes.tolist(), keys, seed, step):
+        stop = start + len(plan.samples)
+        groups.append(Group(plan, Rows(columns, start, stop)))
+        start = stop
+    return groups
+
+
+class PromptState(TypedDict):
+    """The state of a `PromptSource`.
+
+    epoch, loader: its position in the data. waiting: tensors and other columns of the prompts that were drawn and not
+    used. asked: the prompts of the batches being filled. The last two exist only where batches are cut.
+    """
+
+    epoch: int
+    loader: JsonObject
+    waiting: NotRequired[SavedRows | None]
+    asked: NotRequired[dict[int, dict[str, int]]]
+
+
+class PromptSource:
+    """Draws the training prompts, epoch after epoch. epoch: epoch of the last prompts, from 0.
+
+    A batch is a batch of the data loader, the last of which may be short in an epoch. With algorithm.filter_groups or
+    rollout.oversample every batch has data.train_batch_size prompts, even if an epoch ends among them, and no prompt
+    twice; the unused rest of a drawn batch is kept for the next prompts and saved in checkpoints.
+    """
+
+    def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
+        self.config = config
+        self.epoch = 0
+        self.order = build_order(data, config)
+        self.loader = build_train_loader(data, config, self.order)
+        self._num_prompts = len(data)
+        self._greedy_too = needs_greedy_baseline(config)
+        self._cuts = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
+        self._batches = self._epochs()
+        self._waiting: DataProto | None = None
+        self._drawn: dict[int, dict[str, int]] = {}  # prompts of the batches being filled: uid -> row in the dataset
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        if not self._cuts:
+            return self._groups(next(self._batches), step)
+        # the batches of earlier steps are complete, so that no prompt is drawn for them any more
+        oldest = step - self.config.async_training.depth
+        self._drawn = {batch_step: drawn for batch_step, drawn in self._drawn.items() if batch_step >= oldest}
+        return self.draw(self.config.data.train_batch_size, step)
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        drawn = self._drawn.setdefault(step, {})
+        groups: list[Group] = []
+        batches_without_new = 0
+        while number and len(set(drawn.values())) < self._num_prompts and batches_without_new <= len(self.loader):
+            batch = self._waiting or next(self._batches)
+            uids = batch.non_tensor_batch["uid"]
+            rows = batch.non_tensor_batch["index"]
+            new = np.flatnonzero([uid not in drawn for uid in uids])[:number]
+            drawn |= dict(zip(uids[new], rows[new].tolist(), strict=True))
+
+            # the prompts after the last one that is needed wait for the next draw
+            end = new[-1] + 1 if len(new) == number else len(batch)
+            self._waiting = batch.select_idxs(np.arange(end, len(batch))) if end < len(batch) else None
+
+            number -= len(new)
+            if len(new):
+                groups += self._groups(batch.select_idxs(new), step)
+                batches_without_new = 0
+            else:
+                batches_without_new += 1
+        return groups
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Passes a finished training batch to the data sampler. Returns the sampler's metrics."""
+        return self.order.update(batch)
+
+    def state_dict(self) -> SourceState:
+        state: PromptState = {"epoch": self.epoch, "loader": self.loader.state_dict()}
+        if self._cuts:
+            state["waiting"] = None if self._waiting is None else saved_rows(self._waiting)
+            state["asked"] = {step: dict(drawn) for step, drawn in self._drawn.items()}
+        return dict(state)
+
+    def load_state_dict(self, state: SourceState) -> None:
+        self.epoch = state["epoch"]
+        self._batches = self._epochs()
+        self.loader.load_state_dict(state["loader"])
+        waiting = state.get("waiting")
+        self._waiting = None if waiting is None else DataProto.from_dict(*waiting)
+        self._drawn = {step: dict(drawn) for step, drawn in state.get("asked", {}).items()}
+
+    def _groups(self, prompts: DataProto, step: int) -> list[Group]:
+        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
+        groups = prompt_groups(prompts, n, f"train/{step}", self.config.trainer.seed, step, self._greedy_too)
+        # groups of several batches are judged together, and a batch may get groups that were drawn for another one; if
+        # both have the same prompt, its answers must not become one group
+        mixes_batches = self.config.spans_updates or self.config.async_training.depth > 1
+        if mixes_batches and groups[0].columns is not None:
+            columns = groups[0].columns.batch.non_tensor_batch
+            columns["uid"] = np.array([f"{uid}@{step}" for uid in columns["uid"]], dtype=object)
+        return groups
+
+    def _epochs(self) -> Iterator[DataProto]:
+        """Yields the batches of the loader, epoch after epoch."""
+        while True:
+            yield from self.loader
+            self.epoch += 1
+
+
+class ProgramSource(PromptSource):
+    """Draws the training prompts as tasks of a program: a group is rollout.n episodes of one row."""
+
+    def _groups(self, prompts: DataProto, step: int) -> list[Group]:
+        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
+        return program_groups(prompts, n, f"train/{step}", step)
+
+
+class ProgramValidation:
+    """The validation prompts as tasks of a program."""
+
+    def __init__(self, data: PromptDataset) -> None:
+        self.data = data
+
+    def draw_validation(self, n: int) -> list[Group]:
+        """Returns all prompts, each with `n` episodes."""
+        return program_groups(next(self.data.batches()), n, "val", 1)
+
+
+def program_groups(prompts: DataProto, n: int | np.ndarray, name: str, step: int) -> list[Group]:
+    """Returns a group for each prompt, with `n` episodes of the program (n[i] for prompt i). name: prefix of the names
+    of groups and episodes. step: step in which they start."""
+    columns = prompts.non_tensor_batch
+    sizes = np.broadcast_to(n, len(prompts)).tolist()
+    groups = []
+    for row, size in enumerate(sizes):
+        task = {"prompt": plain_value(columns["raw_prompt"][row]), "index": int(columns["index"][row])}
+        for key in ("data_source", "reward_model", "extra_info"):
+            task[key] = plain_value(columns[key][row])
+        uid = f"{name}/{columns['uid'][row]}"
+        specs = [
+            ProgramSpec(f"{uid}/{number}", uid, tag=str(task["data_source"]), start_step=step, row=task)
+            for number in range(size)
+        ]
+        groups.append(Group(GroupPlan(uid, tuple(specs))))
+    return groups
+
+
+@dataclass(frozen=True)
+class EnvGroup:
+    """Environments that share configuration and seed."""
+
+    group_id: int
+    tag: str
+    seed: int
+
+
+class EnvSource:
+    """Draws groups of episodes: one of each group of environments in turn.
+
+    Args:
+        manager: section agentic.train_env_manager or agentic.val_env_manager.
+        seed: seed of the run.
+        batch_size: number of episodes of a batch.
+        purpose: "train", or "val", whose batches all have the same episodes.
+
+    Attributes:
+        next_group: number of the next group; number n is episode n // G of the environments of group n % G.
+    """
+
+    epoch = 0
+
+    def __init__(self, manager: EnvManagerConfig, seed: int, batch_size: int, purpose: str = "train") -> None:
+        self.manager = manager
+        self.batch_size = batch_size
+        self.purpose = purpose
+        self.envs = env_groups(manager, seed, purpose)
+        self.next_group = 0
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        number, rest = divmod(self.batch_size, self.manager.group_size)
+        if rest:
+            size = self.manager.group_size
+            raise ValueError(f"a batch of {self.batch_size} episodes cannot be cut into groups of {size}")
+        if self.purpose != "train":
+            # the random numbers depend on the number of the group and on the step
+            self.next_group = 0
+            start_step = 1
+        return self._draw(number, start_step)
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        return self._draw(number, step)
+
+    def draw_validation(self, n: int) -> list[Group]:
+        """Returns the groups of a validation, whose sizes the environment manager sets."""
+        return self.draw_batch(1, 1)
+
+    def _draw(self, number: int, start_step: int) -> list[Group]:
+        first = self.next_group
+        self.next_group += number
+        return [Group(self._plan(index, start_step)) for index in range(first, self.next_group)]
+
+    def _plan(self, number: int, start_step: int) -> GroupPlan:
+        """Returns the plan of group `number`. The names of its episodes are ROLL's."""
+        episode_id, place = divmod(number, len(self.envs))
+        env = self.envs[place]
+        manager = self.manager
+        name = f"{env.tag}_{env.group_id}_{episode_id}_{env.seed}"
+        members = manager.group_size + manager.group_size_redundancy
+        specs = [
+            EpisodeSpec(
+                traj_id=f"{name}_{env_id}",
+                traj_group_id=name,
+                tag=env.tag,
+                env_id=env_id,
+                group_id=env.group_id,
+                episode_id=episode_id,
+                seed=(env.seed + episode_id) % SEEDS,
+                group_size=manager.group_size,
+                start_step=start_step,
+                purpose=self.purpose,
+            )
+            for env_id in range(env.group_id * members, (env.group_id + 1) * members)
+        ]
+        return GroupPlan(f"{self.purpose}/{name}", tuple(specs))
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Returns no metrics: environments do not choose their episodes by the results."""
+        return {}
+
+    def state_dict(self) -> SourceState:
+        return {"next_group": self.next_group}
+
+    def load_state_dict(self, state: SourceState) -> None:
+        self.next_group = state["next_group"]
+
+
+def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
+    """Returns the groups of environments in the order of use, which interleaves the tags in the proportions of
+    num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
+    share, rest = divmod(manager.num_env_groups, len(manager.tags))
+    counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
+    groups: list[EnvGroup] = []
+    places: dict[int, float] = {}  # of each group in the order of use, by its id
+    for tag, count in zip(manager.tags, counts, strict=True):
+        for rank in range(count):
+            group_id = len(groups)
+            group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
+            groups.append(EnvGroup(group_id, tag, group_seed))
+            # the groups of each tag are spread evenly over the interval from 0 to 1
+            places[group_id] = (rank + 0.5) / count
+    return sorted(groups, key=lambda group: (places[group.group_id], group.group_id))

@@ -1,0 +1,196 @@
+"""A group of samples, and what draws, samples, filters and scores groups.
+
+`trainer.rollout.scheduler` decides which groups run. It knows the parts around it by the protocols of this file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from workers.engines.base import SamplingParams
+from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupResults
+
+SourceState: TypeAlias = dict[str, Any]
+"""What a source saves in a checkpoint. Only the source reads it: numbers, batches, and the state of its data loader."""
+
+
+SavedRows: TypeAlias = tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]
+"""Rows in a checkpoint: the tensors, and the other columns."""
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a batch."""
+
+    batch: DataProto
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)  # two groups are never the same, and a set may hold them
+class Group:
+    """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
+
+    Attributes:
+        plan: what the engines sample; without samples if the group was complete when a checkpoint was written.
+        columns: the columns that the source knows. None if the engines return all columns, or if the group was complete
+            when a checkpoint was written.
+        version: weights with which the group was started.
+        step: batch for which it was started.
+        sampled: its rows once it is complete, with all columns: those of the source, those of the engines, and the
+            scores if the filter needed them. A complete group therefore needs nothing else, whether its rows were
+            sampled by this process or read from a checkpoint.
+        counts: counts of its episodes.
+        kind: None until the group is complete; then "kept", or the reason why the filter drops the group.
+    """
+
+    plan: GroupPlan
+    columns: Rows | None = None
+    version: int = 0
+    step: int = 0
+    sampled: Rows | None = None
+    counts: EpisodeCounts | None = None
+    kind: str | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the group is complete and can be trained on."""
+        return self.kind == "kept"
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the filter dropped the group."""
+        return self.kind not in ("kept", None)
+
+
+class Engines(Protocol):
+    """Runs groups on the rollout engines, as `trainer.ppo.roles.ActorRole` does."""
+
+    @property
+    def num_engines(self) -> int: ...
+
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None: ...
+
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]: ...
+
+    def snapshot_groups(self) -> list[GroupPlan]: ...
+
+    def abort_groups(self, keys: Sequence[str]) -> int: ...
+
+
+class GroupSource(Protocol):
+    """Draws groups in a fixed order; see `trainer.rollout.group_sources`. epoch: epoch of the last group, from 0."""
+
+    epoch: int
+
+    def draw_batch(self, step: int, start_step: int) -> list[Group]:
+        """Returns the groups of the batch of `step`, which are started in `start_step`."""
+
+    def draw(self, number: int, step: int) -> list[Group]:
+        """Returns up to `number` groups that replace dropped ones in this step; none if there are no more."""
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Receives a finished training batch, in the order of the steps. Returns metrics."""
+
+    def state_dict(self) -> SourceState: ...
+
+    def load_state_dict(self, state: SourceState) -> None: ...
+
+
+@runtime_checkable
+class AnswerRewards(Protocol):
+    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.Rewards`."""
+
+    def are_ready(self, batch: DataProto) -> np.ndarray:
+        """Returns (B,) bool: True for rows whose reward is available without waiting."""
+
+    def submit(self, batch: DataProto) -> None:
+        """Starts the computation of the rewards of these rows."""
+
+    def cancel(self, sample_ids: Sequence[str]) -> None:
+        """Ends the computation of rewards that are not needed."""
+
+
+class GroupFilter:
+    """Base class of filters, which decide which complete groups are trained on."""
+
+    drops = True
+    """False if this filter, with its options, never drops a group. The driver need not check the groups during
+    sampling then."""
+    adds_scores = False
+    """True if the filter adds the scores to the rows of the groups."""
+
+    def judge(self, groups: Sequence[Group]) -> None:
+        """Sets `kind` of complete groups whose rewards are available, or may be waited for."""
+        raise NotImplementedError
+
+    def most(self, wanted: int) -> float:
+        """Returns the maximum number of groups that may be drawn for a batch of `wanted` groups."""
+        raise NotImplementedError
+
+    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        """Keeps `missing` of the dropped groups, or raises. Called if no more groups may be drawn to replace them."""
+        raise NotImplementedError
+
+    def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
+        """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
+        return {}
+
+
+def assembled(groups: Sequence[Group]) -> DataProto:
+    """Returns the rows of complete groups, ordered by group."""
+    return gathered([group.sampled for group in groups if group.sampled is not None])
+
+
+def saved_rows(rows: DataProto) -> SavedRows:
+    """Returns rows as a checkpoint has them. `DataProto.from_dict` reads them."""
+    tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
+    return tensors, rows.non_tensor_batch
+
+
+def with_columns(columns: Rows | None, sampled: Rows) -> Rows:
+    """Adds the columns of the source, if there are any, to the rows that an engine returned."""
+    if columns is None:
+        return sampled
+    source_rows = columns.batch.slice(columns.start, columns.stop)
+    engine_rows = sampled.batch.slice(sampled.start, sampled.stop)
+    rows = source_rows | engine_rows
+    return Rows(rows, 0, len(rows))
+
+
+def gathered(parts: Sequence[Rows]) -> DataProto:
+    """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
+    batches = list({id(part.batch): part.batch for part in parts}.values())
+    # a dict, because it keeps the order of their first occurrence
+    names: dict[str, None] = {}
+    for batch in batches:
+        names |= dict.fromkeys(batch.non_tensor_batch)
+
+    complete = []
+    first_row: dict[int, int] = {}
+    num_rows = 0
+    for batch in batches:
+        columns = batch.non_tensor_batch
+        selected = batch.select(meta_info_keys=[])
+        missing = np.full(len(batch), None)
+        selected.non_tensor_batch = {name: columns.get(name, missing) for name in names}
+        complete.append(selected)
+        first_row[id(batch)] = num_rows
+        num_rows += len(batch)
+
+    rows = [first_row[id(part.batch)] + np.arange(part.start, part.stop) for part in parts]
+    return DataProto.concat(complete).select_idxs(np.concatenate(rows).astype(np.int64))
+
+
+def sample_ids(groups: Sequence[Group]) -> list[str]:
+    """Returns the ids of the samples of groups of answers, running or complete."""
+    ids: list[str] = []
+    for group in groups:
+        rows = group.columns or group.sampled
+        if rows is not None:
+            ids += map(str, rows.batch.non_tensor_batch["sample_id"][rows.start : rows.stop])
+    return ids

@@ -1,0 +1,529 @@
+"""Decides which groups of samples run, for which training step and how far ahead, and filters the scored groups.
+
+A group is the answers to a prompt, or the episodes of an environment. A source (`trainer.rollout.group_sources`) draws groups
+in a fixed order, and the ranks sample them (`workers.rollout.group_run`). The batch of a step consists of the first N
+groups in the order of the source that pass the filter; each dropped group is replaced by the next group of the source
+at once. The result does not depend on time.
+
+With async_training.batches_ahead = A, groups of the next A steps are sampled while the trainer works. Version v denotes
+the weights after step v. The staleness of a group in step s is s - 1 minus the version with which it was started. No
+group with a staleness above async_training.max_off_policy_threshold = K is trained on, because `get_batch` waits for a
+group that would otherwise become too old. Without async_training.partial_rollout each batch consists of the groups that
+were drawn for it, and the weights change only when none is running. With it (default for K > 1) groups continue under
+new weights, and the oldest complete groups are trained on first, so that they may overtake running ones.
+
+With rollout.oversample = 1.25, a quarter more groups run than a batch needs, and the first complete ones form it. The
+others are aborted, or with partial rollouts carried over to the next step.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypedDict
+
+import numpy as np
+import torch
+
+from trainer.rollout.sample_groups import (
+    AnswerRewards,
+    Engines,
+    Group,
+    GroupFilter,
+    GroupSource,
+    Rows,
+    SavedRows,
+    SourceState,
+    assembled,
+    sample_ids,
+    saved_rows,
+    with_columns,
+)
+from verl_lite.config import PPOConfig
+from verl_lite.metrics import Metric, combine
+from verl_lite.protocol import DataProto
+from workers.engines.base import SamplingParams
+from workers.rollout.specs import EpisodeCounts, GroupPlan
+
+SLICE_S = 0.1
+"""Seconds between two checks of the scores of complete groups while other groups are running."""
+
+torch.serialization.add_safe_globals([Metric])  # the metrics since the last batch are part of a checkpoint
+
+
+SavedGroup: TypeAlias = tuple[GroupPlan, int, int, EpisodeCounts | None, str | None, SavedRows | None]
+"""A group in a checkpoint: plan, version, step, counts and kind of `Group`, and its rows."""
+
+
+class Snapshot(TypedDict):
+    """The state of a scheduler in memory; see its attributes."""
+
+    source: SourceState
+    groups: list[Group]
+    sizes: dict[int, int]
+    counts: dict[str, int]
+    metrics: list[dict[str, Metric]]
+
+
+class SchedulerState(TypedDict):
+    """The state of a scheduler in a checkpoint, which `torch.load` reads without the classes of this file."""
+
+    source: SourceState
+    groups: list[SavedGroup]
+    sizes: dict[int, int]
+    counts: dict[str, int]
+    metrics: list[dict[str, Metric]]
+
+
+class RolloutScheduler:
+    """Schedules the batches of one source.
+
+    Args:
+        engines: run the groups.
+        sampling: sampling parameters.
+        group_filter: chooses among the complete groups; None = every complete group is trained on.
+        last_step: no group is started for steps after this one.
+        rewards: rewards of the samples; None if the rows of the engines contain them, as those of episodes do.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        source: GroupSource,
+        engines: Engines,
+        sampling: SamplingParams,
+        group_filter: GroupFilter | None = None,
+        last_step: int = 0,
+        rewards: AnswerRewards | None = None,
+    ) -> None:
+        self.source = source
+        self.engines = engines
+        self.sampling = sampling
+        self.filter = group_filter
+        self.last_step = last_step
+        self.rewards = rewards
+
+        self.threshold = config.async_training.max_off_policy_threshold
+        self.batches_ahead = config.async_training.depth
+        self.spans_updates = config.spans_updates
+        self.oversample = config.rollout.oversample
+        self.warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
+        # Where groups may overtake each other, one is complete only with its rewards, so that slow rewards delay no
+        # batch. A reward model scores the batch after sampling, because it shares the devices.
+        overtakes_with_rewards = self.spans_updates and not config.reward_model.enable
+        self._awaits_rewards = group_filter is not None or overtakes_with_rewards
+
+        self.version: int | None = None  # of the weights in the engines
+        self.groups: list[Group] = []  # unresolved groups in the order of the source
+        self.sizes: dict[int, int] = {}  # number of groups of each batch that was begun, by step
+        self.counts: Counter[str] = Counter()
+        self._metrics: list[dict[str, Metric]] = []
+        self._is_restored = False  # True until the groups of a restored state are started again
+        self._ended_at: float | None = None  # end of the last `get_batch`
+
+    # ----------------------------------------------------------------------------------------------------- batches
+
+    def get_batch(self, step: int) -> DataProto:
+        """Returns the rows of the batch of this step (from 1), ordered by group.
+
+        If groups span weight updates, first starts the batches of later steps, too, so that the engines do not idle
+        while the last groups of this batch end.
+
+        meta_info has `metrics` of the engines, the scheduler and the filter, and for episodes `episodes`, an
+        EpisodeCounts that includes dropped groups.
+        """
+        self._begin_again()
+        if step not in self.sizes:
+            self._begin_batch(step, step)
+        if self.spans_updates:
+            self.begin_ahead(step)
+
+        started = time.perf_counter()
+        chosen = self._sample_batch(step)
+        waited = time.perf_counter() - started
+
+        chosen_groups = set(chosen)
+        dropped = [group for group in self.groups if group.is_dropped]
+        surplus: list[Group] = []
+        if self._aborts:
+            candidates = self._candidates(step)
+            surplus = [group for group in candidates if not group.is_dropped and group not in chosen_groups]
+        resolved = chosen_groups.union(dropped, surplus)
+        self.groups = [group for group in self.groups if group not in resolved]
+        del self.sizes[step]
+
+        batch = assembled(chosen)
+        oversampling_metrics = self._abort(surplus, batch, len(chosen)) if surplus else {}
+        self._account(step, chosen, dropped)
+        engine_metrics = self._take_metrics()
+        metrics = engine_metrics | oversampling_metrics
+        if self.filter is not None:
+            metrics |= self.filter.metrics(step, chosen, dropped)
+        if self.batches_ahead or self.spans_updates:
+            metrics |= self._async_metrics(step, chosen, waited, engine_metrics) | _version_metrics(batch)
+        batch.meta_info["metrics"] = metrics
+        self._ended_at = time.perf_counter()
+        _add_counts(batch, [*chosen, *dropped])
+        return batch
+
+    def begin_ahead(self, step: int) -> None:
+        """Starts the batches of the next steps, with the weights that the engines have. They run between micro-batches
+        of training; `get_batch` and `finish` complete them. Call it after `get_batch` of the step. Does nothing for
+        batches that are started already."""
+        self._begin_again()
+        last = min(step + self.batches_ahead, self.last_step)
+        for later in range(step + 1, last + 1):
+            if later not in self.sizes:
+                self._begin_batch(later, step)
+
+    def run(self, groups: Sequence[Group], sampling: SamplingParams) -> DataProto:
+        """Samples these groups and returns their rows, for example of a validation. Running training
+        groups continue during the call."""
+        training_metrics = self._metrics
+        self._metrics = []
+        self.engines.begin_groups([group.plan for group in groups], sampling)
+        self._collect([group.plan.key for group in groups], [*groups, *self.groups])
+        batch = assembled(groups)
+        batch.meta_info["metrics"] = self._take_metrics()
+        self._metrics = training_metrics
+        _add_counts(batch, groups)
+        return batch
+
+    def finish(self) -> None:
+        """Waits for all running groups."""
+        if keys := self._running():
+            self._collect(keys, self.groups)
+
+    # ----------------------------------------------------------------------------------------- waiting and choosing
+
+    def _sample_batch(self, step: int) -> list[Group]:
+        """Runs and replaces groups until the batch of this step is complete. Returns its groups."""
+        size = self.sizes[step]
+        most = size if self.filter is None else self.filter.most(size)
+        # groups of this batch that an earlier step dropped without a replacement are replaced in addition
+        budget = most - size + max(0, self._missing(step))
+
+        chosen = self._chosen(step)
+        while chosen is None:
+            self._run_and_judge()
+            budget -= self._replace_dropped(step, budget)
+            chosen = self._chosen(step)
+        if self._is_sliced:
+            self._collect((), self.groups)  # calls with a time limit return no metrics
+        return chosen
+
+    def _chosen(self, step: int) -> list[Group] | None:
+        """Returns the groups of the batch of this step, or None while it must wait."""
+        size = self.sizes[step]
+        chosen = [group for group in self._candidates(step) if group.is_kept][:size]
+        if len(chosen) < size:
+            return None
+        if self._aborts:
+            return chosen
+
+        chosen_groups = set(chosen)
+        rest = [group for group in self.groups if not group.is_dropped and group not in chosen_groups]
+        if all(group.is_kept for group in rest):
+            return chosen
+        steps = self._earliest_steps(step, len(rest))
+        are_in_time = all(earliest <= self._last_step_of(group) for earliest, group in zip(steps, rest, strict=True))
+        return chosen if are_in_time else None
+
+    def _earliest_steps(self, step: int, count: int) -> list[int]:
+        """Returns the earliest step that can train on each of the `count` groups that remain after this step, if older
+        groups are trained on first."""
+        steps: list[int] = []
+        for later in sorted(self.sizes):
+            if later > step:
+                steps += [later] * self.sizes[later]
+
+        # groups beyond the batches that are begun form further batches, of the size of the last one
+        last = max(self.sizes)
+        for number in range(count - len(steps)):
+            steps.append(last + 1 + number // self.sizes[last])
+        return steps[:count]
+
+    def _last_step_of(self, group: Group) -> int:
+        """Returns the last step in which the staleness of a group does not exceed the threshold."""
+        return max(group.version, self.warmup) + self.threshold + 1
+
+    def staleness(self, step: int, group: Group) -> int:
+        """Returns the number of weight updates between the start of a group and the update of this step."""
+        return max(step - 1, self.warmup) - max(group.version, self.warmup)
+
+    @property
+    def _aborts(self) -> bool:
+        """True if the surplus groups of a batch are aborted when the batch is complete."""
+        return self.oversample > 1 and not self.spans_updates
+
+    def _candidates(self, step: int) -> list[Group]:
+        """Returns the groups that the batch of this step may consist of."""
+        return [group for group in self.groups if group.step <= step] if self._aborts else self.groups
+
+    def _missing(self, step: int) -> int:
+        """Returns the number of groups that the begun batches lack because of dropped ones; negative for a surplus."""
+        wanted = self.sizes[step] if self._aborts else sum(self.sizes.values())
+        return wanted - sum(not group.is_dropped for group in self._candidates(step))
+
+    @property
+    def _is_sliced(self) -> bool:
+        """True if the driver checks complete groups while others are running."""
+        drops = self.filter is not None and self.filter.drops
+        return drops or self.spans_updates or self.oversample > 1
+
+    def _abort(self, surplus: Sequence[Group], batch: DataProto, num_chosen: int) -> dict[str, Metric]:
+        """Aborts the surplus groups of a batch, and cancels their rewards.
+
+        Args:
+            surplus: the groups, running or complete.
+            batch: rows of the chosen groups.
+            num_chosen: number of the chosen groups.
+
+        Returns:
+            Metrics: the number of aborted groups, and the bias of the lengths, which is the mean number of tokens of
+            the chosen groups relative to that of all groups, minus 1. An aborted group counts with the tokens that it
+            had sampled, so the true bias is at least as large.
+        """
+        running = [group.plan.key for group in surplus if group.sampled is None]
+        aborted_tokens = self.engines.abort_groups(running)
+        for group in surplus:
+            if group.sampled is not None:
+                rows, start, stop = group.sampled
+                aborted_tokens += int(rows.batch["response_mask"][start:stop].sum())
+        if self.rewards is not None:
+            self.rewards.cancel(sample_ids(surplus))
+        self.counts["aborted"] += len(surplus)
+
+        chosen_tokens = int(batch.batch["response_mask"].sum())
+        mean = (chosen_tokens + aborted_tokens) / (num_chosen + len(surplus))
+        return {
+            "rollout/oversample/aborted_groups": Metric.last(len(surplus)),
+            "rollout/oversample/length_bias": Metric.last(chosen_tokens / num_chosen / max(mean, 1e-9) - 1),
+        }
+
+    def _run_and_judge(self) -> None:
+        """Runs the engines, and decides which of the complete groups are kept."""
+        if keys := self._running():
+            self._collect(keys, self.groups, SLICE_S if self._is_sliced else None)
+
+        complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
+        if self._running():
+            complete = self._with_rewards(complete)
+        if not complete:
+            return
+        if self.filter is not None:
+            self.filter.judge(complete)
+            return
+        for group in complete:
+            group.kind = "kept"
+
+    def _with_rewards(self, groups: list[Group]) -> list[Group]:
+        """Returns the groups that need not wait for their rewards while other groups are running."""
+        if self.rewards is None or not self._awaits_rewards or not groups:
+            return groups
+        is_ready = self.rewards.are_ready(assembled(groups))
+        ready = []
+        start = 0
+        for group in groups:
+            assert group.sampled is not None
+            stop = start + group.sampled.stop - group.sampled.start
+            if is_ready[start:stop].all():
+                ready.append(group)
+            start = stop
+        return ready
+
+    def _replace_dropped(self, step: int, budget: float) -> int:
+        """Starts groups that replace dropped ones, at most `budget`. Returns their number."""
+        missing = self._missing(step)
+        if missing <= 0:
+            return 0
+        replacements = self.source.draw(int(min(missing, budget)), step) if budget > 0 else []
+        if replacements:
+            self._begin(replacements, step)
+        elif not self._running():
+            if self.filter is None:
+                raise RuntimeError(f"step {step}: {missing} groups are missing, and the source has no more")
+            self.filter.complete(step, self.groups, missing)
+        return len(replacements)
+
+    def _begin_batch(self, step: int, start_step: int) -> None:
+        """Starts the batch of `step`, and with rollout.oversample more groups than it needs."""
+        groups = self.source.draw_batch(step, start_step)
+        size = len(groups)
+        self.sizes[step] = size
+
+        surplus = 0
+        if step < self.last_step or self._aborts:
+            surplus = math.ceil(size * (self.oversample - 1))
+        if self.spans_updates:  # the surplus that earlier batches left over counts
+            surplus += self._missing(step) - size
+        if surplus > 0:
+            groups = groups + self.source.draw(surplus, step)
+        self._begin(groups, step)
+
+    def _begin(self, groups: Sequence[Group], step: int) -> None:
+        for group in groups:
+            group.version, group.step = self.version or 0, step
+        self.groups += groups
+        self.counts["started"] += len(groups)
+        self.engines.begin_groups([group.plan for group in groups], self.sampling)
+
+    def _running(self) -> list[str]:
+        return [group.plan.key for group in self.groups if group.sampled is None]
+
+    def _collect(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
+        """Runs the engines and stores the rows of the groups that are complete."""
+        of_key = {group.plan.key: group for group in groups}
+        results = self.engines.run_groups(keys, seconds)
+        for result in results:
+            self._metrics.append(result.metrics)
+            start = 0
+            for report in result.reports:
+                group = of_key[report.key]
+                stop = start + report.num_rows
+                assert result.rows is not None
+                group.sampled = with_columns(group.columns, Rows(result.rows, start, stop))
+                group.counts = report.counts
+                start = stop
+
+    # -------------------------------------------------------------------------------------------- numbers and state
+
+    def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
+        """Checks that every started group is trained on, dropped, aborted or still here, and that none is too old."""
+        self.counts.update(trained=len(chosen), dropped=len(dropped))
+        started = self.counts["started"]
+        resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
+        if started != resolved + len(self.groups):
+            raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
+
+        oldest = max(self.staleness(step, group) for group in chosen)
+        if oldest > self.threshold:
+            raise RuntimeError(
+                f"step {step}: a group has staleness {oldest}, and {self.threshold} is allowed: raise "
+                "async_training.max_off_policy_threshold, or update the engines' weights more often"
+            )
+
+    def _take_metrics(self) -> dict[str, Metric]:
+        """Returns the metrics of the engines since the last call."""
+        metrics = combine(self._metrics)
+        self._metrics = []
+        slowest = metrics.get("rollout/slowest_rank_seconds")
+        mean = metrics.get("rollout/mean_rank_seconds")
+        if slowest is not None and mean is not None and slowest.value > 0:
+            metrics["rollout/idle_frac"] = Metric.last(1 - mean.value / slowest.value)
+        return metrics
+
+    def _async_metrics(
+        self, step: int, chosen: Sequence[Group], waited: float, engines: dict[str, Metric]
+    ) -> dict[str, Metric]:
+        """Returns the metrics of staleness and waiting. waited: seconds that the trainer waited for this batch."""
+        ages = [self.staleness(step, group) for group in chosen]
+        metrics = {
+            "async/staleness/newest": Metric.last(min(ages)),
+            "async/staleness/oldest": Metric.last(max(ages)),
+            "async/staleness/mean": Metric.mean(sum(ages), len(ages)),
+            "async/batches_started": Metric.last(len(self.sizes)),
+            "async/groups_in_flight": Metric.last(len(self._running())),
+            "async/dropped_for_staleness": Metric.last(0),
+            "async/trainer_wait_seconds": Metric.last(waited),
+        }
+        busy = engines.get("rollout/engine_busy_frac")
+        if self._ended_at is not None and busy is not None:
+            period = time.perf_counter() - self._ended_at
+            idle = max(0.0, period - float(busy.total) / self.engines.num_engines)
+            metrics["async/engine_wait_seconds"] = Metric.last(idle)
+            metrics["async/engine_idle_frac"] = Metric.last(idle / period)
+            metrics["async/trainer_idle_frac"] = Metric.last(min(1.0, waited / period))
+        return metrics
+
+    def snapshot(self) -> Snapshot:
+        """Returns the current state, which shares its groups with the scheduler."""
+        return {
+            "source": self.source.state_dict(),
+            "groups": list(self.groups),
+            "sizes": dict(self.sizes),
+            "counts": dict(self.counts),
+            "metrics": list(self._metrics),
+        }
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Restores a snapshot, in this process or in another one. The next `get_batch` starts the groups again that
+        were not complete."""
+        self.source.load_state_dict(snapshot["source"])
+        self.groups = list(snapshot["groups"])
+        self.sizes = dict(snapshot["sizes"])
+        self.counts = Counter(snapshot["counts"])
+        self._metrics = list(snapshot["metrics"])
+        self._is_restored = True
+
+    def state_dict(self) -> SchedulerState:
+        """Returns the state for a checkpoint. Groups that continue under new weights are saved as far as they were
+        sampled, if their samples can be continued in another process. Waits for all others."""
+        continued: dict[str, GroupPlan] = {}
+        if self.spans_updates:
+            continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
+        if others := [key for key in self._running() if key not in continued]:
+            self._collect(others, self.groups)
+
+        groups: list[SavedGroup] = []
+        for group in self.groups:
+            # of a complete group its rows are saved, and of a running one what continues it
+            if group.sampled is not None:
+                plan = GroupPlan(group.plan.key, ())
+                rows: Rows | None = group.sampled
+            else:
+                plan = continued[group.plan.key]
+                rows = group.columns
+            columns: SavedRows | None = None
+            if rows is not None:
+                columns = saved_rows(rows.batch.select_idxs(np.arange(rows.start, rows.stop)))
+            groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
+        return {**self.snapshot(), "groups": groups}
+
+    def load_state_dict(self, state: SchedulerState) -> None:
+        """Restores the result of `state_dict`."""
+        groups = []
+        for plan, version, step, counts, kind, columns in state["groups"]:
+            rows: Rows | None = None
+            if columns is not None:
+                saved = DataProto.from_dict(*columns)
+                rows = Rows(saved, 0, len(saved))
+            group = Group(plan, version=version, step=step, counts=counts, kind=kind)
+            if plan.samples:
+                group.columns = rows
+            else:
+                group.sampled = rows
+            groups.append(group)
+        self.restore({**state, "groups": groups})
+
+    def _begin_again(self) -> None:
+        """Starts the incomplete groups of a restored state, once. The rewards of complete groups that had not been
+        collected have ended with the processes of the earlier run, and are computed again."""
+        if not self._is_restored:
+            return
+        self._is_restored = False
+        if plans := [group.plan for group in self.groups if group.sampled is None]:
+            self.engines.begin_groups(plans, self.sampling)
+        if self.rewards is None:
+            return
+        unscored = []
+        for group in self.groups:
+            if group.sampled is not None and "token_level_scores" not in group.sampled.batch:
+                unscored.append(group)
+        if unscored:
+            self.rewards.submit(assembled(unscored))
+
+
+def _version_metrics(batch: DataProto) -> dict[str, Metric]:
+    """Returns the number of versions of the weights that sampled each row."""
+    if "rollout_versions" not in batch:
+        return {}
+    counts = [len(set(row) - {-1}) for row in batch.batch["rollout_versions"].tolist()]
+    name = "async/versions_per_sample"
+    return {f"{name}/mean": Metric.mean(sum(counts), len(counts)), f"{name}/max": Metric.max(max(counts))}
+
+
+def _add_counts(batch: DataProto, groups: Sequence[Group]) -> None:
+    """Adds meta_info `episodes` if the groups consist of episodes."""
+    if counts := [group.counts for group in groups if group.counts is not None]:
+        batch.meta_info["episodes"] = sum(counts, start=EpisodeCounts())

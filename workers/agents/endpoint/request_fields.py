@@ -1,0 +1,281 @@
+"""Reads and checks the fields of a request. A body comes from a program that training does not control, so every value
+is of unknown type and size until a function of this file has read it; each of them raises Refusal.
+
+A field that would change how answers are sampled, and that the engine does not support, is refused by name. Other
+fields that the endpoint does not know are ignored.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from verl_lite.errors import UserError
+from verl_lite.registry import did_you_mean
+from workers.agents.endpoint.trace import Refusal
+from workers.engines.base import SamplingParams
+from workers.agents.conversation import MessageCall, Tool
+
+MAX_MESSAGES = 4096
+"""Number of messages, blocks, or input items of a request. Each takes about 50 microseconds of the server's thread."""
+MAX_TOOLS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_IDENTIFIER = 256
+MAX_DEPTH = 64
+"""Nesting of objects and lists in a tool."""
+
+Body = Mapping[str, object]
+"""A JSON object of a request: the body, or an object inside it."""
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "text.format": ({"type": "text"},),
+    "output_format": (),
+    "output_config.format": (),
+    "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "mcp_servers": ([],),
+}
+"""Fields that change how an answer is sampled, with the values that leave it as it is (in addition to null)."""
+_WITH_FORMAT = ("text", "output_config")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the endpoint. sampling: sampling parameters that requests may repeat. removed_blocks: beginnings of
+    text blocks in system messages that are removed. ignored_fields: fields that are ignored instead of refused."""
+
+    sampling: SamplingParams
+    removed_blocks: tuple[str, ...] = ()
+    ignored_fields: frozenset[str] = frozenset()
+
+
+def check_ignored_fields(names: Iterable[str]) -> None:
+    """Raises UserError for an entry of agentic.endpoint.ignored_fields that the endpoint never refuses."""
+    refused = ("temperature", "top_p", "top_k", "min_p", *_UNSUPPORTED)
+    for name in names:
+        if name not in refused:
+            raise UserError(
+                f"agentic.endpoint.ignored_fields={name} has no effect: the endpoint never refuses this field"
+                f"{did_you_mean(name, refused)}. Remove it, or name one of {', '.join(refused)}"
+            )
+
+
+def check_fields(body: Body, settings: Settings) -> None:
+    """Raises Refusal for a field that would change how the answer is sampled."""
+    values = dict(body)
+    for name in _WITH_FORMAT:
+        outer = body.get(name)
+        if isinstance(outer, dict):
+            values[f"{name}.format"] = outer.get("format")
+
+    sampling = settings.sampling
+    same = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    for name, value in values.items():
+        if name in settings.ignored_fields or value is None:
+            continue
+        if name in same and value != same[name]:
+            expected = f"{same[name]}, the run's own value (rollout.{name}), because training reads its log-probs"
+        elif name in _UNSUPPORTED and value not in _UNSUPPORTED[name]:
+            expected = f"no value but {' or '.join(map(json.dumps, _UNSUPPORTED[name])) or 'null'}"
+        else:
+            continue
+        raise Refusal(
+            f"{name}={shortened(value)}: expected {expected}; remove the field, or add it to "
+            "agentic.endpoint.ignored_fields if the agent does not depend on it",
+            field=name,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ values by type
+
+
+def as_object(value: object, where: str) -> Body:
+    if not isinstance(value, dict):
+        raise Refusal(f"{where} is {shortened(value)}: expected an object", field=where)
+    return value
+
+
+def read_list(body: Body, name: str, needed: bool = True) -> list[object]:
+    """Returns a list of a request, whose length is limited."""
+    value = body.get(name)
+    if value is None and not needed:
+        return []
+    if not isinstance(value, list):
+        raise Refusal(f"{name} is {shortened(value)}: expected a list", field=name)
+    check_length(value, name, MAX_TOOLS if name in ("tools", "tool_calls") else MAX_MESSAGES)
+    return value
+
+
+def check_length(values: Sequence[object], name: str, most: int) -> None:
+    """Raises Refusal if a list of a request has too many entries."""
+    if len(values) > most:
+        raise Refusal(f"{name} has {len(values)} entries; at most {most} are accepted", field=name, kind="size")
+
+
+def read_integer(body: Body, name: str, least: int = 1) -> int | None:
+    """Returns a whole number of a request that fits 64 bits, or None if the request has none."""
+    value = body.get(name)
+    if value is None:
+        return None
+    # Python counts True as a number
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise Refusal(f"{name}={shortened(value)}: expected a whole number of at least {least}", field=name)
+    return value
+
+
+def read_stops(body: Body, name: str) -> tuple[str, ...]:
+    """Returns the different texts that end the answer, in their order; the request has a text or a list of texts."""
+    value = body.get(name)
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise Refusal(f"{name}={shortened(value)}: expected a text or a list of texts", field=name)
+    check_length(stops, name, MAX_STOPS)
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise Refusal(
+            f"{name}: a text has {longest} characters; at most {MAX_STOP_CHARACTERS} are accepted",
+            field=name,
+            kind="size",
+        )
+    # every text contains the empty one, which would end each answer at once
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
+
+
+def shortened(value: object) -> str:
+    """Returns a value as a message shows it: at most 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def read_text(content: object, where: str, settings: Settings, role: str = "system") -> str:
+    """Returns the text of a message's content. Blocks of a system message that begin with one of `removed_blocks` are
+    left out. Raises Refusal for content that is no text."""
+    if content is None:
+        return ""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise Refusal(f"{where}={shortened(content)}: expected text or a list of parts", field=where)
+    check_length(blocks, where, MAX_MESSAGES)
+    texts = []
+    for entry in blocks:
+        block = as_object(entry, where)
+        kind = block.get("type")
+        text = block.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str) or kind not in ("text", "input_text", "output_text", "refusal"):
+            raise Refusal(
+                f"{where}: parts of the type {shortened(kind)} are not supported; the model reads text", field=where
+            )
+        if role != "system" or not text.startswith(settings.removed_blocks):
+            texts.append(text)
+    # without a separator, the text of an answer in parts equals the sampled one, which `Trace.add` looks up
+    return ("" if role == "assistant" else "\n").join(texts)
+
+
+def tool_call(identifier: object, name: object, arguments: object, where: str) -> MessageCall:
+    """Returns a tool call in OpenAI's format. Raises Refusal for a name that is no text."""
+    if not isinstance(name, str):
+        raise Refusal(f"{where}: a tool call needs a name, found {shortened(name)}", field=where)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return {
+        "id": read_identifier(identifier, where),
+        "type": "function",
+        "function": {"name": name, "arguments": text},
+    }
+
+
+def read_identifier(value: object, where: str) -> str:
+    """Returns the identifier of a tool call; empty if the request has none."""
+    if value is None:
+        return ""
+    text = str(value)
+    if len(text) > MAX_IDENTIFIER:
+        raise Refusal(
+            f"{where}: the identifier of a tool call has {len(text)} characters; at most {MAX_IDENTIFIER} are accepted",
+            field=where,
+            kind="size",
+        )
+    return text
+
+
+# --------------------------------------------------------------------------------------------------------------- tools
+
+
+def read_tools(body: Body, kind: str = "function") -> list[Body]:
+    """Returns the tools of a request, which have to be of this kind."""
+    tools = [as_object(tool, "tools") for tool in read_list(body, "tools", needed=False)]
+    for tool in tools:
+        if tool.get("type", kind) != kind:
+            raise Refusal(
+                f"tools: type={shortened(tool.get('type'))} runs at the provider; expected {kind}", field="tools"
+            )
+    return tools
+
+
+def read_function(value: object) -> Tool:
+    """Returns a tool in OpenAI's format. Raises Refusal for one that is not a function."""
+    tool = as_object(value, "tools")
+    function = as_object(tool.get("function"), "tools: functions are supported, and tools.function")
+    # valid JSON, but possibly too deep for the chat template
+    if _is_deeper(function, MAX_DEPTH):
+        raise Refusal(f"tools: a tool is nested deeper than {MAX_DEPTH} levels", field="tools", kind="size")
+    name = function.get("name")
+    if tool.get("type", "function") != "function" or not isinstance(name, str):
+        raise Refusal(f"tools={shortened(tool)}: expected functions with a name", field="tools")
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": function.get("description") or "",
+            "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def allows_calls(body: Body) -> bool:
+    """Returns False if the request forbids that the answer calls tools."""
+    return body.get("tool_choice") not in ("none", {"type": "none"})
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    """Returns True if objects and lists are nested deeper than `most`. Does not recurse."""
+    level = [value]
+    for _ in range(most + 1):
+        inner: list[object] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner.extend(each.values())
+            elif isinstance(each, list):
+                inner.extend(each)
+        if not inner:
+            return False
+        level = inner
+    return True

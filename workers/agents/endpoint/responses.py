@@ -1,0 +1,253 @@
+"""OpenAI's API of responses: reads a request into a `Conversation` and writes an `Answer` as a reply.
+
+The server resolves conversations by previous_response_id.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, TypedDict
+
+from verl_lite.json_types import JsonObject
+from workers.agents.endpoint.chat_completions import ChatCompletions, read_chat_message
+from workers.agents.endpoint.replies import Event, Reply, openai_error, unix_time, usage_of
+from workers.agents.endpoint.request_fields import (
+    Body,
+    Settings,
+    allows_calls,
+    as_object,
+    check_fields,
+    read_function,
+    read_identifier,
+    read_integer,
+    read_list,
+    read_text,
+    read_tools,
+    shortened,
+    tool_call,
+)
+from workers.agents.endpoint.trace import Answer, Conversation, Refusal
+from workers.agents.conversation import Message
+
+Unread = object
+"""A field that a reply repeats from its request. The name `object` is a field of `ResponseReply`."""
+
+
+class ResponseUsage(TypedDict):
+    """Number of tokens, as this API names them."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class OutputText(TypedDict):
+    type: str
+    text: str
+    annotations: list[object]
+    logprobs: list[object]
+
+
+class ReasoningItem(TypedDict):
+    """The thinking of an answer."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[object]
+    content: list[dict[str, str]]
+
+
+class MessageItem(TypedDict):
+    """The text of an answer, in one part."""
+
+    id: str
+    type: Literal["message"]
+    role: str
+    status: str
+    content: list[OutputText]
+
+
+class CallItem(TypedDict):
+    """A tool call of an answer."""
+
+    id: str
+    type: Literal["function_call"]
+    status: str
+    call_id: str
+    name: str
+    arguments: str | JsonObject
+
+
+OutputItem = ReasoningItem | MessageItem | CallItem
+
+
+class ResponseReply(TypedDict):
+    """A response. The fields of type `Unread` repeat the request."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    incomplete_details: dict[str, str] | None
+    error: None
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage
+    instructions: Unread
+    metadata: Unread
+    previous_response_id: Unread
+    temperature: Unread
+    parallel_tool_calls: bool
+    tool_choice: str
+    tools: Unread
+    top_p: Unread
+    store: bool
+
+
+class Responses:
+    """/v1/responses."""
+
+    path = "/v1/responses"
+    ping = ChatCompletions.ping
+
+    def read(self, body: Body, settings: Settings) -> Conversation:
+        check_fields(body, settings)
+        messages = self.instructions(body, settings)
+        text = body.get("input", [])
+        items = [{"role": "user", "content": text}] if isinstance(text, str) else read_list(body, "input")
+        for item in items:
+            _add_item(messages, item, settings)
+        tools = []
+        for tool in read_tools(body):
+            # this API has name and parameters beside the type, chat completions have them in an object `function`
+            function = {name: value for name, value in tool.items() if name != "type"}
+            tools.append(read_function({"type": "function", "function": function}))
+        return Conversation(messages, tools, allows_calls(body), read_integer(body, "max_output_tokens"))
+
+    def instructions(self, body: Body, settings: Settings) -> list[Message]:
+        """Returns the system message of a request, if it has one."""
+        text = read_text(body.get("instructions"), "instructions", settings)
+        return [{"role": "system", "content": text}] if text else []
+
+    def reply(self, answer: Answer, body: Body, name: str) -> ResponseReply:
+        is_cut = answer.finish_reason == "length"
+        usage = usage_of(answer)
+        return {
+            "id": f"resp_{name}",
+            "object": "response",
+            "created_at": unix_time(),
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "error": None,
+            "model": str(body.get("model", "")),
+            "output": list(_output_items(answer, name)),
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata"),
+            "previous_response_id": body.get("previous_response_id"),
+            "temperature": body.get("temperature"),
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": body.get("tools") or [],
+            "top_p": body.get("top_p"),
+            "store": False,
+        }
+
+    def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
+        response = self.reply(answer, body, name)
+        begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        entries: list[tuple[str, Reply]] = [("created", {"response": begun}), ("in_progress", {"response": begun})]
+        for index, item in enumerate(response["output"]):
+            entries += _item_events(item, index)
+        entries.append((response["status"], {"response": response}))
+        for number, (kind, data) in enumerate(entries):
+            head = {"type": f"response.{kind}", "sequence_number": number}
+            yield Event(f"response.{kind}", {**head, **data})
+
+    def error(self, refusal: Refusal) -> Reply:
+        return openai_error(refusal)
+
+    def error_event(self, refusal: Refusal) -> Event:
+        data = {
+            "type": "error",
+            "code": "server_error",
+            "message": refusal.message,
+            "param": None,
+            "sequence_number": 0,
+            # the client of OpenAI raises an error for the field `error` only
+            **openai_error(refusal),
+        }
+        return Event("error", data)
+
+
+def _add_item(messages: list[Message], value: object, settings: Settings) -> None:
+    """Appends an item of a response's input. The message and the calls of one answer become one message."""
+    item = as_object(value, "input")
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        text = read_text(item.get("output"), "input", settings, "tool")
+        identifier = read_identifier(item.get("call_id"), "input")
+        messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+    elif kind == "message":
+        messages.append(read_chat_message(item, len(messages), settings))
+    elif kind != "reasoning":
+        raise Refusal(f"input: items of the type {shortened(kind)} are not supported", field="input")
+
+
+def _output_items(answer: Answer, name: str) -> Iterator[OutputItem]:
+    """Yields the items of a response: thinking, the message and the calls."""
+    if answer.thinking:
+        thinking = {"type": "reasoning_text", "text": answer.thinking}
+        yield {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [thinking]}
+    # an empty answer has a message, too
+    if answer.text or not answer.tool_calls:
+        part: OutputText = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        yield {
+            "id": f"msg_{name}",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+    for number, call in enumerate(answer.tool_calls):
+        yield {
+            "id": f"fc_{name}_{number}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+        }
+
+
+def _item_events(item: OutputItem, index: int) -> Iterator[tuple[str, Reply]]:
+    """Yields the events of one item of a streamed response: names without their prefix, and data."""
+    at: Reply = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "reasoning":
+        yield "output_item.added", {"output_index": index, "item": {**item, "content": []}}
+    elif item["type"] == "function_call":
+        empty_call = {**item, "status": "in_progress", "arguments": ""}
+        yield "output_item.added", {"output_index": index, "item": empty_call}
+        yield "function_call_arguments.delta", {**at, "delta": item["arguments"]}
+        yield "function_call_arguments.done", {**at, "arguments": item["arguments"], "name": item["name"]}
+    else:
+        empty_message = {**item, "status": "in_progress", "content": []}
+        yield "output_item.added", {"output_index": index, "item": empty_message}
+        [part] = item["content"]
+        at_part = {**at, "content_index": 0}
+        yield "content_part.added", {**at_part, "part": {**part, "text": ""}}
+        yield "output_text.delta", {**at_part, "delta": part["text"], "logprobs": []}
+        yield "output_text.done", {**at_part, "text": part["text"], "logprobs": []}
+        yield "content_part.done", {**at_part, "part": part}
+    yield "output_item.done", {"output_index": index, "item": item}

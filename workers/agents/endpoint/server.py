@@ -1,0 +1,525 @@
+"""The HTTP server of the endpoint. It runs in a thread of the process that has a rollout engine.
+
+The thread of the engine opens an episode, takes the requests of all episodes, delivers their completions, and closes
+the episode when its program has ended. The server's own thread reads requests, builds their token ids and writes
+answers. Only that thread uses the traces of open episodes.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from verl_lite.config import EndpointConfig
+from verl_lite.envs.tool_calls import strict_json
+from verl_lite.errors import UserError
+from workers.agents.endpoint.callers import Callers, Verdict
+from workers.agents.endpoint.connections import Connections, LimitedProtocol
+from workers.agents.endpoint.messages import Messages
+from workers.agents.endpoint.protocols import APIS, Api
+from workers.agents.endpoint.replies import new_name, openai_error
+from workers.agents.endpoint.request_fields import Body, Settings
+from workers.agents.endpoint.responses import Responses
+from workers.agents.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
+from workers.engines.base import Completion, SamplingParams, derive_seed
+from workers.agents.conversation import Message
+
+PING_S = 5.0
+"""Seconds after which a stream without an answer begins, and between its pings."""
+RETRY_S = 15.0
+"""Seconds for which a request without a client continues, because the client may repeat it."""
+BODY_S = 60.0
+"""Seconds within which the body of a request has to arrive."""
+READERS = 8
+"""Number of bodies of one episode that are in memory while they arrive."""
+KEEPALIVE_S = 75.0
+MAX_OBJECTS, MAX_VALUES = 200_000, 1_000_000
+"""Numbers of opening brackets and of commas in a body. Reading so many takes 0.2 s, in which other clients wait."""
+ENDED_KEYS = 10_000
+"""Number of closed episodes whose keys the server recognizes."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Call:
+    """A running or answered request.
+
+    Attributes:
+        request_id, prompt_ids, sampling: the request of the engine.
+        waiters: number of clients that wait for the answer.
+        deliveries: number of clients that received the answer, or are receiving it.
+    """
+
+    episode: "Episode"
+    node: Node
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    future: "asyncio.Future[Answer]"
+    waiters: int = 0
+    deliveries: int = 0
+
+
+@dataclass(eq=False)
+class Episode:
+    """An open episode.
+
+    Attributes:
+        key: its API key.
+        name: prefix of its request ids.
+        settings: how its requests are read.
+        sampling: sampling parameters of its answers.
+        seed: number from which the seeds of its requests are derived.
+        calls: its requests, by the digest of API and body.
+        histories: conversations of the Responses API, by the id of the reply that ends them.
+        is_open: False after its end.
+        readers: lets only some of its bodies arrive at the same time.
+    """
+
+    key: str
+    name: str
+    trace: Trace
+    settings: Settings
+    sampling: SamplingParams
+    seed: int
+    calls: dict[bytes, list[Call]] = field(default_factory=dict)
+    running: set[Call] = field(default_factory=set)
+    histories: dict[str, list[Message]] = field(default_factory=dict)
+    is_open: bool = True
+    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
+
+
+class Endpoint:
+    """The server. All methods may be called from the engine's thread.
+
+    Args:
+        model: name that /v1/models returns.
+        on_request: called in the server's thread when `take` has something new.
+        training: sampling parameters of training, which requests may repeat, also in a validation with others; None =
+            those of the episode.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        port: int,
+        model: str,
+        on_request: Callable[[], None],
+        training: SamplingParams | None = None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._on_request = on_request
+        self._training = training
+        self._episodes: dict[bytes, Episode] = {}
+        self._ended: deque[bytes] = deque(maxlen=ENDED_KEYS)
+        self._new: deque[Call] = deque()
+        self._aborted: deque[Call] = deque()
+        self._failure: str | None = None
+        self.callers: Callers | None = None  # set if programs are commands
+        self._verdicts: WeakKeyDictionary[asyncio.Transport, dict[str, Verdict]] = WeakKeyDictionary()
+        """Whose process sent the requests of a connection, by connection and API key."""
+        self._refused: Counter[str] = Counter()
+        self._connections = Connections(self._count_refusal)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
+        try:
+            self.port = self._run(self._start(port))
+        except OSError as error:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise UserError(
+                f"agentic.endpoint.host={config.host}, port {port}: the endpoint cannot listen: "
+                f"{error.strerror}; set agentic.endpoint.port=0 for any free port, or another port (engine number i "
+                "uses port + i)"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """Address of the endpoint, without /v1."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    # ----------------------------------------------------------------------------------------- the engine's thread
+
+    def open(self, name: str, trace: Trace, sampling: SamplingParams, seed: int, key: str | None = None) -> str:
+        """Opens an episode. Returns its API key.
+
+        Args:
+            name: unique name of the episode.
+            sampling: sampling parameters of its answers.
+            seed: number from which the seeds of its requests are derived.
+            key: its API key; None for a new one.
+        """
+        key = key or f"sk-{secrets.token_urlsafe(24)}"
+        settings = Settings(
+            self._training or sampling,
+            removed_blocks=tuple(self._config.removed_blocks),
+            ignored_fields=frozenset(self._config.ignored_fields),
+        )
+        self._episodes[_digest(key)] = Episode(key, name, trace, settings, sampling, seed)
+        return key
+
+    def take(self) -> tuple[list[Call], list[Call]]:
+        """Returns the requests that are new, and those that must be aborted, since the last call."""
+        return list(_drained(self._new)), list(_drained(self._aborted))
+
+    def deliver(self, call: Call, completion: Completion) -> None:
+        """Delivers the completion of a request."""
+        self._loop.call_soon_threadsafe(self._commit, call, completion)
+
+    def refuse(self, call: Call, reason: str) -> None:
+        """Answers a request that the engine has rejected."""
+        self._loop.call_soon_threadsafe(_fail, call, Refusal(reason))
+
+    def take_refused(self) -> dict[str, int]:
+        """Returns the numbers of refused requests and connections by reason, since the last call."""
+        refused, self._refused = self._refused, Counter()
+        return dict(refused)
+
+    def close_episode(self, key: str) -> list[Call]:
+        """Closes an episode: its key is no longer valid, and answers that come later are dropped. Returns the calls
+        that are still running."""
+        return self._run(self._close_episode(_digest(key)))
+
+    def fail(self, reason: str) -> None:
+        """Answers all running and later requests with status 503."""
+        self._failure = reason
+        self._loop.call_soon_threadsafe(self._fail_running, Refusal(reason, status=503))
+
+    def close(self) -> None:
+        """Ends the server and cancels the requests that are running."""
+        self.fail("the trainer has ended")
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, work: Coroutine[None, None, T]) -> T:
+        """Runs a coroutine in the server's thread and waits for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ----------------------------------------------------------------------------------------- the server's thread
+
+    async def _start(self, port: int) -> int:
+        app = web.Application(client_max_size=self._config.max_request_mb << 20)
+        for api in APIS:
+            app.router.add_post(api.path, self._handler(api, self._answer))
+        app.router.add_post(f"{Messages.path}/count_tokens", self._handler(Messages(), self._count_tokens))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown_route)
+        # a handler whose client has left is cancelled
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=KEEPALIVE_S
+        )
+        await self._runner.setup()
+        web_server = self._runner.server
+        assert web_server is not None
+        self._listener = await self._loop.create_server(
+            lambda: LimitedProtocol(self._connections, web_server), self._config.host, port, backlog=1024
+        )
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def _stop(self) -> None:
+        self._listener.close()
+        await self._runner.cleanup()
+
+    def _count_refusal(self, kind: str) -> None:
+        self._refused[kind] += 1
+
+    async def _close_episode(self, digest: bytes) -> list[Call]:
+        episode = self._episodes.pop(digest)
+        episode.is_open = False
+        self._connections.release(episode)
+        self._ended.append(digest)
+        running = list(episode.running)
+        for call in running:
+            _fail(call, Refusal(_ENDED))
+        # the engine does not know the requests that it has not taken yet, so nobody has to abort them
+        for call in [call for call in self._new if call.episode is episode]:
+            self._new.remove(call)
+            running.remove(call)
+        return running
+
+    def _fail_running(self, refusal: Refusal) -> None:
+        for episode in self._episodes.values():
+            for call in list(episode.running):
+                _fail(call, refusal)
+
+    def _commit(self, call: Call, completion: Completion) -> None:
+        trace = call.episode.trace
+        if not call.future.done():
+            call.future.set_result(trace.commit(call.node, completion))
+            call.episode.running.discard(call)
+        else:  # the client has left meanwhile
+            trace.counts.update({"sampled": len(completion.token_ids), "discarded/late": len(completion.token_ids)})
+
+    def _handler(
+        self, api: Api, answer: Callable[[web.Request, Api], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Returns a handler that answers requests of this API with `answer`, and refusals with the API's errors."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await answer(request, api)
+            except (Refusal, RecursionError) as error:
+                refusal = error if isinstance(error, Refusal) else Refusal(f"the request is nested too deeply: {error}")
+                if refusal.kind is not None:
+                    self._count_refusal(refusal.kind)
+                headers = {"x-should-retry": "true" if refusal.status >= 500 else "false"}
+                reply = web.json_response(api.error(refusal), status=refusal.status, headers=headers)
+                if refusal.status in (408, 413, 429):
+                    reply.force_close()  # the connection may still send the rest of the body
+                return reply
+
+        return handle
+
+    async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        read = await self._read(request)
+        episode, body = read.episode, read.body
+        calls = episode.calls.setdefault(hashlib.blake2b(api.path.encode() + read.raw).digest(), [])
+        call = _repeated(calls) if _is_retry(request) else None
+        if call is None:
+            call = self._begin(episode, self._conversation(api, episode, body))
+            calls.append(call)
+        call.waiters += 1
+        try:
+            if body.get("stream") is True:
+                return await self._stream(request, api, call, body)
+            answer = await asyncio.shield(call.future)
+            response = web.json_response(api.reply(answer, body, _named(api, call, body)))
+            with _delivered(call, request):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+        finally:
+            call.waiters -= 1
+            if not call.waiters and not call.future.done():
+                self._loop.call_later(RETRY_S, self._abandon, call)
+
+    async def _stream(self, request: web.Request, api: Api, call: Call, body: Body) -> web.StreamResponse:
+        """Sends the answer as server-sent events, and pings until it is complete. An error before the first ping has
+        its own status."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        while not (await asyncio.wait([call.future], timeout=PING_S))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(api.ping)
+        if not response.prepared:
+            call.future.result()  # raises Refusal
+            await response.prepare(request)
+        if (refusal := call.future.exception()) is not None:
+            assert isinstance(refusal, Refusal)
+            await response.write(api.error_event(refusal).written())
+        else:
+            with _delivered(call, request):
+                events = api.events(call.future.result(), body, _named(api, call, body))
+                await response.write(b"".join(event.written() for event in events))
+                await response.write_eof()
+        return response
+
+    def _conversation(self, api: Api, episode: Episode, body: Body) -> Conversation:
+        conversation = api.read(body, episode.settings)
+        if not isinstance(api, Responses):
+            return conversation
+        before = body.get("previous_response_id")
+        if before is None:
+            return conversation
+        if not isinstance(before, str) or before not in episode.histories:
+            field = "previous_response_id"
+            raise Refusal(f"{field}={before!r}: this episode has no such response", field=field)
+        own = api.instructions(body, episode.settings)
+        messages = [*own, *episode.histories[before], *conversation.messages[len(own) :]]
+        return replace(conversation, messages=messages)
+
+    def _begin(self, episode: Episode, conversation: Conversation) -> Call:
+        """Adds a request to the trace and to the queue of the engine."""
+        trace = episode.trace
+        most = self._config.max_requests
+        if self._failure is not None:
+            raise Refusal(self._failure, status=503)
+        if len(trace.nodes) >= most:
+            raise Refusal(
+                f"the episode has made {most} requests, the limit of agentic.endpoint.max_requests", kind="requests"
+            )
+
+        node = trace.add(conversation, episode.sampling.max_tokens)
+        # the answer to a request with a seed does not depend on the number of requests before it
+        number = node.number if conversation.seed is None else f"seed {conversation.seed}"
+        seed = derive_seed(episode.seed, 0, number, 0)
+        sampling = replace(episode.sampling, max_tokens=node.room, seed=seed)
+
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        future.add_done_callback(lambda done: done.exception())  # an error that no client waits for is not logged
+        call = Call(episode, node, f"{episode.name}/{node.number}", tuple(node.context()), sampling, future)
+        episode.running.add(call)
+        self._new.append(call)
+        self._on_request()
+        return call
+
+    def _abandon(self, call: Call) -> None:
+        """Aborts a request whose client has left and did not repeat it."""
+        if not call.waiters and not call.future.done():
+            _fail(call, Refusal("the client left before the answer was complete"))
+            self._aborted.append(call)
+            self._on_request()
+
+    def _authenticated(self, request: web.Request) -> Episode:
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        digest = _digest(key)
+        episode = self._episodes.get(digest)
+        if episode is not None and hmac.compare_digest(episode.key.encode(), key.encode(errors="replace")):
+            return episode
+        if digest in self._ended:
+            raise Refusal(_ENDED)
+        raise Refusal(
+            "the API key belongs to no episode: pass the api_key that the program receives to its client. The "
+            "environment has it if the program is a command, or with agentic.env_pool.threads=1",
+            status=401,
+            code="invalid_api_key",
+            kind="key",
+        )
+
+    async def _check_caller(self, request: web.Request, key: str) -> None:
+        """Raises Refusal if another episode's process sent the request. The process is searched once per connection."""
+        if self.callers is None or request.transport is None:
+            return
+        verdicts = self._verdicts.setdefault(request.transport, {})
+        if key not in verdicts:
+            client_port = request.transport.get_extra_info("peername")[1]
+            verdicts[key] = await asyncio.to_thread(self.callers.verdict, key, client_port, self.port)
+        if verdicts[key] == "foreign":
+            raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key", kind="key")
+
+    async def _read(self, request: web.Request) -> "_ReadRequest":
+        """Checks a request and reads its body. Its key and its sender are checked before the body is in memory."""
+        episode = self._authenticated(request)
+        await self._check_caller(request, episode.key)
+        if not self._connections.give(request.transport, episode):
+            raise Refusal("the episode has too many connections", status=429, kind="connections")
+        async with episode.readers:
+            raw = await self._body(request)
+        if not episode.is_open:  # it has ended while the body was arriving
+            raise Refusal(_ENDED)
+        if raw.count(b"{") + raw.count(b"[") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
+            raise Refusal(
+                f"the body has more than {MAX_OBJECTS} objects and lists, or more than {MAX_VALUES} values",
+                status=413,
+                kind="size",
+            )
+        try:
+            body = strict_json(raw.decode())
+            json.dumps(body, ensure_ascii=False).encode()  # fails for characters that no tokenizer can encode
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
+        if not isinstance(body, dict):
+            raise Refusal("the body is not a JSON object")
+        return _ReadRequest(episode, raw, body)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Returns the body of a request. Raises Refusal if it is too large or arrives too slowly."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError as error:
+            raise Refusal(f"the body did not arrive within {BODY_S:g} s", status=408, kind="slow") from error
+        except web.HTTPRequestEntityTooLarge as error:
+            most = self._config.max_request_mb
+            raise Refusal(
+                f"the request is larger than agentic.endpoint.max_request_mb={most}", status=413, kind="size"
+            ) from error
+        except web.RequestPayloadError as error:
+            raise Refusal(f"the body cannot be read: {error}") from error
+
+    async def _count_tokens(self, request: web.Request, api: Api) -> web.Response:
+        read = await self._read(request)
+        conversation = api.read(read.body, read.episode.settings)
+        return web.json_response({"input_tokens": read.episode.trace.count_tokens(conversation)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "verl_lite"}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def _unknown_route(self, request: web.Request) -> web.Response:
+        routes = ", ".join([*(api.path for api in APIS), f"{Messages.path}/count_tokens", "/v1/models"])
+        refusal = Refusal(f"{request.method} {request.path}: the endpoint has the routes {routes}")
+        return web.json_response(openai_error(refusal), status=404)
+
+
+@dataclass(frozen=True)
+class _ReadRequest:
+    """A request with a valid key. raw: its body as it was sent."""
+
+    episode: Episode
+    raw: bytes
+    body: Body
+
+
+_ENDED = "the episode of this API key has ended, because its program returned"
+
+
+def _named(api: Api, call: Call, body: Body) -> str:
+    """Returns a name for the reply, under which a response can be continued."""
+    name = new_name()
+    if isinstance(api, Responses):
+        # as in OpenAI's API, a continued response does not contain the instructions of the earlier one
+        messages = call.node.conversation.messages[len(api.instructions(body, call.episode.settings)) :]
+        call.episode.histories[f"resp_{name}"] = [*messages, call.future.result().message]
+    return name
+
+
+@contextlib.contextmanager
+def _delivered(call: Call, request: web.Request) -> Iterator[None]:
+    """Marks the answer as delivered, unless the client has left, sending it fails, or the episode has ended."""
+    is_connected = request.transport is not None and not request.transport.is_closing()
+    _count_delivery(call, int(is_connected))  # before sending, because the client may end the episode right after it
+    try:
+        yield
+    except BaseException:
+        _count_delivery(call, -int(is_connected))
+        raise
+
+
+def _count_delivery(call: Call, change: int) -> None:
+    call.deliveries += change
+    if call.episode.is_open:
+        call.node.is_delivered = call.deliveries > 0
+
+
+def _fail(call: Call, refusal: Refusal) -> None:
+    if not call.future.done():
+        call.future.set_exception(refusal)
+    call.episode.running.discard(call)
+
+
+def _repeated(calls: list[Call]) -> Call | None:
+    """Returns the call that a retry repeats: the newest, or one whose client has left before its answer."""
+    valid = [call for call in calls if not call.future.done() or call.future.exception() is None]
+    lost = [call for call in valid if not call.waiters and not call.node.is_delivered]
+    return next(iter(lost or valid[-1:]), None)
+
+
+def _is_retry(request: web.Request) -> bool:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count[:9]) > 0
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _drained(queue: deque[Call]) -> Iterator[Call]:
+    while queue:
+        yield queue.popleft()

@@ -1,0 +1,549 @@
+"""The token bookkeeping of one episode: a tree of requests and their answers, and the training rows of the tree.
+
+A request contains a whole conversation. `Trace.add` finds the longest beginning of it that ends with an answer of this
+episode, and continues the token ids of that answer: sampled text is never encoded again, and a tool call is never
+rendered again. A conversation that continues no answer begins a new tree. Two answers are the same if their text and
+their tool calls are; thinking, which many clients do not send back, is not compared.
+
+Each path from the first request of a conversation to a last answer is one row. Where several requests continue the same
+answer, the first one continues its row, and the others begin rows in which the shared tokens have mask 0. Each sampled
+token has mask 1 in exactly one row.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
+from verl_lite.errors import UserError
+from workers.engines.base import Completion
+from workers.agents.conversation import CalledFunction, ChatJoins, Message, MessageCall, Tool
+from workers.agents.episodes import DescribedMessage, DescribedRequest, TokenLimits
+from workers.rollout.rows import of_response
+from workers.agents.turns import Turn
+
+TEXT_SHOWN = 2_000
+_UNRENDERABLE = (UserError, TypeError)
+"""Errors of the chat template, and of the tokenizer for surrogates in the arguments of tool calls."""
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
+class Refusal(Exception):
+    """A request that the endpoint does not answer.
+
+    Args:
+        status: HTTP status, chosen by how clients react: they repeat a request after 5xx, and report 4xx.
+        field: name of the field that caused the refusal.
+        code: OpenAI's error code.
+        kind: name under which the refusal is counted (`program/refused/KIND`); None = not counted.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        field: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.field = field
+        self.code = code
+        self.kind = kind
+
+
+class ContextOverflow(Refusal):
+    """A prompt that leaves no room for an answer.
+
+    Clients recognize this refusal by words of OpenAI's or Anthropic's message, so each API has its own.
+
+    Args:
+        tokens: length of the prompt.
+        maximum: length of the longest prompt that leaves room for one token.
+        explanation: the limits of the run.
+    """
+
+    def __init__(self, tokens: int, maximum: int, explanation: str) -> None:
+        limit = f"This model's maximum context length is {maximum} tokens"
+        too_long = f"prompt is too long: {tokens} tokens > {maximum} maximum"
+        # LangChain reads the code in the message, because openai's exception leaves it out of its text
+        rest = f"({CONTEXT_LENGTH_EXCEEDED}). Please reduce the length of the messages; {explanation}"
+        self.anthropic_message = f"{too_long}. {limit} {rest}"
+        message = f"{limit}. However, your messages resulted in {tokens} tokens: {too_long} {rest}"
+        super().__init__(message, field="messages", code=CONTEXT_LENGTH_EXCEEDED)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The content of a request, independent of its API.
+
+    Attributes:
+        messages: the whole conversation.
+        tools: the functions that the answer may call.
+        calls_tools: False if the answer must not contain tool calls.
+        max_tokens: limit of the answer's tokens; None = no own limit.
+        stop: texts that end the answer.
+        seed: number from which, with the seed of the episode, the answer is drawn; None = the request's number.
+        names_tokens: True if the answer needs the text of each token.
+    """
+
+    messages: list[Message]
+    tools: list[Tool] = field(default_factory=list)
+    calls_tools: bool = True
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    names_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled answer.
+
+    Attributes:
+        text: its text without thinking and tool calls.
+        thinking: text of its thinking; may be empty.
+        finish_reason: stop, length or tool_calls, as OpenAI names them.
+        prompt_ids: the whole context that the policy sampled from.
+        token_ids, log_probs: sampled tokens, up to the end of a stop text.
+        stop: the stop text that ended the answer.
+        tokens: text of each token, if the request wants it.
+    """
+
+    text: str
+    thinking: str
+    tool_calls: list[MessageCall]
+    finish_reason: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    stop: str | None = None
+    tokens: list[str] = field(default_factory=list)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+
+@dataclass(eq=False)
+class Node:
+    """A request and its answer.
+
+    Attributes:
+        number: place of the request in its episode.
+        parent: the request whose answer this one continues; None for a new conversation.
+        added: messages that follow the answer of `parent`.
+        prompt_ids: token ids of these messages; without a parent, the whole prompt.
+        key: digest of tools and messages; see `_keys`.
+        room: maximum number of tokens of the answer.
+        is_delivered: True if the answer was sent to a client that was still connected.
+        row: number of the training row; None before `Trace.rows`, and for an answer that is not trained on.
+    """
+
+    number: int
+    parent: "Node | None"
+    conversation: Conversation
+    added: list[Message]
+    prompt_ids: tuple[int, ...]
+    key: bytes
+    room: int = 0
+    completion: Completion | None = None
+    answer: Answer | None = None
+    is_delivered: bool = False
+    row: int | None = None
+
+    def path(self) -> "list[Node]":
+        """Returns the nodes from the first request of the conversation to this one."""
+        nodes, node = [self], self.parent
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def context(self) -> list[int]:
+        """Returns the token ids of the prompt, which include the answers before."""
+        ids: list[int] = []
+        for node in self.path():
+            ids += node.prompt_ids
+            if node is not self and node.answer is not None:
+                ids += node.answer.token_ids
+        return ids
+
+
+class Trace:
+    """The requests of one episode.
+
+    Args:
+        joins: builds token ids from messages.
+        tokenizer: decodes answers.
+        limits: numbers of tokens that fit a row and the engine's context.
+        stop_token_ids: tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        joins: ChatJoins,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: TokenLimits,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self._joins = joins
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._answered: dict[bytes, Node] = {}
+        self.nodes: list[Node] = []
+        self.counts: Counter[str] = Counter()
+        self.first_prompts: list[int] = []
+        """Number of tokens of each first prompt, refused ones included."""
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def add(self, conversation: Conversation, max_tokens: int) -> Node:
+        """Adds a request. max_tokens: limit of the run for one answer. Raises Refusal if its messages cannot be
+        rendered or leave no room for an answer."""
+        messages, tools = conversation.messages, conversation.tools
+        if not messages or messages[-1]["role"] == "assistant":
+            raise Refusal("the last message has to be one of the user or a tool", field="messages")
+
+        keys = list(_keys(messages, tools))
+        parent: Node | None = None
+        ids: tuple[int, ...] = ()
+        start = self._continued_place(messages, keys)
+        if start:
+            parent = self._answered[keys[start]]
+            assert parent.answer is not None
+            calls = messages[start - 1].get("tool_calls") or ()
+            try:
+                ids = self._joins.join(parent.answer.token_ids, *messages[start:], calls=calls)
+            except _UNRENDERABLE:  # for example a second message of the assistant; the whole conversation is rendered
+                parent = None
+                start = 0
+        if parent is None:
+            try:
+                ids = self._joins.prompt(messages, tools)
+            except _UNRENDERABLE as error:
+                raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
+            self.first_prompts.append(len(ids))
+
+        node = Node(len(self.nodes), parent, conversation, messages[start:], ids, keys[-1])
+        node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
+        self.nodes.append(node)
+        return node
+
+    def _continued_place(self, messages: Sequence[Message], keys: Sequence[bytes]) -> int:
+        """Returns the number of messages up to the last answer of this episode; 0 if the conversation continues none.
+
+        keys: digests of the beginnings of the messages.
+        """
+        for place in range(len(messages), 0, -1):
+            if messages[place - 1]["role"] == "assistant" and keys[place] in self._answered:
+                return place
+        return 0
+
+    def count_tokens(self, conversation: Conversation) -> int:
+        """Returns the number of tokens of the prompt, without adding the request. Raises Refusal as `add`."""
+        number_of_prompts = len(self.first_prompts)
+        try:
+            node = self.add(conversation, 1)
+        finally:
+            del self.first_prompts[number_of_prompts:]
+        self.nodes.pop()
+        return len(node.context())
+
+    def _room(self, node: Node) -> int:
+        """Returns the number of tokens that still fit the columns of a row and the engine's context."""
+        limits = self._limits
+        length = len(node.context())
+        # tokens of a first prompt above its limit move into the response (`trajectories.trajectory_rows`)
+        first = min(len(node.path()[0].prompt_ids), limits.max_prompt_length)
+        room = min(first + limits.max_response_length, limits.max_model_len) - length
+        if room < 1:
+            raise ContextOverflow(
+                length,
+                length + room - 1,
+                f"data.max_prompt_length={limits.max_prompt_length} tokens of the first prompt and "
+                f"data.max_response_length={limits.max_response_length} of everything after it fit",
+            )
+        return room
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    def commit(self, node: Node, completion: Completion) -> Answer:
+        """Adds the sampled answer of a request."""
+        request = node.conversation
+        ids = completion.token_ids
+        self.counts["sampled"] += len(ids)
+        is_ended = bool(ids) and ids[-1] in self._stop_token_ids
+        text = self._decoded(ids[:-1] if is_ended else ids)
+
+        # the engine knows only stop tokens: it samples past a stop text, and what follows the text is discarded
+        stop: str | None = None
+        kept = len(ids)
+        stops = [(text.index(each), each) for each in request.stop if each in text]
+        if stops:
+            start, stop = min(stops)
+            kept = self._tokens_until(ids, start + len(stop))
+            text = text[:start]
+        self.counts["discarded/after_stop"] += len(ids) - kept
+
+        thinking, text = split_thinking(text)
+        split = SplitAnswer(text)
+        if request.tools and request.calls_tools and self._joins.notation is not None:
+            split = split_tool_calls(text, node.number, self._joins.notation, request.tools)
+        tokens: list[str] = []
+        if request.names_tokens:
+            tokens = [self._decoded([token]) for token in ids[:kept]]
+
+        node.completion = completion
+        node.answer = Answer(
+            split.text,
+            thinking,
+            split.calls,
+            _finish_reason(completion.finish_reason, stop, bool(split.calls), split.rest),
+            node.context(),
+            ids[:kept],
+            completion.log_probs[:kept],
+            stop,
+            tokens,
+        )
+        self._remember(node, node.answer.message)
+        if stop is not None:
+            # an agent may append the text that ended the answer
+            self._remember(node, {**node.answer.message, "content": node.answer.text + stop})
+        return node.answer
+
+    def _remember(self, node: Node, message: Message) -> None:
+        """Lets later requests with this message continue the node.
+
+        If two answers are the same, requests continue the first one that a client received.
+        """
+        key = _key(node.key, message)
+        if key not in self._answered or not self._answered[key].is_delivered:
+            self._answered[key] = node
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def _tokens_until(self, ids: Sequence[int], characters: int) -> int:
+        """Returns the smallest number of tokens whose text has this number of characters."""
+        low = 0
+        high = len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._decoded(ids[:middle])) >= characters:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    # ----------------------------------------------------------------------------------------------------------- rows
+
+    def rows(self, reward: float) -> list[list[Turn]]:
+        """Returns the turns of each training row. reward: score of the episode, on the last turn of every row. Answers
+        that no client received are discarded."""
+        continued: set[Node] = set()
+        last: list[Node] = []  # last node of each row
+        for node in self.nodes:
+            if node.answer is None:
+                continue
+            if not node.is_delivered:
+                self.counts["discarded/undelivered"] += len(node.answer.token_ids)
+            elif node.parent is None or node.parent in continued or node.parent.row is None:
+                node.row = len(last)
+                last.append(node)
+            else:
+                continued.add(node.parent)
+                node.row = node.parent.row
+                last[node.row] = node
+        rows = [self._turns(node) for node in last]
+        for turns in rows:
+            turns[-1].reward = reward
+        self.counts["trained"] += sum(len(turn.response_ids) for turns in rows for turn in turns)
+        return rows
+
+    def _turns(self, end: Node) -> list[Turn]:
+        """Returns the turns of the row that ends with this node. The prompt of the first turn contains the turns before
+        it that belong to another row."""
+        turns: list[Turn] = []
+        ids: list[int] = []
+        messages: list[Message] = []
+        for node in end.path():
+            assert node.answer is not None and node.completion is not None
+            ids += node.prompt_ids
+            messages += node.added
+            kept = len(node.answer.token_ids)
+            if node.row != end.row:
+                ids += node.answer.token_ids
+                messages.append(node.answer.message)
+                continue
+            turn = Turn(
+                messages=messages,
+                prompt_ids=tuple(ids),
+                response_ids=node.answer.token_ids,
+                log_probs=node.answer.log_probs,
+                finish_reason=node.completion.finish_reason,
+                versions=node.completion.versions[:kept],
+                action=shown(node.answer.message),
+                observation="",
+                state_hash="",
+                extra=node.completion.extra if node is end else of_response(node.completion.extra),
+            )
+            turns.append(turn)
+            ids = []
+            messages = []
+        return turns
+
+    def described(self) -> list[DescribedRequest]:
+        """Returns the column `requests` (verl_lite/schema.py). Call `rows` before."""
+        return [_described(node) for node in self.nodes]
+
+
+def _described(node: Node) -> DescribedRequest:
+    """Returns the description of a request; without an answer, it was aborted before its answer was complete."""
+    messages: list[DescribedMessage] = []
+    for message in node.added:
+        messages.append({"role": message["role"], "content": shown(message)[:TEXT_SHOWN]})
+    described: DescribedRequest = {
+        "parent": None if node.parent is None else node.parent.number,
+        "row": None,
+        "prompt_tokens": len(node.context()),
+        "tokens": 0,
+        "versions": [-1, -1],
+        "finish_reason": "abort",
+        "tool_calls": [],
+        "messages": messages,
+        "text": "",
+        "discarded": "aborted",
+    }
+    if node.answer is None or node.completion is None:
+        return described
+
+    versions = node.completion.versions
+    described["row"] = node.row
+    described["tokens"] = len(node.answer.token_ids)
+    described["versions"] = [min(versions, default=-1), max(versions, default=-1)]
+    described["finish_reason"] = node.answer.finish_reason
+    described["tool_calls"] = [call["function"]["name"] for call in node.answer.tool_calls]
+    described["text"] = (node.answer.thinking + node.answer.text)[:TEXT_SHOWN]
+    described["discarded"] = None if node.row is not None else "undelivered"
+    return described
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Splits the text of an answer into its thinking and the rest. The generation prompt may contain <think> already;
+    thinking that is not closed extends to the end."""
+    if "</think>" in text:
+        thinking, _, text = text.partition("</think>")
+        return thinking.replace("<think>", "", 1).strip(), text.lstrip("\n")
+    if text.lstrip().startswith("<think>"):
+        return text.replace("<think>", "", 1).strip(), ""
+    return "", text
+
+
+@dataclass(frozen=True)
+class SplitAnswer:
+    """The text of an answer before its tool calls, the calls in OpenAI's format, and the text behind them."""
+
+    text: str
+    calls: list[MessageCall] = field(default_factory=list)
+    rest: str = ""
+
+
+def split_tool_calls(
+    text: str, number: int, notation: Notation = tagged_calls, tools: Sequence[Tool] = ()
+) -> SplitAnswer:
+    """Splits the text of an answer at its tool calls. If one of them has a syntax error or is cut off, the answer has
+    the whole text and no calls.
+
+    Args:
+        text: the text of the answer, without thinking.
+        number: number of the request, for the identifiers of the calls.
+        notation: reads the calls.
+        tools: tools of the request, whose schemas give the types of arguments.
+    """
+    parsed = notation(text)
+    if not parsed.calls or any(call.problem or not _is_text(call.name) for call in parsed.calls):
+        return SplitAnswer(text)
+
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls: list[MessageCall] = []
+    for index, call in enumerate(parsed.calls):
+        typed = with_types(call, schemas.get(call.name))
+        function: CalledFunction = {"name": call.name, "arguments": json.dumps(typed.arguments)}
+        calls.append({"id": _call_id(number, index), "type": "function", "function": function})
+    return SplitAnswer(text[: parsed.start].rstrip(), calls, text[parsed.end :])
+
+
+def _call_id(number: int, index: int) -> str:
+    """Returns the identifier of a call, unique in its episode: nine letters or digits, as Mistral's templates need."""
+    return f"c{number:05d}{index:03d}"
+
+
+def _finish_reason(sampled: str, stop: str | None, has_calls: bool, rest: str) -> str:
+    """Returns the finish reason of an answer in OpenAI's words.
+
+    Args:
+        sampled: finish reason of the engine.
+        stop: stop text that ended the answer.
+        rest: text behind the tool calls. If a limit cut off this text, the answer is incomplete.
+    """
+    if has_calls and (sampled != "length" or stop is not None or not rest.strip()):
+        return "tool_calls"
+    return "stop" if stop is not None else sampled
+
+
+def _is_text(name: str) -> bool:
+    """Returns False for a name with lone surrogates, which clients cannot send back."""
+    return name == name.encode(errors="replace").decode()
+
+
+def shown(message: Message) -> str:
+    """Returns the text of a message with its tool calls, for logs and reports."""
+    parts = [message["content"]]
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        parts.append(f"{function['name']}({function['arguments']})")
+    return "\n".join(part for part in parts if part)
+
+
+def _keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[bytes]:
+    """Yields the digest of the tools, and of the tools with each beginning of the messages."""
+    text = json.dumps(tools, sort_keys=True).encode(errors="surrogatepass")
+    key = hashlib.blake2b(text, digest_size=16).digest()
+    yield key
+    for message in messages:
+        key = _key(key, message)
+        yield key
+
+
+def _key(before: bytes, message: Message) -> bytes:
+    """Returns the digest of a conversation that continues another one with this message."""
+    role = message["role"]
+    content = message["content"]
+    calls = [[call["function"]["name"], arguments_of(call)] for call in message.get("tool_calls") or ()]
+    if role == "assistant":  # a client may leave out the thinking, or send it back as part of the text
+        content = split_thinking(content)[1].strip()
+    text = json.dumps([role, content, calls], sort_keys=True).encode(errors="surrogatepass")
+    return hashlib.blake2b(before + text, digest_size=16).digest()
+
+
+def arguments_of(call: MessageCall) -> object:
+    """Returns the arguments of a tool call as a value, so that their spelling as JSON does not matter."""
+    arguments = call["function"]["arguments"]
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments

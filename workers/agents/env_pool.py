@@ -1,0 +1,210 @@
+"""The environments of a rollout engine: asynchronous reset and step in supervised processes.
+
+For each `reset` and `step`, `poll` returns exactly one `EnvReply`, in the order in which they end, unless the episode
+was discarded before. If an environment raises, hangs, returns invalid values or crashes its process, its reply has
+`error` set, and the other environments continue. One thread uses a pool (see `workers.pool.process_pool`).
+"""
+
+import functools
+import itertools
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from verl_lite.config import EnvPoolConfig
+from verl_lite.envs import EnvTemplate
+from verl_lite.errors import UserError, printable
+from workers.agents.env_host import Act, Begin, EnvHost, EnvReply
+from workers.pool.channel import Reply
+from workers.pool.process_pool import InlinePool, PoolSpec, ProcessPool
+
+__all__ = ["EnvError", "EnvPool", "EnvReply"]
+
+
+THREADS = 64
+"""Default number of environments that step at once in one process."""
+
+
+class EnvError(UserError):
+    """The environments cannot be used: one fails in the dry run, or their processes do not start."""
+
+
+@dataclass
+class _Episode:
+    key: Hashable
+    tag: str
+    is_busy: bool = False
+    is_discarded: bool = False
+
+
+class EnvPool:
+    """A pool of environments in `config.num_workers` processes.
+
+    With 0 processes, environments run in the caller's thread, one call at a time and without deadlines, for debuggers.
+
+    Args:
+        config: section `agentic.env_pool`.
+        templates: environment templates by tag.
+        modules: modules that each process imports because they register environments (`verl_lite.envs.env_modules()`).
+        log_dir: folder for the logs env-{process}.log with the environments' output; None discards it.
+    """
+
+    def __init__(
+        self,
+        config: EnvPoolConfig,
+        templates: Mapping[str, EnvTemplate],
+        *,
+        modules: Sequence[str] = (),
+        log_dir: str | None = None,
+    ) -> None:
+        self._templates = dict(templates)
+        self._spec = PoolSpec[Begin | Act, EnvReply](
+            functools.partial(EnvHost, self._templates, tuple(modules)),
+            name="env",
+            what="environment",
+            options="agentic.env_pool",
+            error=EnvError,
+            num_workers=config.num_workers,
+            threads=THREADS if config.threads is None else config.threads,
+            timeout_s=config.timeout_s,
+            digest=EnvReply.digest,
+            log_dir=log_dir,
+        )
+        self._pool: ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply] | None = None
+        self._numbers = itertools.count()
+        self._ids: dict[Hashable, int] = {}
+        self._episodes: dict[int, _Episode] = {}
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[tuple[int, Begin | Act]]] = {tag: deque() for tag in self._templates}
+
+    def start(self) -> ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply]:
+        """Starts the processes without waiting for them; the first `reset` does it too."""
+        if self._pool is None:
+            self._pool = ProcessPool(self._spec) if self._spec.num_workers else InlinePool(self._spec)
+        return self._pool
+
+    def reset(self, key: Hashable, tag: str, seed: int) -> None:
+        """Starts an episode and discards an earlier one with the same key. KeyError for a tag without a template."""
+        self.discard(key)
+        if tag not in self._templates:
+            raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
+        number = self._ids[key] = next(self._numbers)
+        self._episodes[number] = _Episode(key, tag)
+        self._call(number, Begin(tag, seed))
+
+    def step(self, key: Hashable, action: str | None) -> None:
+        """Takes a step. action: None = the environment draws one.
+
+        Raises KeyError for an episode that was not reset, has failed or was discarded, and ValueError if its last reply
+        has not been polled.
+        """
+        number = self._ids.get(key)
+        if number is None:
+            raise KeyError(f"episode {key!r} was not reset, has failed, or was discarded")
+        if self._episodes[number].is_busy:
+            raise ValueError(f"episode {key!r} has a running call; step it after its reply")
+        self._call(number, Act(action))
+
+    def discard(self, key: Hashable) -> None:
+        """Ends an episode; `poll` returns no more replies of it. Unknown keys are ignored."""
+        number = self._ids.pop(key, None)
+        if number is not None:
+            self._episodes[number].is_discarded = True
+            if not self._episodes[number].is_busy:
+                self._forget(number)
+
+    def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
+        """Returns the new replies; waits up to `timeout_s` for the first. Raises EnvError if no process can be
+        started."""
+        until = time.monotonic() + timeout_s
+        while True:
+            replies = self.start().poll(max(0.0, until - time.monotonic()))
+            finished = [self._finish_call(reply) for reply in replies]
+            current = [reply for reply in finished if reply is not None]
+            if current or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
+                return current
+
+    def dry_run(self, tags: Iterable[str]) -> None:
+        """Resets one environment of each tag with seed 0, takes one step and checks the returned values.
+
+        Must not be called while episodes run. Raises EnvError with the tag, the problem and what to change.
+        """
+        tags = list(dict.fromkeys(tags))
+        unknown = set(tags) - set(self._templates)
+        if unknown:
+            entries = ", ".join(self._templates) or "none"
+            raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {entries}")
+        for tag in tags:
+            self.reset(tag, tag, 0)
+        errors: dict[Hashable, str | None] = {}
+        stepped: set[Hashable] = set()
+        while len(errors) < len(tags):
+            for reply in self.poll(1.0):
+                if reply.error is None and reply.key not in stepped:
+                    stepped.add(reply.key)
+                    self.step(reply.key, None)
+                else:
+                    errors[reply.key] = reply.error
+        for tag in tags:
+            self.discard(tag)
+
+        failures = []
+        for tag, template in self._templates.items():
+            error = errors.get(tag)
+            if error is not None:
+                failures.append(
+                    f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does "
+                    "not work; nothing was started. Construction, a reset with seed 0 or one step failed:\n"
+                    f"{printable(error)}\n"
+                    "Change the entry or the environment; trainer/AGENTIC.md lists the values that it must return."
+                )
+        if failures:
+            raise EnvError("\n\n".join(failures))
+
+    @property
+    def processes_replaced(self) -> int:
+        """Number of environment processes that died or were killed, and were replaced."""
+        return 0 if self._pool is None else self._pool.processes_replaced
+
+    def close(self) -> None:
+        """Kills all environment processes. Replies that were not polled are lost."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _call(self, number: int, call: Begin | Act) -> None:
+        episode = self._episodes[number]
+        episode.is_busy = True
+        self._waiting[episode.tag].append((number, call))
+        self._send_waiting(episode.tag)
+
+    def _send_waiting(self, tag: str) -> None:
+        template = self._templates[tag]
+        limit = 1 if template.use_thread_lock else template.max_env_step_concurrent or math.inf
+        while self._waiting[tag] and self._running[tag] < limit:
+            number, call = self._waiting[tag].popleft()
+            if self._episodes[number].is_discarded:
+                self._forget(number)
+            else:
+                self._running[tag] += 1
+                self.start().submit(number, call)
+
+    def _finish_call(self, reply: Reply[EnvReply]) -> EnvReply | None:
+        """Returns the reply for the caller, or None if its episode was discarded."""
+        episode = self._episodes[reply.session]
+        episode.is_busy = False
+        self._running[episode.tag] -= 1
+        self._send_waiting(episode.tag)
+        if episode.is_discarded or reply.error is not None:
+            self._forget(reply.session)
+        if episode.is_discarded:
+            return None
+        if reply.error is None:
+            return replace(reply.result, key=episode.key, seconds=reply.seconds)
+        del self._ids[episode.key]
+        return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
+
+    def _forget(self, number: int) -> None:
+        del self._episodes[number]
+        self.start().end(number)

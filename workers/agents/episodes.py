@@ -1,0 +1,483 @@
+"""Runs many episodes concurrently on one rollout engine and one pool of environments.
+
+Episodes do not wait for each other: a finished turn goes to its environment while other sequences still decode, and the
+next turn enters the engine as soon as the environment has replied. The prompt of a turn consists of the token ids that
+were sampled and joined so far (`conversation.py`); sampled text is never encoded again.
+
+The random numbers of a turn depend on the seed of the run, the step, the trajectory and the turn. A trajectory is
+therefore the same for any number of concurrent episodes and any speed of the environments. Only the choice of the kept
+members of a group with redundancy depends on time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypedDict
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.envs.base import EnvTemplate
+from verl_lite.json_types import JsonObject, KeywordArguments
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
+from verl_lite.rewards.scoring import SCORE, is_score
+from workers.agents.env_host import EnvReply
+from workers.agents.env_pool import EnvPool
+from workers.engines.base import Completion, Request, SamplingParams, derive_seed
+from workers.agents.conversation import ChatJoins, Message
+from workers.rollout.group_run import CompleteGroup
+from workers.rollout.rows import of_response
+from workers.rollout.runner import Runner
+from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
+from workers.agents.turns import Turn, turn_messages
+
+Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
+
+
+class DescribedMessage(TypedDict):
+    role: str
+    content: str
+
+
+class DescribedRequest(TypedDict):
+    """An entry of the column `requests`; verl_lite/schema.py describes it."""
+
+    parent: int | None
+    row: int | None
+    prompt_tokens: int
+    tokens: int
+    versions: list[int]
+    finish_reason: str
+    tool_calls: list[str]
+    messages: list[DescribedMessage]
+    text: str
+    discarded: str | None
+
+
+@dataclass
+class Trajectory:
+    """An episode and its result.
+
+    Attributes:
+        by_step: True in mode `step` (`EnvTemplate.by_step`), where each turn is a conversation of its own.
+        stop: reason for the end. terminated, truncated: the environment ended it. max_steps, max_length: it reached a
+            limit on turns or tokens. failed: the environment failed, its rewards are not a valid score, or its first
+            prompt is too long. surplus: its group was complete before it ended.
+        error, is_timeout: why a failed episode failed, and whether it was a timeout.
+        is_kept: True if the episode becomes rows; a failed one does only if its group would be incomplete without it.
+        prompt_messages, prompt_ids: prompt of the first turn, even if it was too long to be sampled from.
+        metrics: metrics of the environment, aggregated over the turns.
+        rows: turns of each training row; None = one row, or in mode `step` one per turn.
+        outcome: score of an episode whose turns have no rewards of their own.
+        requests: the column `requests` of a program's episode.
+        first_prompts: numbers of tokens of the first prompts of a program's conversations.
+    """
+
+    spec: EpisodeSpec | ProgramSpec
+    by_step: bool
+    turns: list[Turn] = field(default_factory=list)
+    stop: Stop = "surplus"
+    is_kept: bool = False
+    error: str | None = None
+    is_timeout: bool = False
+    prompt_messages: list[Message] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[list[Turn]] | None = None
+    outcome: float | None = None
+    requests: list[DescribedRequest] | None = None
+    first_prompts: list[int] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        """Returns the outcome or the sum of the rewards of all turns, or 0 if the episode failed."""
+        if self.stop == "failed":
+            return 0.0
+        return sum(turn.reward for turn in self.turns) if self.outcome is None else self.outcome
+
+    @property
+    def messages(self) -> list[Message]:
+        """Returns the whole conversation; in mode `step` the messages of all turns."""
+        return messages_of(self.turns) or self.prompt_messages
+
+
+def messages_of(turns: Iterable[Turn]) -> list[Message]:
+    """Returns the messages of these turns: those before each action, and the action."""
+    messages: list[Message] = []
+    for turn in turns:
+        messages += turn.messages
+        messages.append({"role": "assistant", "content": turn.action})
+    return messages
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Maximum number of tokens of the first prompt, of everything after it, and of both. In mode `step` the limits
+    apply to the prompt and the response of every turn."""
+
+    max_prompt_length: int
+    max_response_length: int
+    max_model_len: int
+
+
+@dataclass(eq=False)
+class _Episode:
+    """A queued or running episode.
+
+    Attributes:
+        key: unique key in the pool and the engine.
+        request_id: the turn that the engine is sampling.
+        context: tokens of the conversation so far (in mode `step`: of the last turn).
+        instruction: the environment's task, which its reset returned.
+        observation, info: last reply of the environment.
+        messages, prompt_ids: messages and prompt of the turn that is being sampled.
+    """
+
+    key: str
+    spec: EpisodeSpec
+    trajectory: Trajectory
+    template: EnvTemplate
+    sampling: SamplingParams
+    group: _Group
+    is_ended: bool = False
+    request_id: str | None = None
+    context: list[int] = field(default_factory=list)
+    instruction: str = ""
+    observation: str = ""
+    info: JsonObject = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class _Group:
+    """The unfinished members of a group, and the number of kept ones."""
+
+    size: int
+    open: list[_Episode] = field(default_factory=list)
+    kept: int = 0
+
+
+def count_episodes(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
+    """Counts the episodes that were not ended as surplus."""
+    ended = [trajectory for trajectory in trajectories if trajectory.stop != "surplus"]
+    failed = [trajectory for trajectory in ended if trajectory.stop == "failed"]
+    first_failure: str | None = None
+    if failed:
+        spec = failed[0].spec
+        kind = "program" if isinstance(spec, ProgramSpec) else "environment"
+        first_failure = f"episode {spec.traj_id} of the {kind} {spec.tag!r}:\n{failed[0].error}"
+    first_prompts: list[int] = []
+    for trajectory in ended:
+        first_prompts += trajectory.first_prompts
+    return EpisodeCounts(
+        episodes=len(ended),
+        failed=len(failed),
+        timeouts=sum(trajectory.is_timeout for trajectory in failed),
+        first_failure=first_failure,
+        first_prompts=tuple(first_prompts),
+    )
+
+
+class EpisodeRunner:
+    """Runs groups of episodes; see `group_run.SampleRunner`.
+
+    Args:
+        runner: the engine; the owner of a request is its episode.
+        pool: the environments.
+        tokenizer: encodes prompts and decodes actions.
+        templates: entries of agentic.custom_envs by tag.
+        limits: numbers of tokens that fit a row and the engine's context.
+        seed: seed of the run.
+        stop_token_ids: stop tokens of the model. The end-of-turn token of the chat template also ends a turn.
+        chat_template_kwargs: data.apply_chat_template_kwargs.
+        format_penalty: by purpose of an episode, a value that is added to the reward of a turn whose metrics have
+            action_is_valid false.
+        max_live: maximum number of concurrent episodes.
+        rows: function that turns the episodes of a group into rows.
+
+    Raises:
+        UserError: for a chat template whose turns cannot be joined.
+    """
+
+    def __init__(
+        self,
+        runner: Runner[_Episode],
+        pool: EnvPool,
+        tokenizer: PreTrainedTokenizerBase,
+        templates: Mapping[str, EnvTemplate],
+        limits: TokenLimits,
+        *,
+        seed: int,
+        stop_token_ids: Iterable[int],
+        chat_template_kwargs: KeywordArguments | None = None,
+        format_penalty: Mapping[str, float] | None = None,
+        max_live: int,
+        rows: Callable[[Sequence[Trajectory]], DataProto],
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._limits = limits
+        self._seed = seed
+        self._to_rows = rows
+        has_system = any(template.agent_system_template for template in templates.values())
+        self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system, most_tokens=limits.max_model_len)
+        self._stop_token_ids = tuple(sorted({*stop_token_ids, *self._joins.ends_of_turn}))
+        self._format_penalty = dict(format_penalty or {})
+        self._max_live = max_live
+        self._number = 0
+        self._queue: deque[_Episode] = deque()
+        self._live: dict[Hashable, _Episode] = {}
+        self._groups: dict[str, list[_Episode]] = {}
+        self._env_seconds: list[float] = []
+
+    def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
+        """Queues the episodes of a group. sampling: sampling parameters of their turns; its seed and stop tokens are
+        ignored, and max_tokens applies to each turn."""
+        specs = plan.samples_of(EpisodeSpec)
+        group = _Group(specs[0].group_size)
+        for spec in specs:
+            template = self._templates[spec.tag]
+            self._number += 1
+            name = f"{self._number}/{spec.traj_id}"
+            group.open.append(_Episode(name, spec, Trajectory(spec, template.by_step), template, sampling, group))
+        self._queue.extend(group.open)
+        self._groups[plan.key] = list(group.open)
+
+    def is_finished(self, key: str) -> bool:
+        return all(episode.is_ended for episode in self._groups[key])
+
+    def take(self, key: str) -> CompleteGroup:
+        trajectories = [episode.trajectory for episode in self._groups.pop(key)]
+        return CompleteGroup(self._to_rows(trajectories), count_episodes(trajectories))
+
+    def snapshot(self, key: str) -> None:
+        """Returns None, because a running environment cannot be copied."""
+
+    def abort(self, key: str) -> int:
+        episodes = self._groups.pop(key)
+        for episode in episodes:
+            if not episode.is_ended:
+                self._end(episode, "surplus")
+        return sum(len(turn.response_ids) for episode in episodes for turn in episode.trajectory.turns)
+
+    def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
+        """Processes replies of environments, submits turns to the engine, and makes at most one engine step.
+
+        wait_s: seconds to wait for a reply if there is nothing to decode. until_completion is ignored, because replies
+        may arrive after every step.
+        """
+        self._admit()
+        if not self._live:
+            return
+        for reply in self._pool.poll(0.0 if self.is_decoding else wait_s):
+            self._env_seconds.append(reply.seconds)
+            episode = self._live.get(reply.key)
+            if episode is not None:  # otherwise it ended while its environment was busy
+                self._on_env_reply(episode, reply)
+        self._admit()
+        if not self.is_decoding:
+            return
+        for turn_of, completion in self._runner.step():
+            self._on_completion(turn_of, completion)
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if the engine has turns to sample."""
+        return self._runner.is_decoding
+
+    def take_metrics(self, seconds: float) -> dict[str, Metric]:
+        """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run.
+        seconds: time spent running episodes in that period."""
+        metrics = self._runner.take_metrics(seconds) | {
+            "env/processes_replaced": Metric.sum(self._pool.processes_replaced)
+        }
+        if self._env_seconds:
+            metrics["env/step_seconds/mean"] = Metric.mean(sum(self._env_seconds), len(self._env_seconds))
+            metrics["env/step_seconds/max"] = Metric.max(max(self._env_seconds))
+        self._env_seconds = []
+        return metrics
+
+    def close(self) -> None:
+        """Ends the processes of the environments."""
+        self._pool.close()
+
+    def _admit(self) -> None:
+        while self._queue and len(self._live) < self._max_live:
+            episode = self._queue.popleft()
+            if episode.is_ended:
+                continue
+            self._live[episode.key] = episode
+            self._pool.reset(episode.key, episode.spec.tag, episode.spec.seed)
+
+    def _on_env_reply(self, episode: _Episode, reply: EnvReply) -> None:
+        """Processes the reply of an environment to a reset or an action: ends the episode or submits its next turn."""
+        trajectory = episode.trajectory
+        if reply.error is not None or reply.observation is None:
+            trajectory.error = reply.error
+            trajectory.is_timeout = reply.is_timeout
+            return self._end(episode, "failed")
+        episode.observation = reply.observation
+        episode.info = reply.info
+        if not trajectory.turns:
+            episode.instruction = reply.info.get("env_instruction") or ""
+            return self._submit_turn(episode)
+
+        turn = trajectory.turns[-1]
+        turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
+        penalty = 0.0 if turn.is_valid else self._format_penalty.get(episode.spec.purpose, 0.0)
+        turn.reward = reply.reward + penalty
+        turn.info = reply.info
+        # the sum of finite rewards may be too large for a score
+        if not is_score(trajectory.score):
+            trajectory.error = f"The rewards of the episode sum to {trajectory.score:g}; expected {SCORE}."
+            return self._end(episode, "failed")
+        if reply.terminated or reply.truncated:
+            return self._end(episode, "terminated" if reply.terminated else "truncated")
+        if len(trajectory.turns) >= episode.template.max_steps:
+            return self._end(episode, "max_steps")
+        return self._submit_turn(episode)
+
+    def _submit_turn(self, episode: _Episode) -> None:
+        """Submits the next turn to the engine, or ends the episode if the turn does not fit."""
+        trajectory = episode.trajectory
+        template = episode.template
+        limits = self._limits
+        turn = len(trajectory.turns)
+        most = limits.max_response_length
+        messages = turn_messages(
+            template,
+            episode.observation,
+            trajectory.turns,
+            instruction=episode.instruction,
+            info=episode.info,
+            max_response_length=min(template.max_tokens_per_step or most, most),
+        )
+        if turn == 0 or template.by_step:
+            ids = self._joins.prompt(messages)
+            episode.context = list(ids)
+            room = most if len(ids) <= limits.max_prompt_length else 0
+        else:
+            ids = self._joins.join(trajectory.turns[-1].response_ids, messages[0])
+            episode.context.extend(ids)
+            # all that follows the first prompt is in the response column of the row
+            room = most - (len(episode.context) - len(trajectory.prompt_ids))
+
+        if turn == 0:
+            trajectory.prompt_messages = messages
+            trajectory.prompt_ids = ids
+            if len(ids) > limits.max_prompt_length:
+                trajectory.error = (
+                    f"The first prompt has at least {len(ids)} tokens, and data.max_prompt_length="
+                    f"{limits.max_prompt_length} allows fewer: raise it, or shorten the observation of reset."
+                )
+                return self._end(episode, "failed")
+        room = min(
+            room,
+            limits.max_model_len - len(episode.context),
+            template.max_tokens_per_step or room,
+            episode.sampling.max_tokens,
+        )
+        if room < 1:
+            return self._end(episode, "max_length")
+
+        spec = episode.spec
+        episode.messages = messages
+        episode.prompt_ids = ids
+        sampling = replace(
+            episode.sampling,
+            max_tokens=room,
+            seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn),
+            stop_token_ids=self._stop_token_ids,
+        )
+        episode.request_id = f"{episode.key}/{turn}"
+        self._runner.submit(Request(episode.request_id, tuple(episode.context), sampling), episode)
+
+    def _on_completion(self, episode: _Episode, completion: Completion) -> None:
+        """Stores a sampled turn and sends its action to the environment."""
+        episode.request_id = None
+        trajectory = episode.trajectory
+        response_ids = completion.token_ids
+        is_stopped = bool(response_ids) and response_ids[-1] in self._stop_token_ids
+        action_ids = response_ids[:-1] if is_stopped else response_ids
+        action = self._tokenizer.decode(action_ids, clean_up_tokenization_spaces=False)
+        assert isinstance(action, str)
+        state_hash = episode.info.get("state_hash")
+        if state_hash is None:
+            state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
+        if trajectory.turns and not trajectory.by_step:
+            # the new turn has the values of the whole context, except those of earlier responses
+            trajectory.turns[-1].extra = of_response(trajectory.turns[-1].extra)
+        trajectory.turns.append(
+            Turn(
+                messages=episode.messages,
+                prompt_ids=episode.prompt_ids,
+                response_ids=response_ids,
+                log_probs=completion.log_probs,
+                finish_reason=completion.finish_reason,
+                versions=completion.versions,
+                action=action,
+                observation=episode.observation,
+                state_hash=str(state_hash),
+                extra=completion.extra,
+            )
+        )
+        episode.context.extend(response_ids)
+        return self._pool.step(episode.key, action)
+
+    def _end(self, episode: _Episode, stop: Stop) -> None:
+        """Ends an episode. Ends the other members of its group as surplus if the group is complete."""
+        trajectory = episode.trajectory
+        group = episode.group
+        trajectory.stop = stop
+        trajectory.metrics = aggregate_metrics(trajectory.turns)
+        episode.is_ended = True
+        episode.context = []
+        if episode.request_id is not None:
+            self._runner.abort([episode.request_id])
+        if self._live.pop(episode.key, None) is not None:
+            self._pool.discard(episode.key)
+        group.open.remove(episode)
+        if stop == "surplus":
+            return
+        # a group with redundancy has other members in the place of a failed one
+        can_do_without = group.kept + len(group.open) >= group.size
+        if stop == "failed" and can_do_without:
+            return
+        trajectory.is_kept = True
+        group.kept += 1
+        if group.kept == group.size:
+            for other in list(group.open):
+                self._end(other, "surplus")
+
+
+def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
+    """Aggregates the metrics of an environment over the turns that have them, as the last metrics_agg_mode specifies;
+    the default is the mean. num_actions is the number of turns.
+    """
+    values: dict[str, list[float]] = {}
+    modes: Mapping[str, str] = {}
+    for turn in turns:
+        modes = turn.info.get("metrics_agg_mode") or modes
+        for name, value in (turn.info.get("metrics") or {}).items():
+            values.setdefault(name, []).append(float(value))
+    metrics = {"num_actions": float(len(turns))}
+    for name, values_of_turns in values.items():
+        combine = _COMBINE[modes.get(name, "mean")]
+        metrics[name] = combine(values_of_turns)
+    return metrics
+
+
+_COMBINE: dict[str, Callable[[list[float]], float]] = {
+    "mean": lambda several: sum(several) / len(several),
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "last": lambda several: several[-1],
+    "first": lambda several: several[0],
+}

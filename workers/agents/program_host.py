@@ -1,0 +1,324 @@
+"""Runs programs: in a process of a supervised pool as functions, or as commands that such a process starts.
+
+A program is an agent of the user. It receives the address of the endpoint, an API key and a task, talks to the model,
+and returns nothing, a score, or a dict of a score and metrics. Commands run with limits, in a folder of their own and
+with an environment that has no secrets of the trainer (`workers.agents.endpoint.limited`).
+"""
+
+import functools
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from verl_lite.config import AgenticConfig, ProgramConfig
+from verl_lite.errors import UserError
+from verl_lite.json_types import DatasetRow, JsonObject, KeywordArguments
+from verl_lite.machine.folders import temporary_folder
+from verl_lite.machine.host import cpu_count
+from verl_lite.machine.process_tree import ProcessTree, end_adopted, hide_memory
+from verl_lite.registry import Registry
+from workers.agents.endpoint.callers import key_digest
+from workers.agents.endpoint.limited import COMMAND, Limits, base_environment
+from workers.agents.env_host import NonsenseError, check_metric_names, read_number
+from workers.pool.child_main import AsyncCalls, Overdue
+from workers.pool.process_pool import PoolSpec
+
+Program = Callable[..., object]
+"""A user's function. It receives base_url, api_key, row and agentic.program_kwargs; `read_result` checks its result."""
+PROGRAMS: Registry[Program] = Registry("program")
+TOOL_AGENT = "workers.agents.tool_agent:run"
+"""The built-in agent, which runs with agentic.mcp_servers and leaves the score to the reward function."""
+RESULT_BYTES_MAX = 1 << 20
+ERROR_CHARACTERS = 4_000
+NAMES_SHOWN, NAME_CHARACTERS = 8, 100
+THREADS = 64
+"""Default number of episodes at the same time in each process. Commands use the cores of the machine instead."""
+
+_TIME_LIMIT = "agentic.program_options.timeout_s"
+_CHECK_S = 0.5
+
+
+class ProgramError(UserError):
+    """The program cannot be used: it does not load, or its processes do not start."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call that runs the program for one episode. url: address of the endpoint, without /v1. row: the task."""
+
+    url: str
+    api_key: str
+    row: DatasetRow
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a program.
+
+    score: None if it returned none. metrics: other numbers that it returned. names: some names of a dict that has no
+    entry `score`; empty for other results.
+    """
+
+    score: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+def is_command(program: str) -> bool:
+    """Returns True for a command line, False for package.module:function."""
+    module, _, name = program.partition(":")
+    return not (name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+
+
+def client_environment(url: str, api_key: str) -> dict[str, str]:
+    """Returns the variables that the clients of OpenAI and Anthropic read."""
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": api_key,
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # otherwise the Agents SDK sends its traces to OpenAI
+        "NO_PROXY": "127.0.0.1,localhost,::1",
+        "no_proxy": "127.0.0.1,localhost,::1",
+    }
+
+
+class ProgramHost:
+    """Handler of a pool's process that runs the program. A session is one episode.
+
+    Args:
+        program: package.module:function, or a command line.
+        kwargs: further arguments of the function.
+        config: section agentic.program_options.
+        threads: number of episodes at the same time; with 1, the process's environment has the address and the key of
+            the episode.
+    """
+
+    def __init__(self, program: str, kwargs: KeywordArguments, config: ProgramConfig, threads: int) -> None:
+        self._program = program
+        self._config = config
+        self._kwargs = dict(kwargs)
+        self._is_alone = threads == 1
+        self._command = shlex.split(program) if is_command(program) else None
+        if self._command and shutil.which(self._command[0]) is None:
+            raise UserError(f"agentic.program={program}: there is no command {self._command[0]!r}")
+        self._function = None if self._command else load_function(program, self._kwargs)
+        hide_memory()  # it holds the keys of its episodes
+        if self._command is not None:
+            self.style = "commands"
+        else:
+            self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
+        self.thread: int | None = None
+        if self.style == "async":
+            self._calls = AsyncCalls()
+            self.thread = self._calls.thread
+
+    def run(self, session: int, payload: Run) -> Result:
+        """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
+        result = read_result(self._returned(payload))
+        # the built-in agent leaves the score to the reward function, so its other numbers are no misspelt score
+        return replace(result, names=()) if self._program == TOOL_AGENT else result
+
+    def _returned(self, payload: Run) -> object:
+        """Runs the program and returns what it returned."""
+        if self._command is not None:
+            return self._run_command(payload)
+        if self._is_alone:
+            os.environ |= client_environment(payload.url, payload.api_key)
+            try:
+                return self._call(payload)
+            finally:  # a process that lives longer than the episode keeps no key
+                os.environ |= client_environment(payload.url, _NO_KEY)
+        os.environ |= client_environment(payload.url, _NO_KEY)
+        return self._call(payload)
+
+    def _call(self, payload: Run) -> object:
+        arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
+        assert self._function is not None
+        returned = self._function(**arguments)
+        if self.style != "async":
+            return returned
+        assert inspect.iscoroutine(returned)
+        return self._calls.run(returned, self._config.timeout_s, "program", _TIME_LIMIT)
+
+    def end(self, session: int) -> None:
+        """Does nothing: an episode is a single call."""
+
+    def _run_command(self, payload: Run) -> object:
+        """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
+        $VERL_LITE_RESULT; None if it wrote none."""
+        assert self._command is not None
+        with temporary_folder("verl_lite-program-") as folder, tempfile.TemporaryFile() as task:
+            result = folder / "result.json"
+            environment = base_environment(self._config.environment) | client_environment(payload.url, payload.api_key)
+            environment |= {"VERL_LITE_RESULT": str(result), "HOME": str(folder), "TMPDIR": str(folder)}
+            task.write(json.dumps({"row": payload.row, **self._kwargs}).encode())
+            task.seek(0)
+            with tempfile.TemporaryFile() as output:
+                limits: Limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
+                tree = ProcessTree(
+                    [*COMMAND, json.dumps(limits), *self._command],
+                    environment,
+                    stdin=task,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=folder,
+                )
+                try:
+                    status = self._wait(tree)
+                finally:
+                    tree.end()
+                    end_adopted()  # a command that killed the process with its limits left children behind
+                if status:
+                    output.seek(max(0, output.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
+                    end_of_output = output.read().decode(errors="replace")
+                    raise UserError(
+                        f"The program {shlex.join(self._command)} ended with status {status}:\n{end_of_output}"
+                    )
+            return read_result_file(result)
+
+    def _wait(self, tree: ProcessTree) -> int:
+        """Waits for the end of a command and returns its exit status. Raises Overdue, and UserError if nobody enforces
+        the limits any more."""
+        until = time.monotonic() + self._config.timeout_s
+        while (status := tree.wait(_CHECK_S)) is None:
+            if tree.is_stopped:
+                raise UserError(
+                    "The process that enforces agentic.program_options was stopped; the program was killed."
+                )
+            if time.monotonic() > until:
+                limit = f"{_TIME_LIMIT}={self._config.timeout_s:g} seconds"
+                raise Overdue(f"The program took longer than {limit}; it was killed.")
+        return status
+
+
+def read_result_file(path: Path) -> object:
+    """Returns the JSON in a file that a command wrote; None without a file.
+
+    Raises NonsenseError if it is no file, is too large or is not JSON. A link or a pipe is not opened: reading could
+    show another file, or wait forever.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NonsenseError(f"the file $VERL_LITE_RESULT cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NonsenseError("$VERL_LITE_RESULT is no regular file")
+    with open(handle, "rb") as file:
+        written = file.read(RESULT_BYTES_MAX + 1)
+    if len(written) > RESULT_BYTES_MAX:
+        raise NonsenseError(f"the file $VERL_LITE_RESULT has more than {RESULT_BYTES_MAX} bytes")
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise NonsenseError(f"the file $VERL_LITE_RESULT is not JSON: {error}") from error
+
+
+def program_of(config: AgenticConfig) -> tuple[str, JsonObject]:
+    """Returns the program of a run and its further arguments: agentic.program, or the built-in agent."""
+    if config.program is not None:
+        return config.program, config.program_kwargs
+    kwargs = {
+        "servers": config.mcp_servers,
+        "limits": limits_of(config.program_options),
+        "environment": config.program_options.environment,
+        **config.program_kwargs,
+    }
+    return TOOL_AGENT, kwargs
+
+
+def episodes_per_process(config: AgenticConfig) -> int:
+    """Returns agentic.env_pool.threads. Its default for commands is the number of cores divided by that of processes,
+    because each of them is at least one further process that starts at once."""
+    pool = config.env_pool
+    if pool.threads is not None:
+        return pool.threads
+    if config.program is not None and is_command(config.program):
+        return math.ceil(cpu_count() / pool.num_workers)
+    return THREADS
+
+
+def limits_of(program_options: ProgramConfig) -> Limits:
+    """Returns the limits that `workers.agents.endpoint.limited` enforces."""
+    return {
+        "memory_mb": program_options.memory_mb,
+        "processes": program_options.processes,
+        "file_mb": program_options.file_mb,
+    }
+
+
+def program_pool(
+    config: AgenticConfig, log_dir: str | None = None, on_repeat: Callable[[int], None] | None = None
+) -> PoolSpec[Run, Result]:
+    """Returns the description of the pool that runs the program. For the arguments see `PoolSpec`."""
+    program, kwargs = program_of(config)
+    options = config.program_options
+    threads = episodes_per_process(config)
+    home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
+    return PoolSpec(
+        functools.partial(ProgramHost, program, kwargs, options, threads),
+        name="program",
+        what="program",
+        options="agentic.program_options",
+        error=ProgramError,
+        num_workers=config.env_pool.num_workers,
+        threads=threads,
+        timeout_s=options.timeout_s,
+        log_dir=log_dir,
+        environment=base_environment(options.environment) | home,
+        on_repeat=on_repeat,
+    )
+
+
+_NO_KEY = "pass-api_key-to-the-client"
+"""API key in the environment of functions that share a process, where it cannot identify an episode."""
+
+
+def load_function(program: str, kwargs: KeywordArguments) -> Program:
+    """Imports the function package.module:function. Raises UserError if it is missing or cannot be called with
+    base_url, api_key, row and `kwargs`."""
+    try:
+        function = PROGRAMS.get_fn(program)
+        inspect.signature(function).bind(base_url="", api_key="", row={}, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"agentic.program={program}: {error}; expected package.module:function that accepts base_url, api_key, row"
+            f"{''.join(f', {name}' for name in kwargs)} (agentic.program_kwargs), or a command line"
+        ) from error
+    return function
+
+
+def read_result(returned: object) -> Result:
+    """Checks what a program returned: None, a number, or a dict of a score and metrics, in which text is ignored.
+
+    Raises NonsenseError if the score or a metric is no finite number, or if a name cannot be that of a metric.
+    """
+    entries = returned if isinstance(returned, dict) else {"score": returned}
+    if isinstance(entries.get("score"), str):  # text beside the score is ignored, but a score is never guessed
+        raise NonsenseError(
+            f"'score' in the result of the program is {entries['score']!r:.200}, expected a finite number"
+        )
+
+    values = {}
+    for name, value in entries.items():
+        if value is not None and not isinstance(value, str):
+            values[name] = value
+    check_metric_names("the result of the program", [name for name in values if name != "score"])
+    numbers = {name: read_number(f"{name!r} in the result of the program", value) for name, value in values.items()}
+
+    score = numbers.pop("score", None)
+    names = () if "score" in entries else tuple(str(name)[:NAME_CHARACTERS] for name in entries)
+    return Result(score, numbers, names[:NAMES_SHOWN])

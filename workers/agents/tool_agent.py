@@ -1,0 +1,351 @@
+"""The built-in agent: answers with the tools of MCP servers (agentic.mcp_servers), through the official package `mcp`.
+
+Each episode has a connection of its own to each server. A server with a command runs with limits, in a folder of its
+own and without secrets of the trainer (`workers.agents.endpoint.limited`). Episodes share the process of a server with a url.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+from openai import AsyncOpenAI, BadRequestError
+
+from verl_lite.errors import UserError, printable
+from verl_lite.json_types import ChatMessage, DatasetRow, JsonMapping, JsonObject
+from verl_lite.machine import process_tree
+from verl_lite.machine.folders import temporary_folder
+from workers.agents.endpoint.limited import COMMAND, base_environment
+
+if TYPE_CHECKING:  # the package is an extra
+    from mcp.client.stdio import TransportStreams
+    from mcp.types import CallToolResult, Tool
+
+ServerEntry = JsonMapping
+"""An entry of agentic.mcp_servers: {command, args, env} or {url, headers}."""
+
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
+TIMEOUT_S = 30.0
+CLOSE_S = 5.0
+ERROR_CHARACTERS = 2_000
+
+
+async def run(
+    base_url: str,
+    api_key: str,
+    row: DatasetRow,
+    servers: Mapping[str, ServerEntry],
+    limits: Mapping[str, int],
+    environment: Iterable[str] = (),
+    max_turns: int = 8,
+    max_result_chars: int = 4000,
+    timeout_s: float = TIMEOUT_S,
+    system: str = "",
+) -> dict[str, float]:
+    """Answers the prompt of `row` with tools, until an answer calls no tool or the context is full.
+
+    Errors of tools become text for the policy. Raises UserError if a server does not start, or ends during the episode.
+
+    Args:
+        servers, limits, environment: agentic.mcp_servers; limits and environment of agentic.program_options.
+        max_turns: maximum number of answers.
+        max_result_chars: maximum number of characters of a result that the policy receives.
+        timeout_s: time limit of each tool call, and of the start of each server.
+        system: text of a system message before the prompt; empty = none.
+
+    Returns:
+        The numbers of tool calls, of failed ones, and of answers. The reward function scores the last answer.
+    """
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages: list[ChatMessage] = [*row["prompt"]]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    num_calls = num_errors = turns = 0
+    async with contextlib.AsyncExitStack() as stack:
+        started = [Server(name, entry, limits, environment, timeout_s) for name, entry in servers.items()]
+        for server in started:
+            await stack.enter_async_context(server.running())
+        tools = named_tools(started)
+        functions = [_function(name, named.tool) for name, named in tools.items()]
+
+        while turns < max_turns:
+            try:
+                reply = await client.chat.completions.create(model="policy", messages=messages, tools=functions)
+            except BadRequestError as error:
+                if error.code == "context_length_exceeded" and turns:
+                    break  # the results of the last calls do not fit
+                raise
+            answer = reply.choices[0].message
+            messages.append(answer)
+            turns += 1
+            if not answer.tool_calls:
+                break
+            for call in answer.tool_calls:
+                result, worked = await call_tool(tools, call.function.name, call.function.arguments)
+                content = _shortened(result, max_result_chars)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                num_calls += 1
+                num_errors += not worked
+    return {"tool_calls": num_calls, "tool_errors": num_errors, "turns": turns}
+
+
+def _function(name: str, tool: Tool) -> JsonObject:
+    """Returns the description of a tool for the policy, under this name."""
+    function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _shortened(result: str, most: int) -> str:
+    """Returns the result of a tool, of which at most this number of characters is kept."""
+    surplus = len(result) - most
+    if surplus <= 0:
+        return result
+    return f"{result[:most]}\n[{surplus} more characters are left out]"
+
+
+async def call_tool(tools: Mapping[str, NamedTool], name: str, arguments: str) -> tuple[str, bool]:
+    """Calls one of the `named_tools`. Returns its result or an error as text, and True if it worked.
+
+    arguments: as JSON. Raises UserError if the server has ended.
+    """
+    if name not in tools:
+        return f"Error: there is no tool {name[:100]!r}; the tools are {', '.join(tools)}", False
+    try:
+        values = json.loads(arguments)
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()  # fails for values that cannot be sent
+    except (ValueError, RecursionError) as error:
+        return f"Error: the arguments are not valid JSON: {error}", False
+    if not isinstance(values, dict):
+        return "Error: the arguments are not a JSON object", False
+    named = tools[name]
+    return await named.server.call(named.tool.name, values)
+
+
+def check_servers(
+    servers: Mapping[str, ServerEntry],
+    limits: Mapping[str, int],
+    environment: Iterable[str] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Starts each server once and lists its tools. Raises UserError if `mcp` is missing or a server is not usable."""
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise UserError(f'agentic.mcp_servers: {error}; install the package: pip install "verl_lite[mcp]"') from error
+
+    async def tools_of(name: str, entry: ServerEntry) -> list[Tool]:
+        server = Server(name, entry, limits, environment, timeout_s)
+        async with server.running():
+            return server.tools
+
+    for name, entry in servers.items():
+        key = f"agentic.mcp_servers.{name}"
+        if not isinstance(entry.get("args") or [], list):
+            raise UserError(f"{key}.args={entry['args']!r}: expected a list of arguments")
+        if not asyncio.run(tools_of(name, entry)):
+            raise UserError(f"{key}: the server has no tools; remove it, or correct its arguments")
+
+
+def located(servers: Mapping[str, ServerEntry]) -> dict[str, JsonObject]:
+    """Returns the servers with absolute names of files, because their commands run in folders of their own."""
+    entries = {}
+    for name, entry in servers.items():
+        entries[name] = {key: _absolute(value) for key, value in entry.items()}
+    return entries
+
+
+def _absolute(value: object) -> object:
+    """Returns a value of an entry with the absolute name instead of each name of a file."""
+    if isinstance(value, list):
+        return [_absolute(word) for word in value]
+    if isinstance(value, str) and os.path.isfile(value):
+        return os.path.abspath(value)
+    return value
+
+
+class Server:
+    """The connection of one episode to an MCP server. tools: its tools, once it is running.
+
+    A task of its own opens and closes the connection: the scopes of `mcp` have to be left by the task that entered
+    them, and the cancellation of an episode must not interrupt the end of the server's process.
+    """
+
+    def __init__(
+        self, name: str, entry: ServerEntry, limits: Mapping[str, int], names: Iterable[str], timeout_s: float
+    ) -> None:
+        self.name = name
+        self.tools: list[Tool] = []
+        self._entry = entry
+        self._limits = limits
+        self._timeout_s = timeout_s
+        own_variables = {variable: str(value) for variable, value in (entry.get("env") or {}).items()}
+        self._environment = base_environment(names) | own_variables
+        self._scope = anyio.CancelScope()
+        self._is_open = asyncio.Event()
+        self._done = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context manager in which the server is connected. Raises UserError if the server fails."""
+        with tempfile.TemporaryFile() as self._log:
+            self._task = asyncio.create_task(self._run())
+            opened = asyncio.create_task(self._is_open.wait())
+            try:
+                await asyncio.wait((self._task, opened), return_when=asyncio.FIRST_COMPLETED)
+                if not self._is_open.is_set():
+                    command = "command (a program in PATH or an absolute file name), args or env"
+                    remedy = "its url, or start it" if "url" in self._entry else f"its {command}"
+                    raise self._error("does not start", f"; correct {remedy}")
+                yield
+            finally:
+                opened.cancel()
+                await self._close()
+            if self._failure is not None:
+                raise self._error("failed")
+
+    async def call(self, tool: str, arguments: JsonObject) -> tuple[str, bool]:
+        """Returns the result of a tool or an error as text, and True if it worked. Raises UserError if the server has
+        ended."""
+        try:
+            with anyio.fail_after(self._timeout_s):
+                result = await self._client.call_tool(tool, arguments)
+        except TimeoutError:
+            return f"Error: the tool did not answer within {self._timeout_s:g} seconds", False
+        except Exception as error:  # an error of the protocol, or a result that contradicts the tool's schema
+            # only a server that still answers leaves the error to the policy
+            try:
+                with anyio.fail_after(self._timeout_s):
+                    await self._list_tools()
+            except Exception:
+                await self._close()  # the process has then written its last message
+                raise self._error("ended during an episode") from error
+            return f"Error: {error}", False
+        return text_of(result), not result.is_error
+
+    async def _run(self) -> None:
+        """Connects to the server, and closes the connection after `_close`."""
+        from mcp import Client
+
+        try:
+            with self._scope:
+                async with contextlib.AsyncExitStack() as stack:
+                    async with _starts(asyncio.get_running_loop()):
+                        self._scope.deadline = anyio.current_time() + self._timeout_s
+                        self._client = await stack.enter_async_context(Client(self._streams()))
+                        self.tools = await self._list_tools()
+                        # from now on, `call` limits the time
+                        self._scope.deadline = math.inf
+                    self._is_open.set()
+                    await self._done.wait()
+                    self._scope.deadline = anyio.current_time() + CLOSE_S
+        except Exception as error:
+            self._failure = error
+            while isinstance(self._failure, ExceptionGroup):
+                self._failure = self._failure.exceptions[0]
+        if self._scope.cancelled_caught and not self._done.is_set():
+            limit = f"agentic.program_kwargs.timeout_s={self._timeout_s:g} seconds"
+            self._failure = TimeoutError(f"no answer within {limit}")
+
+    async def _close(self) -> None:
+        """Ends the connection and the process of the server. A cancellation does not interrupt that."""
+        self._done.set()
+        if not self._is_open.is_set():
+            self._scope.cancel()
+        await asyncio.shield(self._task)
+
+    @contextlib.asynccontextmanager
+    async def _streams(self) -> AsyncIterator[TransportStreams]:
+        """Starts the command of the server, or connects to its url. Yields a transport of `mcp`."""
+        from mcp import StdioServerParameters, stdio_client
+
+        entry = self._entry
+        if "url" in entry:
+            import httpx2
+            from mcp.client.streamable_http import streamable_http_client
+
+            timeout = httpx2.Timeout(self._timeout_s, read=None)  # `call` and `_run` limit the time of answers
+            async with httpx2.AsyncClient(headers=entry.get("headers"), timeout=timeout) as http:
+                async with streamable_http_client(entry["url"], http_client=http) as streams:
+                    yield streams
+            return
+        with temporary_folder("verl_lite-mcp-") as folder:
+            words = [*COMMAND, json.dumps(self._limits), entry["command"], *(entry.get("args") or [])]
+            mark = process_tree.new_mark()
+            environment = self._environment | {"HOME": str(folder), "TMPDIR": str(folder), process_tree.MARK: mark}
+            server = StdioServerParameters(command=words[0], args=words[1:], env=environment, cwd=folder)
+            try:
+                async with stdio_client(server, errlog=self._log) as streams:  # type: ignore[arg-type]
+                    yield streams
+            finally:
+                # `mcp` kills the process with the limits if it takes long, and its children would stay
+                process_tree.end_marked(mark, reaps=True)
+
+    async def _list_tools(self) -> list[Tool]:
+        tools: list[Tool] = []
+        cursor: str | None = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
+            tools += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return tools
+
+    def _error(self, problem: str, remedy: str = "") -> UserError:
+        failure = self._failure
+        reason = "its process or its connection has ended" if failure is None else str(failure) or repr(failure)
+        size = os.fstat(self._log.fileno()).st_size
+        written = os.pread(self._log.fileno(), ERROR_CHARACTERS, max(0, size - ERROR_CHARACTERS))
+        shown = f"; it wrote:\n{printable(written.decode(errors='replace'))}" if written else ""
+        return UserError(f"agentic.mcp_servers.{self.name}: the server {problem}: {reason}{remedy}{shown}")
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """A tool and its server. The policy may know the tool by another name than the server."""
+
+    server: Server
+    tool: Tool
+
+
+def named_tools(servers: Sequence[Server]) -> dict[str, NamedTool]:
+    """Returns the tools of all servers by name. If several servers have a tool of the same name, the names of these
+    tools begin with the server's name."""
+    counts: Counter[str] = Counter()
+    for server in servers:
+        counts.update(tool.name for tool in server.tools)
+
+    tools = {}
+    for server in servers:
+        for tool in server.tools:
+            name = tool.name if counts[tool.name] == 1 else f"{server.name}__{tool.name}"
+            tools[name] = NamedTool(server, tool)
+    return tools
+
+
+def text_of(result: CallToolResult) -> str:
+    """Returns the text of a tool's result, in which content of other types is named."""
+    parts = []
+    for block in result.content:
+        content = getattr(block, "resource", block)
+        kind = getattr(content, "mime_type", None) or "unknown type"
+        parts.append(getattr(content, "text", f"[{block.type} of {kind}, which is not shown]"))
+    if not parts and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content))
+    return "\n".join(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _starts(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Returns the semaphore of servers that start at the same time. Waiting for it does not count as starting."""
+    return asyncio.Semaphore(os.cpu_count() or 1)

@@ -1,0 +1,48 @@
+"""Ownership of the device: the only code that moves engines onto the device and off it.
+
+The engines of one process share a device. Each engine is a tenant that can move in (weights, optimizer state or KV
+cache on the device) and move out. Before a tenant enters, every other tenant moves out. Two tenants therefore hold
+device memory at the same time only if their settings keep them resident. On a CPU moving does nothing.
+"""
+
+from functools import cache
+from typing import Protocol
+
+from verl_lite.machine.device import empty_cache
+
+
+class Tenant(Protocol):
+    """The interface of an engine that can be moved. Repeated calls of either method have no effect."""
+
+    def move_in(self) -> None: ...
+
+    def move_out(self) -> None: ...
+
+
+class PhaseManager:
+    """The tenants of one process, and `owner`, the tenant that currently uses the device."""
+
+    def __init__(self) -> None:
+        self.owner: Tenant | None = None
+        self._tenants: list[Tenant] = []
+
+    def add(self, tenant: Tenant) -> None:
+        """Registers a tenant that is already on the device, where engines are built."""
+        self._tenants.append(tenant)
+
+    def enter(self, owner: Tenant) -> None:
+        """Moves all other tenants out and `owner` in. Does nothing if `owner` already has the device."""
+        if self.owner is owner:
+            return
+        for tenant in self._tenants:
+            if tenant is not owner:
+                tenant.move_out()
+        empty_cache()  # when vLLM wakes up, it maps new memory and cannot use memory that torch has cached
+        owner.move_in()
+        self.owner = owner
+
+
+@cache
+def process_phases() -> PhaseManager:
+    """The phase manager of this process, which colocated roles share because they share the device."""
+    return PhaseManager()

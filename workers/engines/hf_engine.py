@@ -1,0 +1,595 @@
+"""The rollout engine on transformers alone: the default on a CPU, and the numerical reference.
+
+The forward of the transformers model runs over a static KV cache of slots (`slot_cache.py`). A step samples one token
+for every running sequence. A finished sequence leaves the batch at once, and the sequence in the last slot moves into
+the gap; waiting sequences enter as soon as enough slots are free to justify a prefill. A prompt is encoded up to its
+last token, once for all its samples; the last token is the input of the first decode step. Unused slots keep finished
+sequences. If a prompt begins with one of them (the next turn of a conversation), only the rest of it is encoded.
+
+In fp32 on a CPU, `lean_decoder.LeanDecoder` computes the decode steps of the common families in less time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import ModelOutput
+
+from verl_lite.config import RolloutConfig
+from verl_lite.json_types import JsonObject
+from verl_lite.schema import SAMPLING_CANDIDATES
+from workers.engine.parameters import WholeWeights
+from workers.policy.causal_lm import output_logits
+from workers.policy.router import ROUTED_EXPERTS, Routers
+from workers.policy.vision import ImageInputs, attention_of_text, join_images, placeholder_ids
+from workers.engines.base import (
+    Completion,
+    FinishReason,
+    Request,
+    Sampled,
+    candidates_of,
+    check_names,
+    check_request,
+    parameter_names,
+    register_rollout_engine,
+)
+from workers.engines.lean_decoder import lean_decoder
+from workers.engines.sampling import Truncation, sample
+from workers.engines.slot_cache import (
+    SLOT_ATTENTION,
+    KeptSlots,
+    SlotCache,
+    check_full_attention,
+    check_layers,
+    kv_shape,
+)
+
+# a prefill of any size costs about as much as a decode step; waiting until this share of the slots is free amortises it
+_REFILL_SHARE = 1 / 8
+
+
+@dataclass
+class _Sequence:
+    """An unfinished request.
+
+    Attributes:
+        limit: maximum number of response tokens.
+        stops: ids of the tokens that end it.
+        token_ids, log_probs, versions: its response so far; see `Completion`.
+        encoded_by: version of the weights of its first keys and values.
+        candidates: of each new token, (rollout.top_k,).
+    """
+
+    request: Request
+    limit: int
+    stops: frozenset[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    encoded_by: int | None = None
+    candidates: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far. All but the last are in the cache; the last is the input of the next step."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    def so_far(self) -> Request:
+        """Returns a request that continues this one."""
+        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
+        return replace(self.request, sampled=sampled)
+
+    def encoded(self) -> tuple[int, ...]:
+        """Returns the tokens that the cache must hold before the next step: all but the last."""
+        return (*self.request.prompt_ids, *self.token_ids)[:-1]
+
+    @property
+    def shift(self) -> int:
+        """Difference between the position of a token of the response and its number in the sequence."""
+        return 0 if self.request.images is None else self.request.images.shift
+
+
+@dataclass(frozen=True)
+class _Continued:
+    """A sequence that continues a kept one. held: number of tokens whose keys and values its slot already has."""
+
+    row: _Sequence
+    held: int
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Tokens that are encoded once, and the slots of all sequences that begin with them."""
+
+    token_ids: tuple[int, ...]
+    images: ImageInputs | None
+    slots: list[int] = field(default_factory=list)
+
+
+@register_rollout_engine("hf")
+class HFEngine:
+    """Rollout engine on transformers. See `build_rollout_engine` for the arguments, `RolloutEngine` for the methods."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        override_config: JsonObject,
+        trust_remote_code: bool,
+    ) -> None:
+        if config.tensor_model_parallel_size != 1:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: expected 1, because the hf "
+                "engine runs on one device; set rollout.name=vllm to distribute an engine over several devices"
+            )
+        self._config = config
+        self._max_model_len = max_model_len
+        self._device = device
+        self._dtype = dtype
+        model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
+        check_full_attention(model_config, max_model_len)
+        with no_init_weights(), device:
+            self._model = AutoModelForCausalLM.from_config(
+                model_config,
+                dtype=dtype,
+                attn_implementation=attention_of_text(model_config, SLOT_ATTENTION),
+                trust_remote_code=trust_remote_code,
+            )
+        check_layers(self._model)
+        if dtype != torch.float32:
+            _compute_logits_in_fp32(self._model)
+        self._model.tie_weights()  # skipped above together with the initialisation
+        self._model.requires_grad_(False).eval()
+        self._excluded = placeholder_ids(model_config)
+        # the lean decoder does not report the chosen experts
+        self._lean = None if config.router_replay else lean_decoder(self._model, max_model_len)
+        self._names = parameter_names(self._model)
+        self._routers = Routers(self._model) if config.router_replay else None
+        routed = {} if self._routers is None else self._routers.extra_outputs
+        self.extra_outputs = routed | candidates_of(config)
+        self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
+        self._version: int | None = None
+        # the weights whose order `_targets` has; a reference would keep their tensors after the trainer has moved
+        self._mapped: Callable[[], WholeWeights | None] = lambda: None
+        self._targets: list[torch.Tensor] = []
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._ids: set[str] = set()
+        self._asleep: set[str] = set()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocates the KV cache, and the tensors with the step inputs and sampling parameters of each slot."""
+        slots = self._slots
+        device = self._device
+        self._cache: SlotCache | None = SlotCache(
+            self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
+        )
+        self._kept = KeptSlots(slots)
+        # last token, its number in the sequence, its position minus this number, seed, top_k
+        self._integers = torch.zeros(5, slots, dtype=torch.long, device=device)
+        self._floats = torch.zeros(3, slots, device=device)  # temperature, top_p, min_p
+
+    def submit(self, request: Request) -> None:
+        limit = check_request(request, self._max_model_len, self._ids, self._version)
+        stops = frozenset() if request.sampling.ignore_eos else frozenset(request.sampling.stop_token_ids)
+        self._ids.add(request.request_id)
+        self._waiting.append(_Sequence(request, limit, stops, *request.sampled.lists()))
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._ids)
+
+    @property
+    def has_weights(self) -> bool:
+        return self._version is not None
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        self.wake()
+        self._admit()
+        if not self._running:
+            return []
+
+        rows = len(self._running)
+        tokens, positions, shifts, seeds, top_k = self._integers[:, :rows]
+        temperature, top_p, min_p = self._floats[:, :rows]
+        assert self._cache is not None
+        mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
+        if self._lean is not None:
+            logits = self._lean(tokens, positions + shifts, mask, self._cache)
+        else:
+            inputs = {"input_ids": tokens[:, None], "position_ids": (positions + shifts)[:, None]}
+            logits = self._forward(self._model, **inputs, attention_mask=mask).logits[:, -1]
+        if self._excluded:
+            logits[:, self._excluded] = -torch.inf
+
+        sampled, log_probs, candidates = sample(
+            logits,
+            temperature=temperature,
+            seeds=seeds,
+            positions=positions,
+            truncation=Truncation(top_k, top_p, min_p, self._limit) if self._truncates else None,
+            num_candidates=max(0, self._config.top_k),
+        )
+        if candidates is not None:
+            for row, values in zip(self._running, candidates.cpu(), strict=True):
+                row.candidates.append(values)
+        tokens.copy_(sampled)
+        positions += 1
+        return self._record(sampled.tolist(), log_probs.tolist())
+
+    def _forward(self, network: PreTrainedModel, **inputs: torch.Tensor) -> ModelOutput:
+        """Runs `network` over the cache, and stores the chosen experts there with rollout.router_replay."""
+        if self._routers is None:
+            return network(**inputs, past_key_values=self._cache, use_cache=True)
+        assert self._cache is not None
+        with self._routers.watched() as routes:
+            outputs = network(**inputs, past_key_values=self._cache, use_cache=True)
+        self._cache.store_routes(torch.stack([layer.experts for layer in routes], dim=1))
+        return outputs
+
+    def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
+        """Appends the new tokens, removes the sequences that ended and returns their completions."""
+        ended: dict[int, Completion] = {}
+        assert self._version is not None
+        for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
+            row.token_ids.append(token)
+            row.log_probs.append(log_prob)
+            row.versions.append(self._version)
+            if token in row.stops or len(row.token_ids) >= row.limit:
+                ended[slot] = self._completion(slot, row)
+        self._remove(list(ended))
+        return list(ended.values())
+
+    def _completion(self, slot: int, row: _Sequence) -> Completion:
+        """Returns the completion of a sequence that has ended in this slot."""
+        reason: FinishReason = "stop" if row.token_ids[-1] in row.stops else "length"
+        completion = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.versions)
+        if self._cache is not None and self._cache.routes is not None:
+            # a copy, because another sequence gets the slot; no forward has read the last token
+            routes = self._cache.routes[slot, : row.length - 1]
+            completion.extra[ROUTED_EXPERTS] = routes.to("cpu", copy=True)
+        if row.candidates:
+            completion.extra[SAMPLING_CANDIDATES] = torch.stack(row.candidates)
+        return completion
+
+    def _remove(self, slots: list[int]) -> None:
+        """Removes the running sequences in `slots`.
+
+        The last running sequence swaps its slot with the removed one, so running sequences occupy the first slots. The
+        removed sequence stays in the cache for requests that continue it.
+        """
+        if not slots:
+            return
+        assert self._cache is not None
+        for slot in sorted(slots, reverse=True):
+            removed = self._running[slot]
+            self._ids.discard(removed.request.request_id)
+            last = len(self._running) - 1
+            row = self._running.pop()
+            if slot != last:
+                self._running[slot] = row
+                self._cache.swap(slot, last, max(row.length, removed.length) - 1)
+                self._integers[:, slot] = self._integers[:, last]
+                self._floats[:, slot] = self._floats[:, last]
+            # later requests must not use keys and values of earlier weights, or of images that their tokens do not show
+            if removed.encoded_by == self._version and removed.request.images is None:
+                self._kept.keep(last, removed.encoded())
+
+    def _admit(self) -> None:
+        """Moves waiting sequences into free slots and encodes them, once enough slots are free to justify a prefill."""
+        free = self._slots - len(self._running)
+        worthwhile = min(len(self._waiting), max(1, int(self._slots * _REFILL_SHARE)))
+        if not self._waiting or (self._running and free < worthwhile):
+            return
+
+        first = len(self._running)
+        fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        continued = self._claim_kept(fresh, first)
+        rows = [each.row for each in continued] + fresh
+        self._running += rows
+        for row in rows:
+            row.encoded_by = self._version
+        self._set_inputs(rows, slice(first, first + len(rows)))
+        self._set_truncation()
+        self._extend(continued, first)
+        self._prefill(fresh, first + len(continued))
+
+    def _set_inputs(self, rows: list[_Sequence], slots: slice) -> None:
+        """Writes the inputs of the next step and the sampling parameters of new sequences."""
+        sampling = [row.request.sampling for row in rows]
+        self._integers[:, slots] = torch.tensor(
+            [
+                [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
+                [row.length - 1 for row in rows],
+                [row.shift for row in rows],
+                [each.seed for each in sampling],
+                [each.top_k for each in sampling],
+            ]
+        )
+        self._floats[:, slots] = torch.tensor(
+            [
+                [each.temperature for each in sampling],
+                [each.top_p for each in sampling],
+                [each.min_p for each in sampling],
+            ]
+        )
+
+    def _set_truncation(self) -> None:
+        """Decides whether the running sequences need `Truncation`, and with how many of the most probable tokens."""
+        drawn = [row.request.sampling for row in self._running if row.request.sampling.temperature > 0]
+        limits = [each.top_k for each in drawn]
+        # a single sequence without top_k needs all tokens
+        self._limit = max(limits) if min(limits, default=-1) > 0 else None
+        self._truncates = any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in drawn)
+
+    def _claim_kept(self, rows: list[_Sequence], first: int) -> list[_Continued]:
+        """Removes the rows that continue a kept sequence from `rows`, and moves their kept sequences into slots.
+
+        The continued rows, which are returned, get the slots from `first` on; the remaining rows get the slots after
+        those, which are empty afterwards.
+        """
+        assert self._cache is not None
+        continued: list[_Continued] = []
+        end = first + len(rows)
+        candidates = [row for row in rows if row.request.images is None] if len(self._kept) else []
+        for row in candidates:
+            target = first + len(continued)
+            claim = self._kept.claim(row.encoded(), target)
+            if claim is None:
+                continue
+            if claim.displaced:
+                self._cache.swap(target, claim.slot, max(claim.displaced, claim.length))
+            elif claim.slot != target:
+                self._cache.move(target, claim.slot, claim.length)
+            rows.remove(row)
+            continued.append(_Continued(row, claim.length))
+        for move in self._kept.vacate(first + len(continued), end):
+            self._cache.move(move.destination, move.source, move.length)
+        return continued
+
+    def _extend(self, rows: list[_Continued], first: int) -> None:
+        """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
+
+        rows: one per slot from `first` on.
+        """
+        assert self._cache is not None
+        missing: dict[int, tuple[int, ...]] = {}
+        for slot, continued in enumerate(rows, start=first):
+            token_ids = continued.row.encoded()[continued.held :]
+            if token_ids:
+                missing[slot] = token_ids
+        # sequences of similar length are encoded together, with little padding
+        slots_by_length = sorted(missing, key=lambda slot: len(missing[slot]))
+        lengths = [len(missing[slot]) for slot in slots_by_length]
+        for span in _pack(lengths, self._config.max_num_batched_tokens):
+            slots = slots_by_length[span.start : span.stop]
+            ids = _padded([missing[slot] for slot in slots])
+            starts = torch.tensor([rows[slot - first].held for slot in slots])
+            # padding may reach beyond the end of the slot; its last position is written again before it is read
+            positions = starts[:, None] + torch.arange(ids.shape[1])
+            positions.clamp_(max=self._max_model_len - 1)
+            length = int(positions.max()) + 1
+            positions = positions.to(self._device)
+            mask = self._cache.begin_decode(positions, length, torch.tensor(slots, device=self._device))
+            self._forward(
+                self._model.base_model, input_ids=ids.to(self._device), position_ids=positions, attention_mask=mask
+            )
+
+    def _prefill(self, rows: list[_Sequence], first: int) -> None:
+        """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
+        prompts: dict[tuple[int, ...], _Prompt] = {}
+        for slot, row in enumerate(rows, start=first):
+            token_ids = row.encoded()
+            # prompts with equal tokens may have different images: the last entry of a key tells them apart
+            key = (*token_ids, -1 if row.request.images is None else row.request.images.digest)
+            prompt = prompts.setdefault(key, _Prompt(token_ids, row.request.images))
+            prompt.slots.append(slot)
+
+        # of a prompt of one token nothing is encoded: its token is the input of the first decode step
+        ordered = [prompt for prompt in prompts.values() if prompt.token_ids]
+        ordered.sort(key=lambda prompt: len(prompt.token_ids))
+        lengths = [len(prompt.token_ids) for prompt in ordered]
+        for span in _pack(lengths, self._config.max_num_batched_tokens):
+            self._encode(ordered[span.start : span.stop])
+
+    def _encode(self, prompts: Sequence[_Prompt]) -> None:
+        """Encodes prompts in one forward and stores their keys and values in all their slots."""
+        assert self._cache is not None
+        ids = _padded([prompt.token_ids for prompt in prompts]).to(self._device)
+        slots: list[int] = []
+        sources: list[int] = []  # row of the batch whose keys and values each slot gets
+        for row, prompt in enumerate(prompts):
+            slots += prompt.slots
+            sources += [row] * len(prompt.slots)
+        self._cache.begin_prefill(torch.tensor(slots, device=self._device), torch.tensor(sources, device=self._device))
+
+        positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
+        image_inputs: dict[str, torch.Tensor] = {}
+        images = [prompt.images for prompt in prompts]
+        present = [each for each in images if each is not None]
+        if present:
+            positions = _image_positions(positions, images)
+            image_inputs = {name: tensor.to(self._device) for name, tensor in join_images(present).items()}
+        self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **image_inputs)
+
+    @torch.inference_mode()
+    def abort(self, request_ids: Sequence[str]) -> None:
+        wanted = set(request_ids)
+        self._remove([slot for slot, row in enumerate(self._running) if row.request.request_id in wanted])
+        self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
+        self._ids -= wanted
+
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        rows = {row.request.request_id: row for row in (*self._running, *self._waiting)}
+        return [rows[request_id].so_far() for request_id in request_ids]
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._version = None  # after an interrupted update the weights are a mixture, which must not sample
+        if isinstance(weights, WholeWeights) and (weights is self._mapped() or self._map(weights)):
+            torch._foreach_copy_(self._targets, weights.tensors)
+        else:
+            for target, tensor in self._with_targets(weights):
+                target.copy_(tensor)
+        self._version = version
+        # the caller resets the cache too, but stale keys and values would go unnoticed, so the engine does it itself
+        self.reset_cache()
+
+    def _map(self, weights: WholeWeights) -> bool:
+        """Prepares one copy of all tensors for this and later calls with `weights`. Returns False if a copy would not
+        round the parameters as iterating over `weights` does."""
+        self._targets = [target for target, _ in self._with_targets((weights.buffers | weights.parameters).items())]
+        pairs = zip(self._targets, weights.tensors, strict=True)
+        if any(weights.dtype not in (target.dtype, tensor.dtype) for target, tensor in pairs):
+            return False
+        self._mapped = weakref.ref(weights)
+        return True
+
+    def _with_targets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each parameter of the model with its new value. Raises ValueError if names or shapes differ."""
+        targets = self._model.state_dict(keep_vars=True)
+        given: set[str] = set()
+        for name, tensor in weights:
+            target = targets.get(name)
+            if target is None or target.shape != tensor.shape:
+                found = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
+                raise ValueError(
+                    f"weight update: got {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
+                    f"({type(self._model).__name__}) has {found}; both engines must load the same model.path"
+                )
+            given.add(name)
+            yield target, tensor
+        check_names(given, self._names)
+
+    @torch.inference_mode()
+    def reset_cache(self) -> None:
+        if self._config.recompute_kv_on_update:
+            self._requeue()
+        self._kept.clear()
+        if self._lean is not None:
+            self._lean.discard_copies()
+        if self._cache is not None:
+            self._cache.clear(len(self._running))
+
+    def _requeue(self) -> None:
+        """Returns the running sequences to the head of the queue, where they lose their keys and values."""
+        self._waiting.extendleft(reversed(self._running))
+        self._running.clear()
+
+    def sleep(self) -> None:
+        if self._lean is not None:
+            # as large as the weights; the next decode step makes them again, as it does after every weight update
+            self._lean.discard_copies()
+        if self._device.type == "cpu" or self._asleep:
+            return
+        self._requeue()
+        self.reset_cache()
+        self._asleep = {"weights", "kv_cache"}
+        self._version = None
+        self._cache = None
+        for tensor in self._model.parameters():  # buffers stay
+            tensor.untyped_storage().resize_(0)
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        wanted = self._asleep.intersection(tags)
+        self._asleep -= wanted
+        if "kv_cache" in wanted:
+            self._allocate()
+        if "weights" not in wanted:
+            return
+        for tensor in self._model.parameters():  # buffers stay
+            storage = tensor.untyped_storage()  # `LeanDecoder` lets parameters share one
+            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+            storage.resize_(max(storage.nbytes(), end))
+
+    def move_in(self) -> None:
+        self.wake(("weights",))
+
+    def move_out(self) -> None:
+        if self._config.free_cache_engine:
+            self.sleep()
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+        self._ids.clear()
+        self._cache = None
+        del self._model
+
+
+def _pack(lengths: list[int], token_budget: int) -> Iterator[range]:
+    """Splits ascending lengths into batches of neighbours and yields the index range of each batch.
+
+    A batch padded to its longest row has at most `token_budget` tokens, unless it consists of a single row.
+    """
+    start = 0
+    for index, length in enumerate(lengths):
+        if index > start and length * (index - start + 1) > token_budget:
+            yield range(start, index)
+            start = index
+    if lengths:
+        yield range(start, len(lengths))
+
+
+def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]) -> torch.Tensor:
+    """Returns the positions (3, B, L) of sequences with these images. numbers: (B, L) number of each token."""
+    positions = numbers.repeat(3, 1, 1)
+    for row, inputs in enumerate(images):
+        if inputs is not None:
+            positions[:, row] += inputs.shift
+            of_prompt = inputs.position_ids[:, : positions.shape[2]]
+            positions[:, row, : of_prompt.shape[1]] = of_prompt
+    return positions
+
+
+def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Returns the token ids as one tensor (B, longest), padded with zeros on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
+
+
+def _compute_logits_in_fp32(model: PreTrainedModel) -> None:
+    """Makes a model with low-precision weights compute its logits in fp32, as the trainer does."""
+    head = model.get_output_embeddings()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.flatten(0, -2)
+        return output_logits(rows, head.weight, getattr(head, "bias", None)).unflatten(0, hidden.shape[:-1])
+
+    head.forward = forward
+
+
+def _slots_that_fit(
+    model: PretrainedConfig, config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Returns the number of sequences that decode together: max_num_seqs, or fewer if the KV cache memory is short."""
+    layers, heads, head_dim = kv_shape(model)
+    slot_bytes = 2 * layers * heads * head_dim * max_model_len * dtype.itemsize
+    if device.type == "cpu":
+        setting = f"kv_cache_memory_mb={config.kv_cache_memory_mb}"
+        budget = config.kv_cache_memory_mb << 20
+    else:
+        setting = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        backend = torch.get_device_module(device)
+        share = int(backend.mem_get_info(device)[1] * config.gpu_memory_utilization)
+        budget = max(0, share - backend.memory_allocated(device))
+    slots = min(config.max_num_seqs, budget // slot_bytes)
+    if slots < 1:
+        raise ValueError(
+            f"rollout.{setting} leaves {budget / 2**20:.1f} MiB for the KV cache, but one sequence of "
+            f"{max_model_len} tokens needs {slot_bytes / 2**20:.1f} MiB; raise it or lower rollout.max_model_len"
+        )
+    return slots

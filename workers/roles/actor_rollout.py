@@ -1,0 +1,348 @@
+"""The policy's worker, with a training engine and a rollout engine that share a device.
+
+Its methods take and return `DataProto`. The engines, the loss and the phases are implemented in other modules. With
+async_training.batches_ahead, groups of samples run between training micro-batches; the rollout engine's weights do not
+change meanwhile.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from verl_lite.config import PPOConfig
+from verl_lite.config.pools import num_engines
+from verl_lite.machine.device import device_memory
+from verl_lite.errors import TransferError
+from verl_lite.metrics import Metric, values
+from verl_lite.machine.profiling import count_moved
+from verl_lite.protocol import DataProto
+from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl_lite.single_controller.resource_pool import ServiceHandle
+from verl_lite.single_controller.worker import host_store
+from workers.engine.fsdp import FSDPEngine
+from workers.roles.frozen_models import ref_log_prob, teacher_log_probs
+from workers.losses import actor_loss, check_loss_is_additive
+from workers.policy.adapter import KeptBase, sends_adapter
+from workers.policy.causal_lm import causal_lm
+from workers.policy.loading import token_network
+from workers.policy.tokenizer import load_tokenizer
+from workers.roll_loss import loss_of_batch, user_loss
+from workers.rollout.answers import answer_plans
+from workers.engines.base import RolloutEngine, SamplingParams
+from workers.rollout.group_run import GroupRun
+from workers.rollout.specs import GroupPlan, GroupResults
+from workers.roles.sampling_worker import SamplingWorker
+from workers.roles.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker
+from workers.engines.weight_transfer import ChannelEnd, WeightChannel
+
+USER_LOSS_REMEDY = (
+    "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "
+    "or set actor.policy_loss.loss_mode=module:function"
+)
+
+
+class ActorWorker(SamplingWorker, TrainingWorker):
+    """Generates with the policy and trains it. For the arguments see `ModelWorker` and `SamplingWorker`."""
+
+    config: PPOConfig
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        total_training_steps: int,
+        rewards: ServiceHandle | None,
+        env_modules: Sequence[str] = (),
+        log_dir: str | None = None,
+    ) -> None:
+        super().__init__(config, total_training_steps)
+        self.rewards, self.env_modules, self.log_dir = rewards, tuple(env_modules), log_dir
+        self.version = 0
+        self._channel: WeightChannel | None = None  # to engines in separate pools, on the first rank
+        self._channel_address: tuple[str, int] | None = None  # on all ranks
+        self._kept_base = KeptBase(config.model) if sends_adapter(config) else None  # of the engine in this process
+        self._is_additive = False  # True after the first successful check of a subclass's loss
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the training engine, then the rollout engine, which sees the remaining memory. With
+        hybrid_engine=false the rollout engines are workers of their own (`workers.roles.rollout_worker`)."""
+        config, model = self.config, self.config.model
+        self.tokenizer = load_tokenizer(model, config.data.chat_template)
+        with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
+        trains_vision = not config.actor.freeze_vision_tower
+        network = token_network(
+            model,
+            build_policy,
+            config.actor.ulysses_sequence_parallel_size,
+            trains_vision,
+            config.data.chat_template,
+        )
+        self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
+        if not config.hybrid_engine:
+            return
+        self.engine_index, self.num_engines = self.rank, num_engines(config, self.world_size)
+        self.build_rollout()
+        self.phases.add(self.rollout)
+        tensor_parallel = config.rollout.tensor_model_parallel_size
+        self.register_mesh(
+            "rollout",
+            dp_rank=self.rank // tensor_parallel,
+            dp_size=self.world_size // tensor_parallel,
+            is_collect=self.rank % tensor_parallel == 0,
+        )
+        if config.async_training.depth or config.spans_updates:
+            for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
+                if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
+                    trained.interleave = self._run_slice
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        """Starts groups without waiting for them. They run in `run_groups` and between micro-batches of training."""
+        self.enter_rollout()
+        with self.runner.lead() as leads:
+            if leads:
+                self.groups.begin(plans, sampling)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> GroupResults | None:
+        """Runs until the groups with these keys are complete; see `GroupRun.run`. Returns the results on the first rank
+        of each engine, None on the others."""
+        self.enter_rollout()
+        with self.runner.lead() as leads:
+            return self.groups.run(keys, seconds) if leads else None
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def snapshot_groups(self) -> list[GroupPlan]:
+        """Returns plans that continue the running groups; see `GroupRun.snapshot`. Empty except on the first rank of
+        each engine."""
+        return self.groups.snapshot()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        """Ends groups without rows; see `GroupRun.abort`. Returns 0 except on the first rank of each engine."""
+        self.enter_rollout()
+        with self.runner.lead() as leads:
+            return self.groups.abort(keys) if leads else 0
+
+    def _run_slice(self) -> None:
+        """Runs the groups for a slice of time between micro-batches, unless the engine sleeps during training."""
+        if not self.rollout.has_weights:
+            return
+        with self.runner.lead() as leads:
+            if leads:
+                self.groups.run_slice()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Generates one answer for each prompt, for loops without a trainer. Returns token columns.
+
+        prompts: the rows of `answers.answer_plans`; meta_info sampling (`SamplingParams`), step and seed.
+        """
+        self.enter_rollout()
+        meta, keys = prompts.meta_info, [f"generate/{row}" for row in range(len(prompts))]
+        plans = answer_plans(prompts, [1] * len(keys), keys, meta["seed"], meta["step"])
+        with self.runner.lead() as leads:
+            if not leads:
+                return DataProto()  # only the first rank of an engine returns its rows
+            if not self.groups.is_idle:
+                raise RuntimeError(
+                    "groups are running, and generate_sequences would take their completions: end them first"
+                )
+            groups = GroupRun(self.answer_runner())
+            groups.begin(list(plans), meta["sampling"])
+            results = groups.run(keys)
+        order = {report.key: row for row, report in enumerate(results.reports)}
+        assert results.rows is not None
+        result = results.rows.select_idxs([order[key] for key in keys])
+        result.meta_info["metrics"] = results.metrics
+        return result
+
+    def enter_rollout(self) -> None:
+        """Moves the rollout engine onto the device; reloads its weights if they were freed."""
+        self.phases.enter(self.rollout)
+        if not self.rollout.has_weights:  # another model used the device since the last update, such as a critic
+            self.update_weights(self.version)
+
+    @register(dispatch_mode=COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Computes old_log_probs (n, R) of the responses under the current weights, and on request entropys and
+        sum_pi_squared (n, R), and teacher_ids (n, R, K), the K most probable tokens.
+
+        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared,
+        calculate_topk (K, or 0).
+        """
+        self.phases.enter(self.engine)
+        options = ("temperature", "calculate_entropy", "calculate_sum_pi_squared", "calculate_topk")
+        outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in options})
+        outputs.pop("topk_log_probs", None)
+        columns = {"log_probs": "old_log_probs", "topk_ids": "teacher_ids"}
+        return DataProto.from_dict(tensors={columns.get(name, name): value for name, value in outputs.items()})
+
+    @register(dispatch_mode=COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Computes ref_log_prob (n, R) of a planned batch as `ReferenceWorker` does, with the policy's adapter
+        disabled."""
+        self.phases.enter(self.engine)
+        with self.engine.adapter_off():
+            return ref_log_prob(self.engine, data)
+
+    @register(dispatch_mode=COMPUTE_PROTO)
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
+        """Computes the columns of `teacher_log_probs` with the policy's current weights as the teacher."""
+        self.phases.enter(self.engine)
+        return teacher_log_probs(self.engine, data)
+
+    @register(dispatch_mode=COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Trains on a planned batch, one optimizer step per mini-batch. Returns metrics in meta_info."""
+        self.phases.enter(self.engine)
+        actor = self.config.actor
+        metrics = self.engine.train(
+            data,
+            self._loss,
+            temperature=data.meta_info["temperature"],
+            calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
+            calculate_router_aux_loss=actor.router_aux_loss_coef > 0,
+            count_router_replay=self.config.rollout.router_replay,
+        )
+        result = _with_prefix(metrics)
+        result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
+        return DataProto(meta_info={"metrics": result})
+
+    def loss_func(
+        self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Computes the policy's loss as ROLL's actor does, with token or segment ratios.
+
+        A subclass may override this method and then trains with its own loss. In that case data is a micro-batch with
+        columns (b, R), output_tensor has the outputs by name, and the losses of all micro-batches are added. Therefore
+        the loss must be divided by the counts of the mini-batch in data.meta_info (num_tokens, num_sequences, or
+        ROLL's counts); the first update raises UserError if it is not. Its metrics may have ROLL's suffixes (see
+        `verl_lite.metrics.declared`).
+
+        Args:
+            data: a batch with ROLL's columns or ours; see `workers.roll_loss.loss_of_batch`.
+            output_tensor: logits (b, S, V), or the policy's outputs (b, R) by name.
+
+        Returns:
+            The loss and actor/* metrics under ROLL's names without the suffixes @sum, @max and @min, which its
+            trackers remove.
+        """
+        loss, metrics = loss_of_batch(data, output_tensor, self.config)
+        return loss, values(_with_prefix(metrics))
+
+    def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Computes the loss and the metrics of a planned micro-batch; both combine to those of a whole step."""
+        if type(self).loss_func is not ActorWorker.loss_func:
+            loss_func = partial(user_loss, self.loss_func)
+            if not self._is_additive:
+                self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
+            loss, metrics = loss_func(data, outputs)
+        else:
+            config = self.config
+            more = config.algorithm.rollout_correction, config.distillation.active_loss
+            loss, metrics = actor_loss(data, outputs, config.actor, *more)
+        return loss, _with_prefix(metrics)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> dict[str, Metric]:
+        """Copies the trained weights to the rollout engine. Returns seconds and megabytes as metrics.
+
+        version: number of the weights, which later samples carry. Raises RuntimeError if groups are running and the
+        run is not allowed to change the weights under them.
+        """
+        if not (self.groups.is_idle or self.config.spans_updates):
+            raise RuntimeError(
+                "groups are running, and new weights would change the policy within them: wait for them with "
+                "RolloutScheduler.finish() first"
+            )
+        self.version = version
+        self.engine.move_out_optimizer()
+        self.phases.enter(self.rollout)
+        self.engine.move_in()
+        bucket_mb = self.config.rollout.bucket_megabytes(self.device.type == "cpu")
+        metrics = sync_weights(self.engine, self.rollout, version, bucket_mb, self._kept_base)
+        self.engine.move_out()
+        return metrics
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_channel(self) -> tuple[str, int]:
+        """Opens the store of a new channel to engines in separate pools. Returns its address."""
+        host = "127.0.0.1" if self.slot.store is None else self.slot.store[0]
+        self._channel_store = host_store(host)
+        return host, self._channel_store.port
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, end: ChannelEnd) -> dict[str, Metric] | TransferError:
+        """Sends the trained weights to the engines of the channel, from the first rank. If only an adapter is trained,
+        the base model is sent through each channel once.
+
+        Returns seconds and megabytes as metrics, or the error if an engine did not receive the weights.
+        """
+        self.phases.enter(self.engine)
+        started, sent = time.perf_counter(), 0
+        bucket_bytes = self.config.rollout.bucket_megabytes(self.device.type == "cpu") << 20
+        is_new, self._channel_address = end.address != self._channel_address, end.address
+        if sends_adapter(self.config):
+            weights = self.engine.unmerged_params(is_new, bucket_bytes)
+        else:
+            weights = self.engine.full_params(bucket_bytes)
+        failure = None
+        if self.rank == 0:
+            try:
+                if is_new or self._channel is None:
+                    self._channel = end.connect(self.device, self._channel_store)
+                sent = self._channel.send(weights, bucket_bytes)
+            except TransferError as error:
+                failure = error
+        for _ in weights:  # gathering is collective: the ranks do it together, also after a failure
+            pass
+        return failure or _sync_metrics(started, sent)
+
+
+ActorRolloutWorker = ActorWorker
+"""Deprecated alias of `ActorWorker`."""
+
+
+def sync_weights(
+    source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int, kept: KeptBase | None = None
+) -> dict[str, Metric]:
+    """Copies all parameters into the rollout engine and resets its cache. Collective.
+
+    bucket_mb: size of the full tensors that exist at one time, in MiB. kept: keeps the base model, of which only the
+    adapter is then gathered; None = gathers all parameters. Returns seconds and megabytes as metrics.
+    """
+    started, sent = time.perf_counter(), 0
+
+    def counted(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal sent
+        for name, tensor in weights:
+            sent += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+    if (whole := source.whole_params()) is not None:
+        rollout.load_weights(whole, version)
+        sent = whole.nbytes
+    elif kept is None:
+        rollout.load_weights(counted(source.full_params(bucket_mb << 20)), version)
+    else:
+        adapter = source.unmerged_params(not kept.tensors, bucket_mb << 20)
+        rollout.load_weights(kept.merged(counted(adapter), source.device), version)
+    rollout.reset_cache()
+    return _sync_metrics(started, sent)
+
+
+def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
+    count_moved(sent)
+    return {
+        "weight_sync/seconds": Metric.max(time.perf_counter() - started),
+        "weight_sync/megabytes": Metric.max(sent / 1e6),
+    }
+
+
+def _with_prefix(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Adds the prefix actor/ to names of metrics without a prefix."""
+    return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}

@@ -1,0 +1,234 @@
+"""The worker of a rollout engine in a separate pool, on devices without a training engine.
+
+The engine runs in a thread, because a Ray actor executes one call at a time: while the thread generates, the process
+answers the driver's calls. The thread alone uses the engine. It pulls groups from the queue, runs them in slices, and
+between two slices it executes the driver's commands, such as a weight update.
+"""
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from verl_lite.config import PPOConfig
+from verl_lite.machine.device import device_memory, dist_backend, get_device, set_deterministic
+from verl_lite.errors import TransferError
+from verl_lite.metrics import Metric
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.resource_pool import ServiceHandle
+from workers.policy.adapter import KeptBase, sends_adapter
+from workers.policy.tokenizer import load_tokenizer
+from workers.engines.base import SamplingParams
+from workers.rollout.specs import GroupPlan, GroupResults
+from workers.roles.sampling_worker import SamplingWorker
+from workers.engines.weight_transfer import ChannelEnd, WeightChannel
+
+SLICE_S = 0.1
+"""Longest time between two looks at the driver's commands and at the queue, besides the duration of an engine step."""
+_IDLE_S, _MOST_IDLE_S = 0.01, 0.1  # between two looks of an idle engine; each is twice as long as the last one
+
+Result = TypeVar("Result")
+
+
+class RolloutWorker(SamplingWorker):
+    """Runs groups with an engine that receives its weights from the trainer.
+
+    Args:
+        groups_queue: the queue from which this engine pulls groups (`workers.rollout.group_queue`).
+        engine: index of this engine, from 0.
+        num_engines: number of engines of the run.
+        rewards, env_modules, log_dir: see `SamplingWorker`.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        rewards: ServiceHandle | None,
+        groups_queue: ServiceHandle,
+        engine: int,
+        num_engines: int,
+        env_modules: Sequence[str] = (),
+        log_dir: str | None = None,
+    ) -> None:
+        self.config, self.engine_index, self.num_engines = config, engine, num_engines
+        self.rewards, self.env_modules, self.log_dir = rewards, tuple(env_modules), log_dir
+        self._groups_queue = groups_queue
+        self._channel: WeightChannel | None = None
+        self._address: tuple[str, int] | None = None
+        self._base = KeptBase(config.model) if sends_adapter(config) else None
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._pulled: list[tuple[GroupPlan, SamplingParams]] = []
+        self._completed = threading.Event()
+        self._is_closed = False
+        self._pulled_at = self._reported_at = 0.0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engine and starts its thread."""
+        trainer, model = self.config.trainer, self.config.model
+        set_deterministic(trainer.deterministic)
+        self.device = get_device(trainer.device)
+        self.tokenizer = load_tokenizer(model, self.config.data.chat_template)
+        if self.world_size > 1:
+            self.init_process_group(dist_backend(self.device))
+        self.build_rollout()
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------ the driver's commands
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_groups(self, seconds: float, with_metrics: bool = False) -> GroupResults | None:
+        """Waits until a group is complete, at most for this time. Returns the complete groups on the first rank of the
+        engine, None on the others."""
+        if not self.runner.leads:
+            return None
+        self._completed.wait(seconds)
+        return self._run(lambda: self._take(with_metrics), together=False)
+
+    def _take(self, with_metrics: bool) -> GroupResults:
+        self._completed.clear()
+        results = self.groups.take(with_metrics)
+        if with_metrics:
+            now, active = time.perf_counter(), results.metrics["rollout/slowest_rank_seconds"].value
+            share = min(1.0, active / (now - self._reported_at))
+            results.metrics[f"rollout/active_frac/engine_{self.engine_index}"] = Metric.last(share)
+            memory = device_memory(self.device)
+            results.metrics.update({f"rollout/perf/{name}": Metric.max(value) for name, value in memory.items()})
+            self._reported_at = now
+        return results
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot_groups(self) -> list[GroupPlan]:
+        """Returns plans that continue the running groups; see `GroupRun.snapshot`."""
+        return self._run(self.groups.snapshot, together=False) if self.runner.leads else []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def abort_groups(self, keys: Sequence[str]) -> int:
+        """Ends groups without rows; see `GroupRun.abort`. Returns 0 except on the first rank of the engine."""
+
+        def abort() -> int:
+            with self.runner.lead() as leads:
+                return self.groups.abort(keys) if leads else 0
+
+        return self._run(abort)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, end: ChannelEnd) -> TransferError | None:
+        """Receives the weights of `ActorWorker.send_weights`. Returns the error if they did not arrive; the engine then
+        generates nothing until the next update.
+
+        Raises RuntimeError if groups are running and the run is not allowed to change the weights under them.
+        """
+        return self._run(lambda: self._receive(version, end))
+
+    def _receive(self, version: int, end: ChannelEnd) -> TransferError | None:
+        if not (self.groups.is_idle or self.config.spans_updates):
+            raise RuntimeError("groups are running, and new weights would change the policy within them")
+        try:
+            if self._address != end.address:
+                self._channel = replace(end, rank=end.rank + self.rank).connect(self.device)
+                self._address = end.address
+            assert self._channel is not None
+            self._channel.receive(lambda weights: self.rollout.load_weights(self._whole(weights), version))
+            self.rollout.reset_cache()
+        except TransferError as error:
+            self._channel = self._address = None
+            return error
+        return None
+
+    def _whole(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return weights if self._base is None else self._base.merged(weights, self.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Ends the thread, closes the rollout engine and releases its resources."""
+        self._run(self._end)
+        self._thread.join()
+        super().close()
+
+    def _end(self) -> None:
+        self._is_closed = True
+
+    # --------------------------------------------------------------------------------------------- the engine's thread
+
+    def _run(self, function: Callable[[], Result], together: bool = True) -> Result:
+        """Executes a function in the engine's thread, and returns its result. together: True if all ranks of the engine
+        were called with it, which then execute it at the same time."""
+        future = Future[Result]()
+        self._commands.put(_Command(function, future, together))
+        return future.result()
+
+    def _serve(self) -> None:
+        try:
+            self._reported_at = time.perf_counter()
+            while not self._is_closed:
+                self._serve_once()
+        except Exception as error:
+            self._completed.set()
+            while True:  # whoever calls receives the cause
+                self._commands.get().future.set_exception(error)
+
+    def _serve_once(self) -> None:
+        """Executes the next command, or runs the groups for a slice of time."""
+        found = self._next() if self.runner.leads else None
+        if found is not None and not found.together:
+            found.execute()
+        elif self.runner.agree(found is not None):
+            (found or self._commands.get()).execute()
+        else:
+            with self.runner.lead() as leads:
+                if leads:
+                    self._run_slice()
+
+    def _next(self) -> "_Command | None":
+        """Returns the driver's next command, or None if there are groups to run. Waits for one of them."""
+        idle_s = 0.0
+        while True:
+            with suppress(queue.Empty):
+                if not self.rollout.has_weights:
+                    return self._commands.get()
+                return self._commands.get(block=idle_s > 0, timeout=idle_s)
+            self._pull()
+            if self._pulled or not self.groups.is_idle:
+                return None
+            idle_s = min(max(2 * idle_s, _IDLE_S), _MOST_IDLE_S)
+
+    def _pull(self) -> None:
+        """Takes groups from the queue as far as the engine has room for their samples."""
+        room, now = self.config.rollout.max_num_seqs - self.groups.num_samples, time.perf_counter()
+        if room > 0 and now - self._pulled_at >= _IDLE_S:
+            self._pulled_at = now
+            self._pulled += map(pickle.loads, self._groups_queue.call("take", self.engine_index, room))
+
+    def _run_slice(self) -> None:
+        pulled, self._pulled = self._pulled, []
+        for _, entries in groupby(pulled, key=itemgetter(1)):
+            plans, sampling = zip(*entries, strict=True)
+            self.groups.begin(plans, sampling[0])
+        self.groups.run_for(SLICE_S)
+        if self.groups.has_complete:
+            self._completed.set()
+
+
+class _Command(NamedTuple):
+    """A function for the engine's thread, and the future of its result; see `RolloutWorker._run`."""
+
+    function: Callable[[], Any]
+    future: "Future[Any]"
+    together: bool
+
+    def execute(self) -> None:
+        try:
+            self.future.set_result(self.function())
+        except Exception as error:
+            self.future.set_exception(error)

@@ -1,0 +1,193 @@
+"""Base class of the workers that have a rollout engine: construction of the engine and of the runner of its samples.
+
+The runner depends on the kind of samples of the run (`workers.rollout.specs`): answers, episodes in environments, or
+episodes of a program. Environments and programs run in child processes of the first rank of each engine.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_lite.config import PPOConfig
+from verl_lite.machine.device import compute_dtype
+from verl_lite.envs import env_templates
+from verl_lite.protocol import DataProto
+from verl_lite.rewards import RewardItem
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.resource_pool import ServiceHandle
+from verl_lite.single_controller.worker import Worker
+from workers.agents.endpoint.callers import Callers
+from workers.agents.program_host import episodes_per_process, is_command, program_pool
+from workers.agents.endpoint.trace import Trace
+from workers.agents.env_pool import EnvPool
+from workers.policy.loading import rollout_overrides
+from workers.policy.tokenizer import stop_token_ids
+from workers.pool.process_pool import ProcessPool
+from workers.rollout.answers import AnswerRunner
+from workers.engines.base import RolloutEngine, SamplingParams, build_rollout_engine
+from workers.agents.conversation import ChatJoins
+from workers.agents.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.rollout.group_run import GroupRun, SampleRunner
+from workers.rollout.runner import Runner, group_of_engine
+from workers.agents.trajectories import trajectory_rows
+
+
+class SamplingWorker(Worker):
+    """A worker with a rollout engine. The subclass sets all attributes except those that `build_rollout` sets.
+
+    Attributes:
+        rewards: Handle of the reward pool, to which finished samples are sent while others are still being generated;
+            None if no reward function is called.
+        engine_index: Number that distinguishes this worker from the others with an engine.
+        num_engines: Number of engines of the run.
+        env_modules: Modules that the environments' processes import because they register environments
+            (`verl_lite.envs.env_modules()`).
+        log_dir: Folder for the logs of environments and programs; None discards them.
+    """
+
+    config: PPOConfig
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    rewards: ServiceHandle | None
+    engine_index: int
+    num_engines: int
+    env_modules: tuple[str, ...]
+    log_dir: str | None
+    rollout: RolloutEngine
+
+    def build_rollout(self) -> None:
+        """Builds the engine with the remaining memory of the device, and sets rollout, runner and groups. Collective
+        among the ranks of an engine."""
+        config, model = self.config, self.config.model
+        assert model.path is not None
+        self.max_model_len = config.rollout.max_model_len or config.longest_sample
+        self.rollout = build_rollout_engine(
+            config.rollout.name,
+            model.path,
+            config.rollout,
+            max_model_len=self.max_model_len,
+            device=self.device,
+            dtype=compute_dtype(config.rollout.dtype, self.device),
+            seed=config.trainer.seed,
+            override_config=rollout_overrides(model),
+            trust_remote_code=model.trust_remote_code,
+        )
+        interrupts = config.spans_updates or config.rollout.oversample > 1
+        tensor_parallel = config.rollout.tensor_model_parallel_size
+        self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel), interrupts)
+        self.groups = GroupRun(self.sample_runner())
+
+    def sample_runner(self) -> SampleRunner:
+        """Returns the runner of the run's kind of samples. Starts the processes of environments or programs."""
+        # ranks that repeat the calls of their engine's first rank run no samples of their own
+        if not (self.config.is_agentic and self.runner.leads):
+            return self.answer_runner()
+        return self._program_runner() if self.config.agentic.has_program else self._episode_runner()
+
+    def answer_runner(self) -> AnswerRunner:
+        """Returns a runner of answers, whose rewards the pool computes meanwhile."""
+        return AnswerRunner(
+            self.runner,
+            response_length=self.config.data.max_response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
+            on_finished=self._send_rewards,
+        )
+
+    def _send_rewards(self, finished: list[tuple[RewardItem, list[int]]]) -> None:
+        """Sends finished answers to the reward pool."""
+        if self.rewards:
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            self.rewards.send("submit", [replace(item, solution_str=str(decode(ids))) for item, ids in finished])
+
+    def _episode_runner(self) -> EpisodeRunner:
+        """Starts the processes of the environments and returns the runner of their episodes."""
+        agentic = self.config.agentic
+        templates = env_templates(agentic.custom_envs)
+        pool = EnvPool(agentic.env_pool, templates, modules=self.env_modules, log_dir=self._log_folder("environments"))
+        pool.start()
+
+        managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
+        most_episodes = []
+        for manager in managers.values():
+            if manager.tags:
+                groups_per_engine = -(-manager.num_env_groups // self.num_engines)
+                most_episodes.append(groups_per_engine * (manager.group_size + manager.group_size_redundancy))
+
+        return EpisodeRunner(
+            self.runner,
+            pool,
+            self.tokenizer,
+            templates,
+            self._token_limits,
+            seed=self.config.trainer.seed,
+            stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
+            chat_template_kwargs=self.config.data.apply_chat_template_kwargs,
+            format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
+            max_live=max(most_episodes),
+            rows=self._rows_of_episodes,
+        )
+
+    def _program_runner(self) -> SampleRunner:
+        """Starts the endpoint and the processes of the programs, and returns the runner of their episodes."""
+        from workers.agents.endpoint.server import Endpoint  # imports aiohttp, which takes a second; other runs skip it
+        from workers.agents.programs import ProgramRunner
+
+        config, agentic, rollout = self.config, self.config.agentic, self.config.rollout
+        tokenizer = copy.deepcopy(self.tokenizer)  # the server's thread uses it
+        template_kwargs = config.data.apply_chat_template_kwargs
+        joins = ChatJoins(tokenizer, template_kwargs, most_tokens=self._token_limits.max_model_len)
+        stop_ids = sorted({*stop_token_ids(config.model, self.tokenizer), *joins.ends_of_turn})
+
+        spec = program_pool(agentic, self._log_folder("programs"), on_repeat=lambda number: runner.repeat(number))
+        programs = ProcessPool(spec)
+        port = agentic.endpoint.port and agentic.endpoint.port + self.engine_index  # 0 is any free port
+        training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+        endpoint = Endpoint(agentic.endpoint, port, Path(str(config.model.path)).name, programs.wake, training)
+        if agentic.program is not None and is_command(agentic.program):
+            endpoint.callers = Callers(lambda: programs.pids)
+
+        runner = ProgramRunner(
+            self.runner,
+            endpoint,
+            programs,
+            new_trace=lambda: Trace(joins, tokenizer, self._token_limits, stop_ids),
+            stop_token_ids=stop_ids,
+            rewards=self.rewards,
+            engine=self.engine_index,
+            seed=config.trainer.seed,
+            max_live=agentic.env_pool.num_workers * episodes_per_process(agentic),
+            rows=self._rows_of_episodes,
+        )
+        return runner
+
+    @property
+    def _token_limits(self) -> TokenLimits:
+        data = self.config.data
+        return TokenLimits(data.max_prompt_length, data.max_response_length, self.max_model_len)
+
+    def _log_folder(self, name: str) -> str | None:
+        """Returns the folder of the logs of this engine's environments or programs."""
+        return None if self.log_dir is None else str(Path(self.log_dir) / f"{name}-{self.engine_index}")
+
+    def _rows_of_episodes(self, trajectories: Sequence[Trajectory]) -> DataProto:
+        data = self.config.data
+        return trajectory_rows(
+            trajectories,
+            pad_token_id=self.tokenizer.pad_token_id,
+            prompt_length=data.max_prompt_length,
+            response_length=data.max_response_length,
+            extra_outputs=self.rollout.extra_outputs,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Ends environments or programs, closes the rollout engine and releases its resources."""
+        self.groups.close()
+        self.rollout.close()
