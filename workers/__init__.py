@@ -1,1 +1,8 @@
-"""Code that runs in worker processes: training engines, rollout engines, reward and environment pools, and workers."""
+"""Code that runs in worker processes: one process per device, which holds the engines of all roles.
+
+Read `roles/actor_rollout.py` first, the policy's worker. `losses.py` has the losses of a micro-batch, `engine/`
+trains, `policy/` has the networks, `engines/` sample tokens, `rollout/` and `agents/` turn tokens into answers and
+episodes, `pool/` runs code of others in supervised processes, and `diffusion/` has the workers of diffusion models.
+
+This folder imports `verl_lite`, never `trainer`.
+"""

@@ -1,1 +1,7 @@
-"""Driver of agentic runs, in which agents act in environments."""
+"""The trainer of agents that act in environments, with the advantages and metrics of episodes.
+
+Read `agent_trainer.py` first: the stages in which it differs from `RayPPOTrainer`. `episode_log.py` writes episodes
+for people. ROLL's names and formulas are defined in the files named after them. The guide is trainer/AGENTIC.md.
+
+Imports `trainer/ray_trainer.py`, `rollout/` and `ppo/`. The episodes themselves run in `workers/agents/`.
+"""

@@ -1,1 +1,4 @@
-"""The wire format of `protocol.DataProto`."""
+"""The wire format of `protocol.DataProto`: how a batch becomes bytes between processes, and a batch again.
+
+Read `wire.py`. Imports only torch and numpy, so that worker processes can load it before anything else.
+"""

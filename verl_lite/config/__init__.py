@@ -1,4 +1,12 @@
-"""The options of all commands, with defaults, ranges and help, and the loader that reads them from a command line."""
+"""The options of all commands, with defaults, ranges and help, and the loader that reads them from a command line.
+
+Read `fields.py` first: how an option is declared. The sections of the configuration are dataclasses in the files of
+their names. `loader.py` reads the command line, files and recipes, `spellings.py` translates keys of verl and ROLL,
+`checks.py` checks a whole configuration, and `conflicts/` and `idle_options/` are the tables of options that exclude
+each other or have no effect.
+
+Imports the registries of losses, rewards and environments, so that a wrong name is refused on the command line.
+"""
 
 from verl_lite.config.agentic import (
     AgenticConfig,

@@ -1,8 +1,11 @@
 """Reward functions, which compute a score from a response.
 
-`default_compute_score` selects a function by the row's `data_source`; `@register_reward("my/source", "my/family-*")`
-registers a function; `load_scorer` builds the reward of a run from its configuration. This package does not import
-torch, so reward processes start in a fraction of a second. README.md in this folder shows how to write a reward.
+Read `registry.py` first: `default_compute_score` selects a function by the row's `data_source`, and
+`@register_reward("my/source", "my/family-*")` registers one. `scoring.py` builds the reward of a run from its
+configuration (`load_scorer`). `rules.py`, `code.py` and `judge.py` have the built-in rewards. README.md in this
+folder shows how to write a reward.
+
+This package does not import torch, so reward processes start in a fraction of a second.
 """
 
 from verl_lite.rewards import code, judge, rules  # importing these modules registers their rewards

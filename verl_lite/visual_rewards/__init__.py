@@ -1,7 +1,8 @@
 """Differentiable rewards for generated clips.
 
-`base` defines the interface of a reward, `identity` scores the similarity of faces, and `arcface` loads real face
-models. The guide is trainer/DIFFUSION.md.
+Read `base.py` first: the interface of a reward and its registry. `identity.py` scores the similarity of faces, and
+`arcface.py` loads real face models. The guide is trainer/DIFFUSION.md. Imports torch and the options of these
+rewards.
 """
 
 from verl_lite.visual_rewards.base import (

@@ -1,1 +1,5 @@
-"""Runs reward functions in supervised processes."""
+"""Runs reward functions in supervised processes.
+
+Read `reward_pool.py`: it scores finished samples while others are still generated, and reports failures instead of
+zeros. Imports `workers/pool/`.
+"""
