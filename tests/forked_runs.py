@@ -27,8 +27,8 @@ from trainer.checkpoint.files import MARKER
 from trainer.observe.tracking import read_metrics
 
 PRELOADED = [
-    "torch", "transformers", "trainer.launch.run", "workers.engines.hf_engine", "torch.distributed.checkpoint", "tensordict",
-    "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "torch", "transformers", "trainer.launch.run", "workers.engines.hf_engine", "torch.distributed.checkpoint",
+    "tensordict", "matplotlib.backends.backend_agg", "matplotlib.figure",
 ]  # fmt: skip
 PATIENCE_S = 300
 VOLATILE = (

@@ -146,7 +146,7 @@ class TrainResult:
         """A Hugging Face folder of the newest checkpoint, which is written at the first access. Raises UserError if the
         run has no checkpoint."""
         from trainer.checkpoint.files import whole_steps
-        from workers.engine.checkpoint import export
+        from workers.policy.export import export
 
         checkpoint = next(whole_steps(self.run_dir, print), None)
         if checkpoint is None:
@@ -248,8 +248,8 @@ def train(
     given = _flat(options or {}) | _flat(keywords)
     try:
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
-            from trainer.launch.build import run_ppo
             from trainer.callbacks import require_callbacks
+            from trainer.launch.build import run_ppo
 
             named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
             callback_objects = [callback for callback in callbacks if not isinstance(callback, str)]

@@ -28,8 +28,8 @@ from trainer.cli import NOTHING_LEFT
 from trainer.validation.sample import Sample
 from verl_lite.config import EarlyStoppingConfig, RunConfig
 from verl_lite.errors import FinishedRunError, UserError
-from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require_call
 from verl_lite.machine.safe_state import require_safe
+from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require_call
 
 KEY = "trainer.callbacks"
 HOOKS = ("on_run_begin", "on_step_end", "on_validation_end", "on_checkpoint", "on_run_end")

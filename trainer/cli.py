@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from verl_lite.machine.launcher import refuse_launcher
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
+from verl_lite.machine.launcher import refuse_launcher
 
 NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps
 WRONG_INPUT = 2

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     from trainer.checkpoint.files import STATE, damage_of, whole_steps
     from verl_lite.errors import UserError
-    from workers.engine.checkpoint import export, export_adapter
+    from workers.policy.export import export, export_adapter
 
     run = options.run.expanduser().absolute()
     if not run.exists():

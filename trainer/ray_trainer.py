@@ -10,34 +10,34 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.ppo import step_metrics
-from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.checkpoint.files import saved_steps
 from trainer.data.prompts import PromptDataset
-from trainer.rollout.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
-from trainer.observe.final_report import FitResult
-from trainer.rollout.group_sources import ANSWERS, prompt_groups
-from trainer.ppo.requirements import needs_old_log_prob
-from trainer.rewards.groups import group_shares
-from trainer.rewards.scores import RewardStage, mask_failed, punish_overlong, take_greedy_baselines
-from trainer.ppo.roles import ActorRole, CriticRole, Metrics, ReferenceRole
-from trainer.rollout.scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
 from trainer.loop.saving import Saver
-from trainer.loop.steps import TrainingSteps
+from trainer.loop.training_loop import TrainingLoop
+from trainer.observe.final_report import FitResult
+from trainer.observe.tracking import Tracking
+from trainer.ppo import step_metrics
+from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages, reward_postprocess
+from trainer.ppo.requirements import needs_old_log_prob
+from trainer.ppo.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.ppo.teacher_server import TeacherStopped
 from trainer.ppo.teachers import Teachers
-from trainer.observe.tracking import Tracking
-from trainer.loop.training_loop import TrainingLoop
+from trainer.rewards.groups import group_shares
+from trainer.rewards.scores import RewardStage, mask_failed, punish_overlong, take_greedy_baselines
+from trainer.rollout.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
+from trainer.rollout.group_sources import ANSWERS, prompt_groups
+from trainer.rollout.scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
+from trainer.rollout.training_steps import TrainingSteps
+from trainer.rollout.weight_sync import WeightSync
 from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
 from trainer.validation.metrics import validation_metrics
 from trainer.validation.sample import Sample, samples_of
 from trainer.validation.sample_files import SampleFiles
 from trainer.validation.stored_answers import AnswerStore
-from trainer.rollout.weight_sync import WeightSync
+from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values
-from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.protocol import DataProto
 from verl_lite.rollout_correction import correct_rollout, keep_rewards, rollout_probs_diff
 from workers.engines.base import SamplingParams

@@ -8,11 +8,11 @@ from typing import Any
 
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, draw_before_and_after, fingerprint
-from trainer.observe.picture import REWARD, draw_curve
-from trainer.recipe import recipe_modules
 from trainer.launch.run import Report
 from trainer.loop.saving import Saver
+from trainer.observe.picture import REWARD, draw_curve
 from trainer.observe.tracking import Tracking
+from trainer.recipe import recipe_modules
 from verl_lite.config import ConfigError, unknown_value
 from verl_lite.config.checks import LOSS_CODE, machine_problems, section_problems
 from verl_lite.config.fields import Problems

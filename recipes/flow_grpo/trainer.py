@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from trainer.ppo.advantage import compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
+from trainer.ppo.advantage import compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.ppo.requirements import micro_batching
 from trainer.ppo.roles import loss_columns
 from trainer.ppo.step_metrics import frac_reward_zero_std, summary

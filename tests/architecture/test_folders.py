@@ -18,7 +18,9 @@ MUTUAL = {
 }
 """Pairs of folders that import each other on purpose, with the reason."""
 
-FOLDERS = sorted({path.parent.relative_to(ROOT).as_posix() for path in sources() if path.parts[len(ROOT.parts)] != "recipes"})
+FOLDERS = sorted(
+    {path.parent.relative_to(ROOT).as_posix() for path in sources() if path.parts[len(ROOT.parts)] != "recipes"}
+)
 
 
 def folder_of(path: str) -> str:

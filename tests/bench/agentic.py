@@ -123,8 +123,8 @@ class Bench:
         from verl_lite.config import EnvPoolConfig
         from verl_lite.envs import EnvTemplate
         from workers.agents.env_pool import EnvPool
-        from workers.engines.base import SamplingParams
         from workers.agents.episodes import EpisodeRunner, TokenLimits
+        from workers.engines.base import SamplingParams
         from workers.rollout.runner import Runner
         from workers.rollout.specs import EpisodeSpec, GroupPlan
 

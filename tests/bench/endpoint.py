@@ -87,9 +87,9 @@ def make_runner(
     engine: Any, programs: Any, wake: Callable[[], None], max_live: int, tokenizer: Any, limits: Any
 ) -> Any:
     from verl_lite.config import EndpointConfig
+    from workers.agents.conversation import ChatJoins
     from workers.agents.endpoint.server import Endpoint
     from workers.agents.endpoint.trace import Trace
-    from workers.agents.conversation import ChatJoins
     from workers.agents.programs import ProgramRunner
     from workers.rollout.runner import Runner
 
@@ -233,8 +233,8 @@ class LiveBench:
 
         from tests.tiny_model import tiny_qwen2
         from verl_lite.config import RolloutConfig
-        from workers.engines.base import build_rollout_engine
         from workers.agents.episodes import TokenLimits
+        from workers.engines.base import build_rollout_engine
 
         torch.set_num_threads(1)
         path = tiny_qwen2(folder, vocab=512, hidden=384, layers=5, heads=12, max_positions=640, initializer_range=0.02)
@@ -263,9 +263,9 @@ class LiveBench:
         return rate
 
     def in_process(self) -> float:
+        from workers.agents.conversation import ChatJoins
         from workers.agents.endpoint.trace import Conversation, Trace
         from workers.engines.base import Request, SamplingParams
-        from workers.agents.conversation import ChatJoins
 
         joins = ChatJoins(self.tokenizer, most_tokens=640)
         traces = [Trace(joins, self.tokenizer, self.limits, [joins.end_of_turn]) for _ in range(LIVE_EPISODES)]
@@ -315,10 +315,10 @@ THOUGHTFUL = ("<think>\nlet me see\n</think>\n\nfirst \n", "<think>\nhm\n</think
 def templates() -> None:
     """Rows of an episode under chat templates in the style of the known families."""
     from tests.workers.rollout import chat_templates
-    from workers.agents.endpoint.trace import Conversation, Trace
-    from workers.engines.base import Completion
     from workers.agents.conversation import ChatJoins
+    from workers.agents.endpoint.trace import Conversation, Trace
     from workers.agents.episodes import TokenLimits
+    from workers.engines.base import Completion
 
     limits = TokenLimits(1024, 4096, 5120)
     print("\ntemplates: rows of one episode of four turns with thinking and white space around the answers")

@@ -200,6 +200,7 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
 
     prepare_driver()
     from trainer.launch.build import run_ppo
+    from trainer.observe.tracking import METRICS, read_metrics
     from trainer.planner.accelerators import ACCELERATORS, with_measured_rate
     from trainer.planner.memory import memory_plan
     from trainer.planner.memory_table import WORKER_BYTES
@@ -207,7 +208,6 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
     from trainer.planner.step_time import Lengths, step_stages
     from trainer.ray_trainer import RayPPOTrainer
     from trainer.recipe import recipe_overrides
-    from trainer.observe.tracking import METRICS, read_metrics
     from verl_lite.config import PPOConfig, load_config
 
     slots = load_config(argv, recipe_loader=recipe_overrides).config.trainer.n_gpus_per_node or 1

@@ -18,8 +18,8 @@ from tests.forked_runs import ACTOR, CRITIC, Forked, assert_same_end, difference
 from tests.guess_number import GUESS_NUMBER
 from tests.tiny_model import tiny_qwen2
 from trainer.checkpoint.crash_dump import read_dump
-from trainer.replay import main as replay
 from trainer.observe.tracking import read_metrics
+from trainer.replay import main as replay
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.e2e.faulty_parts import DYING
 from tests.tiny_run import TinyTask
-from trainer.launch.build import run_ppo
 from trainer.cli import failure_text
+from trainer.launch.build import run_ppo
 from verl_lite.config import RayInitConfig
 from verl_lite.errors import WorkerDiedError, circumstances
 

@@ -144,8 +144,8 @@ def in_child(folder: str, argv: list[str], connection: Connection) -> None:
 
 def run(argv: list[str]) -> Result:
     """What became of the command. A run ends after its first step."""
-    from trainer.launch.build import run_ppo
     from trainer.cli import INTERRUPTED, WRONG_INPUT, run_command
+    from trainer.launch.build import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.errors import UserError
 

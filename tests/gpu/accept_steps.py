@@ -33,11 +33,11 @@ from verl_lite.seqlen_balance import plan_batch
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
 from workers.engine.packed_sequences import PackedSequences
+from workers.engines.base import Request, SamplingParams, build_rollout_engine
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.token_mixing import arrangement_of
-from workers.engines.base import Request, SamplingParams, build_rollout_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30

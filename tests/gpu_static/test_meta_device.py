@@ -17,10 +17,10 @@ from verl_lite.protocol import DataProto
 from workers.engine import packed_attention
 from workers.engine.packed_attention import PACKED_ATTENTION
 from workers.engine.packing import pack
+from workers.engines.sampling import Truncation, sample
 from workers.losses import actor_loss, critic_loss
 from workers.policy import causal_lm
 from workers.policy.causal_lm import CausalLMPolicy
-from workers.engines.sampling import Truncation, sample
 
 ROWS, WIDTH = 6, 10
 META = torch.device("meta")

@@ -28,9 +28,9 @@ from trainer.planner.launched import update_flops, update_work
 from trainer.planner.model_shape import config_like, read_shape, shape_of
 from trainer.planner.networks import Networks
 from trainer.ppo.step_metrics import compute_mfu, sequence_lengths
-from verl_lite.machine import device as verl_device
 from verl_lite.config import FSDPConfig, OptimConfig, PPOConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
+from verl_lite.machine import device as verl_device
 from verl_lite.machine.device import DETERMINISTIC
 from verl_lite.protocol import DataProto
 from workers.roles import training_worker

@@ -25,8 +25,8 @@ from recipes.agentic_frozen_lake.data import (
 from recipes.agentic_sokoban.worlds import room_player
 from recipes.embedded import byte_tokenizer
 from trainer.launch.build import run_ppo
-from trainer.recipe import recipe_overrides
 from trainer.observe.tracking import read_metrics
+from trainer.recipe import recipe_overrides
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.envs import env_templates
 from verl_lite.envs.grid import GridEnv

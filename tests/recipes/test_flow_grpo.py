@@ -21,8 +21,8 @@ from recipes.flow_grpo.trainer import EVALUATION, PATH, FlowActor, FlowGRPOTrain
 from recipes.flow_grpo.world import PLACES, PROMPTS, describe, draw
 from tests.set_keys import set_keys
 from tests.workers.diffusion.sde_cases import NETWORK, TinyField, write_field
-from trainer.observe.console import Console
 from trainer.loop.steps import EpochSteps
+from trainer.observe.console import Console
 from verl_lite.config import ConfigError
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.errors import UserError

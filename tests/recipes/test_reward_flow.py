@@ -9,8 +9,8 @@ import pytest
 
 from recipes.reward_flow import recipe
 from trainer.main_reward_flow import main
-from trainer.recipe import recipe_overrides
 from trainer.observe.tracking import read_metrics
+from trainer.recipe import recipe_overrides
 from verl_lite.config import load_schema
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate

@@ -15,9 +15,9 @@ from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import recipe as reasoning_gym
 from recipes.reasoning_gym.data import WEIGHTS, source
 from recipes.reward_model import recipe as reward_model
-from trainer.recipe import load_recipe, recipe_overrides
-from trainer.ppo.requirements import needs_critic, needs_greedy_baseline, needs_reference
 from trainer.checkpoint.resume import flat_config
+from trainer.ppo.requirements import needs_critic, needs_greedy_baseline, needs_reference
+from trainer.recipe import load_recipe, recipe_overrides
 from trainer.sweeps.study_spec import combinations, read_options
 from trainer.sweeps.sweep_checks import load
 from verl_lite.config import PPOConfig, load_config

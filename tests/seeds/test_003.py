@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.ppo.advantage import estimate_advantages
 from trainer.agentic.roll import compute_advantage, compute_token_reward, reward_postprocess
+from trainer.ppo.advantage import estimate_advantages
 from verl_lite.config import AlgorithmConfig
 from verl_lite.core_algos import AdaptiveKLController, RunningMoments
 from verl_lite.protocol import DataProto

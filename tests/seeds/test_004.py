@@ -25,8 +25,8 @@ from trainer.agentic.episode_metrics import compute_data_metrics
 from trainer.agentic.roll import AgenticPipeline, BasePipeline, get_score_normalize_fn
 from trainer.launch.build import run_ppo
 from trainer.observe.final_report import FitResult
-from trainer.recipe import load_recipe
 from trainer.observe.tracking import read_metrics
+from trainer.recipe import load_recipe
 from verl_lite.config import RewardNormalizationConfig
 from verl_lite.envs.frozen_lake import FrozenLake
 from verl_lite.metrics import reduce_metrics

@@ -18,21 +18,21 @@ from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import good_row, write_rows
 from trainer.data.prompts import PromptDataset
 from trainer.observe.final_report import FitResult
+from trainer.ppo.roles import ActorRole
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import reward_failure_log
 from trainer.rewards.scores import RewardManager
-from trainer.ppo.roles import ActorRole
 from trainer.validation.sample import Sample
 from verl_lite.config import PPOConfig
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import LocalService
-from workers.roles.actor_rollout import ActorWorker
 from workers.engine.phase import PhaseManager
+from workers.engines.base import build_rollout_engine
 from workers.policy.tokenizer import load_tokenizer
 from workers.rewards.reward_pool import RewardPool
-from workers.engines.base import build_rollout_engine
+from workers.roles.actor_rollout import ActorWorker
 from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 

@@ -21,7 +21,8 @@ SAMPLE = Sample(
 
 
 def request(parent: int | None, row: int | None, text: str, added: str = "", **more: Any) -> dict[str, Any]:
-    """A request as workers/agents/endpoint/trace.py records it; added: the content of the user message that it added."""
+    """A request as workers/agents/endpoint/trace.py records it; added: the content of the user message that it
+    added."""
     messages = [{"role": "user", "content": added}] if added else []
     tokens = {"prompt_tokens": 1200, "tokens": 34, "versions": [3, 4], "finish_reason": "stop", "tool_calls": []}
     return {"parent": parent, "row": row, **tokens, "messages": messages, "text": text, "discarded": None, **more}

@@ -16,7 +16,6 @@ from tests.tiny_run import write_rows
 from tests.trainer.test_fit import QUIET, Parts, make
 from tests.trainer.tiny_run import options_of, write_files
 from trainer import callbacks, main_sft
-from trainer.launch.build import run_ppo
 from trainer.callbacks import (
     Callback,
     Callbacks,
@@ -27,9 +26,10 @@ from trainer.callbacks import (
     require_callbacks,
 )
 from trainer.checkpoint.files import saved_steps
+from trainer.launch.build import run_ppo
 from trainer.observe.final_report import read_early_end
-from trainer.ray_trainer import RayPPOTrainer
 from trainer.observe.tracking import read_metrics
+from trainer.ray_trainer import RayPPOTrainer
 from verl_lite.config import RunConfig
 from verl_lite.errors import FinishedRunError, UserError
 

@@ -17,12 +17,12 @@ import torch
 
 from tests.set_keys import set_keys
 from trainer.checkpoint.files import DiskFull
-from trainer.rollout.group_sources import PromptSource
+from trainer.loop.saving import Saver
+from trainer.loop.steps import StepCounter
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import reward_failure_log
 from trainer.rewards.scores import RewardManager
-from trainer.loop.saving import Saver
-from trainer.loop.steps import StepCounter
+from trainer.rollout.group_sources import PromptSource
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto, as_column

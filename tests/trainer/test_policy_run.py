@@ -17,12 +17,12 @@ from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from trainer import main_sft
+from trainer.export import main as export
 from trainer.launch.build import run_ppo, sampling_notes, worker_classes
 from trainer.launch.engine_checks import check_experts
-from trainer.export import main as export
+from trainer.observe.tracking import read_metrics
 from trainer.planner.batch import launch_table
 from trainer.planner.networks import checkpoint_bytes
-from trainer.observe.tracking import read_metrics
 from verl_lite.config import ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from verl_lite.errors import UserError
 

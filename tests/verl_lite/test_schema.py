@@ -25,7 +25,11 @@ def test_each_column_has_one_entry_and_a_writer() -> None:
     ("tensors", "wanted", "said"),
     [
         ({}, ["responses", "input_ids", "uid"], None),
-        ({}, ["responses", "advantages"], r"stage: column 'advantages' is missing .*trainer/ppo/advantage.py writes it"),
+        (
+            {},
+            ["responses", "advantages"],
+            r"column 'advantages' is missing .*trainer/ppo/advantage.py writes it",
+        ),
         ({"advantages": torch.zeros(2)}, ["advantages"], r"'advantages' has shape \(2,\), expected \(B, R\)"),
         (
             {"advantages": torch.zeros(2, 4)},

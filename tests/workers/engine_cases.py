@@ -17,10 +17,10 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from workers.engine.fsdp import FSDPEngine
+from workers.engine.update import LossFunction
 from workers.policy import activations
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import PolicyBuilder, token_network
-from workers.engine.update import LossFunction
 
 PROMPT, RESPONSE = 8, 10
 TEMPERATURE = 0.7

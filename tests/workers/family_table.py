@@ -6,12 +6,12 @@ import textwrap
 
 from transformers import PreTrainedModel
 
-from tests.workers.model_families import FAMILIES, FURTHER, tiny_network
 from tests.workers.engines.test_vllm_families import NOT_ON_CPU
+from tests.workers.model_families import FAMILIES, FURTHER, tiny_network
 from tests.workers.policy.test_family_roles import REFUSED
+from workers.engines.slot_cache import check_layers
 from workers.policy.classifier import KINDS
 from workers.policy.token_mixing import mixing_layers, state_layers
-from workers.engines.slot_cache import check_layers
 
 HEAD = """\
 | family | forward of training | shared prompts | hf engine | vLLM on a CPU | critic, reward model |

@@ -48,11 +48,11 @@ from workers import losses
 from workers.engine.packed_attention import PACKED_ATTENTION
 from workers.engine.packing import ModelInputs, pack, pad
 from workers.engine.sequence_parallel import SequenceGroup, sequence_group
+from workers.engine.update import train_epochs
 from workers.losses import actor_loss, critic_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, load_model_config
 from workers.policy.value_head import value_head
-from workers.engine.update import train_epochs
 
 LossResult = tuple[torch.Tensor, dict[str, Metric]]
 Outputs = dict[str, torch.Tensor]

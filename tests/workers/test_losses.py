@@ -14,8 +14,8 @@ from verl_lite.config.distillation import DistillationLossConfig
 from verl_lite.core_algos import LOSS_AGG_MODES, agg_loss
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
-from workers.roles.actor_rollout import ActorWorker
 from workers.losses import actor_loss, critic_loss, distillation_loss
+from workers.roles.actor_rollout import ActorWorker
 
 SEED_METRICS = (
     *("pg_loss", "kl_loss", "total_loss", "clipfrac", "approxkl", "policykl", "ratio_mean", "ratio_max", "ratio_min"),

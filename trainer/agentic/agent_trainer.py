@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
 from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
 from trainer.agentic.episode_log import readable, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.data.prompts import PromptDataset
-from trainer.rollout.dynamic_sampling import rows_of
 from trainer.observe.final_report import FitResult
-from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
+from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
+from trainer.rollout.dynamic_sampling import rows_of
+from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
 from trainer.rollout.scheduler import Group, GroupFilter
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
@@ -34,11 +34,11 @@ from verl_lite.envs.base import env_modules, env_templates
 from verl_lite.group_filters import make_group_filter
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from workers.agents.program_host import is_command, program_of, program_pool
+from workers.agents.conversation import ChatJoins
 from workers.agents.endpoint.request_fields import check_ignored_fields
 from workers.agents.env_pool import EnvPool
+from workers.agents.program_host import is_command, program_of, program_pool
 from workers.pool.process_pool import ProcessPool
-from workers.agents.conversation import ChatJoins
 from workers.rollout.specs import EpisodeCounts
 
 EPISODES_SHOWN = 2

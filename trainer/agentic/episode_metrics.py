@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.ppo import step_metrics
 from trainer.agentic.episode_log import column_of, rows_by_episode
+from trainer.ppo import step_metrics
 from trainer.ppo.step_metrics import summary
 from trainer.validation.metrics import name_metrics, process_validation_metrics
 from verl_lite.algos.agentic_rewards import build_state_groups
@@ -68,9 +68,9 @@ class EpisodeTable:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
-    """Returns the metrics of `trainer.ppo.step_metrics.compute_data_metrics` and the metrics of episodes: scores, turns,
-    tokens, environment metrics per tag and over all tags, and sizes of groups of equal states. trainer/METRICS.md
-    explains each of them."""
+    """Returns the metrics of `trainer.ppo.step_metrics.compute_data_metrics` and the metrics of episodes: scores,
+    turns, tokens, environment metrics per tag and over all tags, and sizes of groups of equal states.
+    trainer/METRICS.md explains each of them."""
     table = EpisodeTable.of(batch)
     metrics = step_metrics.compute_data_metrics(batch, use_critic)
     metrics |= summary("critic/score", table.scores)

@@ -17,14 +17,14 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from trainer.ppo import advantage
-from trainer.ppo.advantage import Controllers, ScalarMetrics
 from trainer.agentic import agentic_advantage
 from trainer.agentic.agent_trainer import AgentTrainer
 from trainer.observe.final_report import FitResult
-from trainer.rollout.group_sources import EnvSource
-from trainer.ray_trainer import RayPPOTrainer
+from trainer.ppo import advantage
+from trainer.ppo.advantage import Controllers, ScalarMetrics
 from trainer.ppo.roles import ActorRole, CriticRole, Metrics, ReferenceRole
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.rollout.group_sources import EnvSource
 from trainer.validation.answers import val_samplings
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, PPOConfig, RewardNormalizationConfig

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.row_formats import Chat, Message
 from verl_lite.errors import UserError
+from workers.agents.conversation import end_of_turn, writes_end_of_turn
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
-from workers.agents.conversation import end_of_turn, writes_end_of_turn
 
 _TAG = re.compile(r"<[^<>]*>")
 

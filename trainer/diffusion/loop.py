@@ -13,15 +13,15 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from trainer.diffusion.clips.writing import Strip, as_frames, draw_strips
-from trainer.observe.final_report import FitResult
-from trainer.launch.resources import join_ray, start_workers
 from trainer.checkpoint.resume import refuse_other_data
+from trainer.diffusion.clips.writing import Strip, as_frames, draw_strips
+from trainer.launch.resources import join_ray, start_workers
 from trainer.launch.run import Job
 from trainer.loop.saving import SavedByWorkers, Saver
 from trainer.loop.steps import EpochSteps
-from trainer.observe.tracking import Tracking
 from trainer.loop.training_loop import TrainingLoop
+from trainer.observe.final_report import FitResult
+from trainer.observe.tracking import Tracking
 from verl_lite.config import RunConfig, RunOptions
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_samples

@@ -1,6 +1,7 @@
 """Reward flow: trains an adapter of a video diffusion model with a differentiable reward.
 
-This is the job that `trainer.main_reward_flow` runs in `trainer.launch.run`. There is no separate rollout, no advantage and no
+This is the job that `trainer.main_reward_flow` runs in `trainer.launch.run`. There is no separate rollout, no advantage
+and no
 old policy: a step is one call of the workers, which sample clips with gradient, score them and update the adapter.
 """
 
@@ -17,17 +18,17 @@ import torch
 from trainer.diffusion.clips.dataset import VideoDataset, batch_of_step, noise_seeds
 from trainer.diffusion.clips.writing import require_encoder, write_clips
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
+from trainer.launch.run import Report
+from trainer.loop.saving import Saver
 from trainer.observe.picture import draw_curve
+from trainer.observe.tracking import Tracking
 from trainer.planner.batch import slots_text
 from trainer.planner.diffusion_memory import launch_plan
 from trainer.recipe import recipe_modules
-from trainer.launch.run import Report
-from trainer.loop.saving import Saver
-from trainer.observe.tracking import Tracking
 from verl_lite.config.diffusion import FlowRewardConfig, RewardFlowConfig
 from verl_lite.config.diffusion_checks import validate_reward_flow as validate
-from verl_lite.machine.device import device_type
 from verl_lite.errors import UserError
+from verl_lite.machine.device import device_type
 from verl_lite.metrics import Metric, join, values
 from verl_lite.protocol import DataProto
 from verl_lite.registry import foreign_modules

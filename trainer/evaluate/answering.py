@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.files import find_checkpoint, read_state
+from trainer.checkpoint.resume import flat_config, is_bound
 from trainer.data.prompts import PromptDataset
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.recipe import prepare_recipe, recipe_overrides
-from trainer.checkpoint.resume import flat_config, is_bound
 from trainer.validation.answers import ValSampling
 from trainer.validation.stored_answers import AnswerStore, claim_folder, content_of
 from verl_lite.config import PPOConfig, load_config

@@ -14,8 +14,8 @@ import pyarrow
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from trainer.observe.console import Console
 from trainer.evaluate.saved_answers import SavedAnswer, read_saved
+from trainer.observe.console import Console
 from trainer.observe.final_report import titled_table
 from trainer.recipe import load_recipe
 from trainer.validation.sample_files import as_text, reward_columns, write_table

@@ -19,14 +19,16 @@ from transformers import PreTrainedTokenizerBase
 from trainer.agentic.agent_trainer import episode_parts, program_parts, try_environments, try_program
 from trainer.callbacks import Callback
 from trainer.cli import worker_environment
-from trainer.observe.console import Console
 from trainer.data.images import image_processor
 from trainer.data.order import build_order
 from trainer.data.prompts import PromptDataset
 from trainer.launch.engine_checks import check_engine, check_experts, check_images
-from trainer.rollout.engine_pool import EnginePool, SeparateActorRole
-from trainer.rollout.group_sources import PromptSource
 from trainer.launch.model_checks import check_models, model_notes
+from trainer.launch.resources import create_groups, engine_devices, join_ray, start_workers
+from trainer.launch.run import Job, Report, ResourceRequest, run
+from trainer.loop.saving import Saver
+from trainer.observe.console import Console
+from trainer.observe.tracking import Tracking
 from trainer.planner.batch import check_context, launch_table
 from trainer.planner.fit import fewer_processes
 from trainer.planner.launched import (
@@ -39,8 +41,6 @@ from trainer.planner.launched import (
 )
 from trainer.planner.memory import memory_plan
 from trainer.planner.networks import checkpoint_bytes, read_networks
-from trainer.ray_trainer import RayPPOTrainer
-from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.ppo.requirements import (
     needs_critic,
     needs_old_log_prob,
@@ -48,42 +48,43 @@ from trainer.ppo.requirements import (
     needs_reference_model,
     needs_reward_function,
 )
-from trainer.launch.resources import DeviceHolder, create_groups, engine_devices, join_ray, start_workers
+from trainer.ppo.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
+from trainer.ppo.teachers import build_teachers, check_teachers, role_of
+from trainer.ray_trainer import RayPPOTrainer
+from trainer.recipe import recipe_overrides, trainer_of, worker_modules
 from trainer.rewards.failures import LEAST_REWARDS, reward_failure_log
 from trainer.rewards.groups import ACCURACY, SCORE
 from trainer.rewards.model_inputs import RewardInputs, reward_inputs
 from trainer.rewards.scores import OVERLONG, RewardManager
-from trainer.ppo.roles import ActorRole, CriticRole, ReferenceRole, RewardModelRole
-from trainer.launch.run import Job, Report, ResourceRequest, run
-from trainer.loop.saving import Saver
-from trainer.loop.steps import count_steps
-from trainer.ppo.teachers import build_teachers, check_teachers, role_of
-from trainer.observe.tracking import Tracking
+from trainer.rollout.engine_pool import EnginePool, SeparateActorRole
+from trainer.rollout.group_sources import PromptSource
+from trainer.rollout.training_steps import count_steps
 from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import NetworkConfig, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.config.idle_options import Situation
 from verl_lite.config.pools import num_engines
 from verl_lite.config.rollout import SAMPLED
-from verl_lite.machine.device import compute_dtype, device_type
 from verl_lite.envs import env_modules
 from verl_lite.errors import UserError
+from verl_lite.machine.device import compute_dtype, device_type
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import asks_by_source, reward_modules
 from verl_lite.single_controller import ClassWithInitArgs, ServiceHandle, start_service
 from verl_lite.single_controller.guard import preload
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.roles.actor_rollout import ActorWorker
-from workers.roles.critic import CriticWorker, critic_network
 from workers.agents.env_pool import THREADS
-from workers.roles.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
+from workers.engines.base import choose_engine, engine_names, resolve_engine_name
 from workers.policy.loading import check_sequence_parallel, load_model_config
 from workers.policy.tokenizer import load_tokenizer
 from workers.policy.vision import has_vision
 from workers.rewards.reward_pool import RewardPool
-from workers.engines.base import choose_engine, engine_names, resolve_engine_name
-from workers.rollout.group_queue import GroupQueue
+from workers.roles.actor_rollout import ActorWorker
+from workers.roles.critic import CriticWorker, critic_network
+from workers.roles.device_holder import DeviceHolder
+from workers.roles.frozen_models import ReferenceWorker, RewardModelWorker, TeacherWorker, teacher_network
 from workers.roles.rollout_worker import RolloutWorker
+from workers.rollout.group_queue import GroupQueue
 
 GIB = 1 << 30
 QUEUE_CALLS_AT_ONCE = 16

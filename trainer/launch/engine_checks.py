@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from trainer.ppo.requirements import needs_critic
 from verl_lite.config import ConfigError, PPOConfig
 from verl_lite.config.conflicts import Conflict
-from verl_lite.machine.device import device_type
 from verl_lite.errors import UserError
-from workers.roles.critic import critic_network
-from workers.policy.loading import empty_network, load_model_config
-from workers.policy.router import check_routers
+from verl_lite.machine.device import device_type
 from workers.engines.base import ROLLOUT_ENGINES, resolve_engine_name, vllm_problem
 from workers.engines.slot_cache import check_layers
 from workers.engines.vllm_engine import check_replay
+from workers.policy.loading import empty_network, load_model_config
+from workers.policy.router import check_routers
+from workers.roles.critic import critic_network
 
 OWN_ENGINES = ("hf", "vllm")
 """The engines of this project, which have everything that the rows below need."""

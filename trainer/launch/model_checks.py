@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from trainer.ppo.requirements import needs_critic, needs_reference
 from verl_lite.config import PPOConfig
-from workers.roles.critic import critic_network
-from workers.roles.frozen_models import teacher_network
 from workers.policy.adapter import base_note
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import check_network, load_model_config, output_layer_note, packing_note
 from workers.policy.sequence_score import sequence_score
 from workers.policy.value_head import value_head
+from workers.roles.critic import critic_network
+from workers.roles.frozen_models import teacher_network
 
 
 def check_models(config: PPOConfig, *, trains: bool, scores: bool) -> None:

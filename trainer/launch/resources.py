@@ -10,13 +10,11 @@ from pathlib import Path
 from trainer.cli import MOST_DEFAULT_CPU_SLOTS, worker_environment
 from verl_lite.config import PPOConfig, RolloutConfig, RunOptions
 from verl_lite.config.pools import rollout_devices
-from verl_lite.machine.device import cpu_count, device_type, visible_devices
 from verl_lite.errors import UserError
+from verl_lite.machine.device import cpu_count, device_type, visible_devices
 from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
-from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import preload
-from verl_lite.single_controller.worker import Worker
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engines.base import resolve_engine_name
 
@@ -54,21 +52,6 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
             yield
     else:
         yield
-
-
-class DeviceHolder(Worker):
-    """Worker that reserves the device which an existing Ray cluster assigned to its process. The constructor raises
-    UserError if another process uses the device. It is a separate role that starts before all others, so that no model
-    is loaded onto such a device. request: the request for one device.
-    """
-
-    def __init__(self, request: ResourceRequest) -> None:
-        self._held = ExitStack()
-        self._held.enter_context(reserve_gpus(request, print))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Does nothing, because this role has no model."""
 
 
 def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: ExitStack) -> None:

@@ -19,21 +19,21 @@ from typing import IO, Any, ClassVar, Generic, TypeVar
 import psutil
 from rich.console import RenderableType
 
-from trainer.observe import final_report
 from trainer.callbacks import Callback, Callbacks, load_callbacks
-from trainer.checkpoint.files import saved_steps, whole_checkpoint
-from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
-from trainer.observe.console import Console
 from trainer.checkpoint.crash_dump import dump_on_failure
+from trainer.checkpoint.files import saved_steps, whole_checkpoint
+from trainer.checkpoint.resume import refuse_another_run, refuse_missed_profiles
+from trainer.cli import INTERRUPTED, WRONG_INPUT, failure_text, file_mask, stopping_on_signal
+from trainer.launch.resources import reserved_devices, resolve_slots
+from trainer.loop.saving import Saver, require_room_for_checkpoints
+from trainer.loop.training_loop import TrainingLoop
+from trainer.observe import final_report
+from trainer.observe.console import Console
 from trainer.observe.final_report import FitResult
-from trainer.recipe import prepare_recipe
 from trainer.observe.findings import closing_findings, findings_table
 from trainer.observe.health import DIVERGED
-from trainer.launch.resources import reserved_devices, resolve_slots
-from trainer.checkpoint.resume import refuse_another_run, refuse_missed_profiles
-from trainer.loop.saving import Saver, require_room_for_checkpoints
 from trainer.observe.tracking import Tracking, check_trackers
-from trainer.loop.training_loop import TrainingLoop
+from trainer.recipe import prepare_recipe
 from verl_lite.config import (
     ConfigError,
     LoadedConfig,
@@ -45,8 +45,8 @@ from verl_lite.config import (
     value_of,
 )
 from verl_lite.config.idle_options import Situation, idle_options
-from verl_lite.machine.device import device_type, visible_devices
 from verl_lite.errors import ClusterLostError, NoRoomError, StalledError, UserError, WorkerDiedError
+from verl_lite.machine.device import device_type, visible_devices
 from verl_lite.machine.gpus import ResourceRequest
 from verl_lite.machine.random_state import seed_random_state
 from verl_lite.single_controller.guard import guarded

@@ -20,7 +20,8 @@ from verl_lite.single_controller.worker_group import WorkerGroup
 
 
 class SavedByWorkers:
-    """The driver's handle to a trained model: each worker of `group` writes its shards (`workers.roles.training_worker`).
+    """The driver's handle to a trained model: each worker of `group` writes its shards
+    (`workers.roles.training_worker`).
 
     A save in the background lasts until `finish_save`.
     """

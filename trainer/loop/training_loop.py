@@ -13,15 +13,15 @@ from codetiming import Timer
 
 from trainer.callbacks import Callbacks, RunState
 from trainer.checkpoint.files import saved_steps
-from trainer.observe.final_report import FitResult, write_early_end
 from trainer.checkpoint.resume import profile_folder
 from trainer.loop.saving import Saver
 from trainer.loop.steps import StepCounter
+from trainer.observe.final_report import FitResult, write_early_end
 from trainer.observe.tracking import METRICS, Tracking, logged_validations
 from trainer.validation.sample import Sample
-from verl_lite.machine import profiling
 from verl_lite.config import RunConfig
 from verl_lite.errors import during
+from verl_lite.machine import profiling
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.worker_group import WorkerGroup
 

@@ -21,8 +21,8 @@ from typing import NamedTuple, overload
 
 from trainer.observe.console import format_seconds
 from trainer.observe.final_report import ValidationMean, all_validation_means
-from trainer.observe.metric_docs import find
 from trainer.observe.health import MEMORY, findings_of
+from trainer.observe.metric_docs import find
 from trainer.observe.run_data import Answer, Group, Messages, Run, groups, run_titles, stage_seconds
 from verl_lite.json_types import JsonObject
 

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainer.ppo import requirements
 from trainer.planner.memory import rows_per_step
+from trainer.ppo import requirements
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig, RunConfig
 from verl_lite.config.pools import num_engines, rollout_devices
-from verl_lite.machine.device import is_on_cpu
 from verl_lite.errors import UserError
-from workers.policy.loading import count_parameters, count_trained, load_model_config, longest_context
+from verl_lite.machine.device import is_on_cpu
 from workers.engines.base import resolve_engine_name
+from workers.policy.loading import count_parameters, count_trained, load_model_config, longest_context
 
 
 class PlanRow(NamedTuple):

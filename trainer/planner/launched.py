@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from trainer.loop.saving import most_checkpoints
+from trainer.observe.tracking import METRICS, read_metrics
 from trainer.planner.accelerators import ACCELERATORS, Accelerator
 from trainer.planner.batch import PlanRow
 from trainer.planner.fit import decide_sharding
@@ -22,12 +24,10 @@ from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.planner.networks import FP32, checkpoint_bytes, compute_size, read_networks
 from trainer.planner.step_time import forward_flops
-from trainer.loop.saving import most_checkpoints
 from trainer.ppo.step_metrics import UpdateWork
-from trainer.observe.tracking import METRICS, read_metrics
 from verl_lite.config import PPOConfig, RunOptions, SupervisedConfig
-from verl_lite.machine.device import device_type
 from verl_lite.errors import UserError
+from verl_lite.machine.device import device_type
 from verl_lite.machine.host import available_memory
 
 Steps = Sequence[Mapping[str, float]]

@@ -1,8 +1,8 @@
 """Predicts the memory that each phase of a training step needs on one device.
 
 Inputs are the configuration, the shapes of the networks (from config.json only), the number of devices and the kind of
-device. The result is a dict of named byte counts for each phase of `workers/engine/phase.py`. On a GPU, components that are
-idle in a phase sleep or are offloaded as configured; on a CPU everything stays in memory. The formulas are in
+device. The result is a dict of named byte counts for each phase of `workers/engine/phase.py`. On a GPU, components that
+are idle in a phase sleep or are offloaded as configured; on a CPU everything stays in memory. The formulas are in
 `networks.py` (weights and moments), `pass_bytes.py` (a micro-batch) and `engine_bytes.py` (rollout engine and weight
 update). `python -m tests.bench plan_memory` compares the predictions with a run.
 """
@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trainer.ppo import requirements
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.engine_bytes import copied_matrices, engine_work, kv_bytes_per_token, sync_bytes
 from trainer.planner.memory_table import (
@@ -47,6 +46,7 @@ from trainer.planner.pass_bytes import (
     tower_parts,
     training_pass,
 )
+from trainer.ppo import requirements
 from trainer.ppo.requirements import distilled_tokens, needs_old_log_prob, needs_reference
 from verl_lite.config import DataConfig, NetworkConfig, PPOConfig
 from workers.engine.packing import is_tree_cheaper

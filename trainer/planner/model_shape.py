@@ -33,7 +33,8 @@ class ModelShape:
         uncounted: Parameters that the formulas do not cover.
         has_head: True for an output layer over the vocabulary, False for one output number.
         is_packed: Whether answers can share a prompt in a packed row (`workers.policy.token_mixing`).
-        is_lean: Whether the hf engine decodes on a CPU with joined projections (`workers.engines.lean_decoder.LeanDecoder`).
+        is_lean: Whether the hf engine decodes on a CPU with joined projections
+            (`workers.engines.lean_decoder.LeanDecoder`).
         tower: The vision tower of a vision-language model.
     """
 

@@ -10,9 +10,9 @@ from trainer.planner.accelerators import Accelerator
 from trainer.planner.model_shape import ModelShape, read_shape
 from trainer.ppo.requirements import needs_critic, needs_reference_model
 from verl_lite.config import FSDPConfig, ModelConfig, NetworkConfig, PPOConfig, SupervisedConfig
+from workers.policy.loading import count_parameters, count_trained
 from workers.roles.critic import critic_network
 from workers.roles.frozen_models import teacher_network
-from workers.policy.loading import count_parameters, count_trained
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4

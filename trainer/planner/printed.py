@@ -22,8 +22,8 @@ from trainer.planner.supervised import longest_step, read_network, supervised_pl
 from trainer.recipe import prepare_recipe, recipe_overrides
 from verl_lite.config import ConfigError, PPOConfig, RunOptions, SupervisedConfig, load_schema
 from verl_lite.config.checks import section_problems, validate
-from verl_lite.machine.device import visible_devices
 from verl_lite.errors import UserError
+from verl_lite.machine.device import visible_devices
 from workers.engines.base import choose_engine, engine_names
 
 _ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a plan

@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from trainer.loop.saving import SavedByWorkers
 from trainer.ppo.requirements import (
     distilled_tokens,
     estimator_takes,
@@ -18,9 +19,8 @@ from trainer.ppo.requirements import (
     micro_batching,
     needs_reference_model,
 )
-from trainer.rewards.model_inputs import RewardInputs
-from trainer.loop.saving import SavedByWorkers
 from trainer.ppo.step_metrics import compute_seqlen_metrics
+from trainer.rewards.model_inputs import RewardInputs
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import get_policy_loss, outcome_scores
@@ -32,9 +32,9 @@ from verl_lite.schema import SAMPLING_CANDIDATES
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.engines.base import SamplingParams
 from workers.policy.causal_lm import TEACHER_IDS, CausalLMPolicy
 from workers.policy.loading import Policy
-from workers.engines.base import SamplingParams
 from workers.rollout.specs import GroupPlan, GroupResults
 
 Metrics = dict[str, Metric]

@@ -1,9 +1,9 @@
 """The teachers of on-policy distillation on the driver: selects the teacher of each row and collects its log-probs.
 
 A teacher is a worker group with a model of its own, the policy's group, or an OpenAI-compatible server
-(`trainer.ppo.teacher_server`). All of them read the student's response; a `prompt_template` replaces the last user message
-of the prompt before it, for example by one with a hint. `check_teachers` compares vocabularies and rows with the
-teachers before any worker starts.
+(`trainer.ppo.teacher_server`). All of them read the student's response; a `prompt_template` replaces the last user
+message of the prompt before it, for example by one with a hint. `check_teachers` compares vocabularies and rows with
+the teachers before any worker starts.
 """
 
 import re
@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trainer.data.prompts import PromptDataset
 from trainer.data.tokens import Prompt, encode_prompts
 from trainer.ppo.requirements import micro_batching
-from trainer.rewards.model_inputs import check_same_vocabulary
 from trainer.ppo.roles import TeacherRole
 from trainer.ppo.teacher_server import OtherTokens, TeacherServer, run_async, server_of
+from trainer.rewards.model_inputs import check_same_vocabulary
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
@@ -28,9 +28,9 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import RemoteRewardError
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.roles.frozen_models import teacher_network
 from workers.policy.loading import load_model_config, longest_context
 from workers.policy.model_errors import user_error_on_failure
+from workers.roles.frozen_models import teacher_network
 from workers.rollout.rows import left_padded
 
 PROBED_TOKENS = 64

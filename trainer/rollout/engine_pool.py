@@ -21,9 +21,9 @@ from verl_lite.protocol import DataProto, chunk_bounds
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engines.base import SamplingParams
+from workers.engines.weight_transfer import ChannelEnd
 from workers.rollout.group_queue import QueuedGroup
 from workers.rollout.specs import AnswerSpec, GroupPlan, GroupResults
-from workers.engines.weight_transfer import ChannelEnd
 
 POLL_S = 0.1
 MOST_TRANSFER_S = 600.0

@@ -18,8 +18,8 @@ from trainer.validation.sample import plain_value
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.json_types import JsonObject
 from verl_lite.protocol import DataProto
-from workers.rollout.answers import answer_plans
 from workers.engines.base import derive_seed
+from workers.rollout.answers import answer_plans
 from workers.rollout.specs import EpisodeSpec, GroupPlan, ProgramSpec
 
 ANSWERS = "answers_per_prompt"

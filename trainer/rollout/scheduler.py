@@ -1,9 +1,9 @@
 """Decides which groups of samples run, for which training step and how far ahead, and filters the scored groups.
 
-A group is the answers to a prompt, or the episodes of an environment. A source (`trainer.rollout.group_sources`) draws groups
-in a fixed order, and the ranks sample them (`workers.rollout.group_run`). The batch of a step consists of the first N
-groups in the order of the source that pass the filter; each dropped group is replaced by the next group of the source
-at once. The result does not depend on time.
+A group is the answers to a prompt, or the episodes of an environment. A source (`trainer.rollout.group_sources`) draws
+groups in a fixed order, and the ranks sample them (`workers.rollout.group_run`). The batch of a step consists of the
+first N groups in the order of the source that pass the filter; each dropped group is replaced by the next group of the
+source at once. The result does not depend on time.
 
 With async_training.batches_ahead = A, groups of the next A steps are sampled while the trainer works. Version v denotes
 the weights after step v. The staleness of a group in step s is s - 1 minus the version with which it was started. No

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from trainer.rollout.scheduler import RolloutScheduler
 from trainer.loop.steps import StepCounter
+from trainer.rollout.scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import Metric
 

@@ -21,31 +21,31 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 
-from trainer.observe.console import Console
+from trainer.checkpoint.resume import refuse_other_data
 from trainer.data.preferences import Pair
 from trainer.data.sft_dataset import Example
+from trainer.launch.resources import join_ray, resolve_slots, start_workers
+from trainer.launch.run import Job, Report
+from trainer.loop.saving import SavedByWorkers, Saver
+from trainer.loop.steps import EpochSteps
+from trainer.loop.training_loop import TrainingLoop
+from trainer.observe.console import Console
 from trainer.observe.final_report import FitResult, validation_line
 from trainer.observe.picture import Panel, draw_curve
+from trainer.observe.tracking import Tracking
 from trainer.planner.batch import aligned
 from trainer.planner.launched import device_memory_gib, launch_device, memory_rows, supervised_measured_line
 from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.networks import checkpoint_bytes
 from trainer.planner.supervised import batches_of, read_network, supervised_plan, supervised_rows
-from trainer.recipe import recipe_modules
-from trainer.launch.resources import join_ray, resolve_slots, start_workers
-from trainer.checkpoint.resume import refuse_other_data
-from trainer.launch.run import Job, Report
-from trainer.loop.saving import SavedByWorkers, Saver
 from trainer.ppo.step_metrics import compute_seqlen_metrics
-from trainer.loop.steps import EpochSteps
-from trainer.observe.tracking import Tracking
-from trainer.loop.training_loop import TrainingLoop
+from trainer.recipe import recipe_modules
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
 from verl_lite.config.idle_options import Situation
 from verl_lite.config.supervised import EACH_EPOCH
-from verl_lite.machine.device import device_memory
 from verl_lite.errors import UserError
+from verl_lite.machine.device import device_memory
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_batch
@@ -53,10 +53,11 @@ from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded
 from verl_lite.single_controller.worker_group import WorkerGroup
-from workers.engine.checkpoint import export
 from workers.engine.network import NetworkBuilder
 from workers.engine.phase import PhaseManager
+from workers.engine.update import LossFunction
 from workers.policy.adapter import base_note
+from workers.policy.export import export
 from workers.policy.loading import (
     NetworkSpec,
     Policy,
@@ -69,7 +70,6 @@ from workers.policy.loading import (
     token_network,
 )
 from workers.roles.training_worker import COMPUTE_METRIC, TrainingWorker
-from workers.engine.update import LossFunction
 
 EXPORT = "hf"  # subfolder of the run with the trained model
 UNSAVED = ".shards"  # subfolder of the run with final weights that no checkpoint has, until they are exported

@@ -8,9 +8,9 @@ from math import log10
 from pathlib import Path
 
 from trainer.observe.page_data import COLORS, Json, chart, compact, interval, is_share
+from trainer.observe.tracking import METRICS, read_metrics
 from trainer.sweeps.study import Study, Trial
 from trainer.sweeps.study_spec import metric_by_step
-from trainer.observe.tracking import METRICS, read_metrics
 
 MAX_LEGEND = 24
 MAX_TICKS = 6

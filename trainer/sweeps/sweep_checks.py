@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 
-from trainer.observe.metric_docs import find, metrics
-from trainer.recipe import prepare_recipe, recipe_overrides
 from trainer.launch.resources import resolve_slots
-from trainer.sweeps.study_spec import MOST_LISTED, Search, StudySpec, Value, combinations
+from trainer.observe.metric_docs import find, metrics
 from trainer.observe.tracking import check_trackers
+from trainer.recipe import prepare_recipe, recipe_overrides
+from trainer.sweeps.study_spec import MOST_LISTED, Search, StudySpec, Value, combinations
 from verl_lite.config import ConfigError, PPOConfig, load_config
 from verl_lite.config.checks import validate
 from verl_lite.errors import UserError

@@ -15,8 +15,8 @@ from typing import BinaryIO
 from ray import tune
 
 from trainer.cli import NOTHING_LEFT, WRONG_INPUT
-from trainer.sweeps.study_spec import STOP, metric_by_step
 from trainer.observe.tracking import METRICS, read_metrics
+from trainer.sweeps.study_spec import STOP, metric_by_step
 from verl_lite.errors import printable
 from verl_lite.json_types import JsonObject
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus, without_processes

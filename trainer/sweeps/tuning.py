@@ -35,9 +35,9 @@ from trainer.sweeps.study_spec import STOP, Options, Value
 from trainer.sweeps.sweep_checks import planned, problem
 from trainer.sweeps.trial_process import Order, clean, train
 from verl_lite.config.run import RayInitConfig
-from verl_lite.machine.device import device_type
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
+from verl_lite.machine.device import device_type
 from verl_lite.machine.gpus import ResourceRequest, list_gpus, unavailable, visible_gpus
 from verl_lite.single_controller.guard import guarded, set_environment
 from verl_lite.single_controller.ray_cluster import current_umask, machines, ray_loss, ray_running

@@ -43,7 +43,8 @@ class Sample:
     sample: number of the answer among those to one prompt.
     timed_out: True if the reward exceeded its time limit.
     prompt: the chat messages.
-    requests: requests of an episode's program in the form of workers/agents/endpoint/trace.py; empty for all other samples.
+    requests: requests of an episode's program in the form of workers/agents/endpoint/trace.py; empty for all other
+        samples.
     images: file names of the prompt's images in the folder that `SampleFiles.write_images` fills.
     """
 

@@ -19,10 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from verl_lite.machine import profiling
 from verl_lite.batch.wire import Packed
-from verl_lite.machine.device import empty_cache
 from verl_lite.errors import add_circumstances
+from verl_lite.machine import profiling
+from verl_lite.machine.device import empty_cache
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import REGISTRATION, Dispatch, WorkerArguments, register, unpacked
 

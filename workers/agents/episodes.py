@@ -24,15 +24,15 @@ from verl_lite.json_types import JsonObject, KeywordArguments
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.scoring import SCORE, is_score
+from workers.agents.conversation import ChatJoins, Message
 from workers.agents.env_host import EnvReply
 from workers.agents.env_pool import EnvPool
+from workers.agents.turns import Turn, turn_messages
 from workers.engines.base import Completion, Request, SamplingParams, derive_seed
-from workers.agents.conversation import ChatJoins, Message
 from workers.rollout.group_run import CompleteGroup
 from workers.rollout.rows import of_response
 from workers.rollout.runner import Runner
 from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
-from workers.agents.turns import Turn, turn_messages
 
 Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
 

@@ -24,12 +24,12 @@ from verl_lite.rewards import RewardItem, RewardResult
 from verl_lite.rewards.scoring import SCORE, is_score
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.agents.endpoint.callers import Verdict
-from workers.agents.program_host import Result, Run
 from workers.agents.endpoint.server import Call, Endpoint
 from workers.agents.endpoint.trace import Node, Trace
-from workers.pool.channel import Reply
-from workers.engines.base import Request, SamplingParams, derive_seed
 from workers.agents.episodes import Trajectory, count_episodes
+from workers.agents.program_host import Result, Run
+from workers.engines.base import Request, SamplingParams, derive_seed
+from workers.pool.channel import Reply
 from workers.rollout.group_run import CompleteGroup
 from workers.rollout.runner import Runner
 from workers.rollout.specs import GroupPlan, ProgramSpec

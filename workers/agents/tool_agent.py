@@ -1,7 +1,8 @@
 """The built-in agent: answers with the tools of MCP servers (agentic.mcp_servers), through the official package `mcp`.
 
 Each episode has a connection of its own to each server. A server with a command runs with limits, in a folder of its
-own and without secrets of the trainer (`workers.agents.endpoint.limited`). Episodes share the process of a server with a url.
+own and without secrets of the trainer (`workers.agents.endpoint.limited`). Episodes share the process of a server with
+a url.
 """
 
 from __future__ import annotations

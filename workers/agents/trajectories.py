@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from verl_lite.protocol import DataProto, as_column
-from workers.engines.base import ExtraOutputs
 from workers.agents.conversation import Message
 from workers.agents.episodes import Trajectory, messages_of
+from workers.agents.turns import Turn
+from workers.engines.base import ExtraOutputs
 from workers.rollout.rows import Response, left_padded, of_response, right_padded, write_rows
 from workers.rollout.specs import EpisodeSpec, ProgramSpec
-from workers.agents.turns import Turn
 
 
 @dataclass

@@ -18,15 +18,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.diffusion.flow_match import (
+    TRAIN_TIMESTEPS,
+    euler_step,
+    flow_kl,
+    flow_sigmas,
+    high_noise_steps,
+    reward_flow_loss,
+)
 from verl_lite.errors import UserError
-from verl_lite.diffusion.flow_match import TRAIN_TIMESTEPS, euler_step, flow_kl, flow_sigmas, high_noise_steps, reward_flow_loss
 from verl_lite.protocol import DataProto
 from verl_lite.visual_rewards.base import VisualReward, build_visual_reward, score_frames
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.memory_saving import Decode, Placement, checkpointed_decode
 from workers.diffusion.pipeline import DiffusionParts, PromptEncoder, load_pipeline
+from workers.engine.lora import adapter_off
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
-from workers.policy.adapter import adapter_off
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel

@@ -1,4 +1,5 @@
-"""A flow-matching model as a policy: its denoising steps are actions with log-probabilities (`verl_lite.diffusion.flow_sde`).
+"""A flow-matching model as a policy: its denoising steps are actions with log-probabilities
+(`verl_lite.diffusion.flow_sde`).
 
 As the engine's network it takes rows with a prompt and has two modes. `sample` turns each row's seeds into frames and
 returns the path and the log-probability of each of its T steps. `judge` computes the log-probabilities (b, T) of stored
@@ -21,17 +22,17 @@ import torch.distributed as dist
 from torch import nn
 
 from verl_lite.config.flow_grpo import FlowGRPOConfig, FlowModelConfig
-from verl_lite.errors import UserError
 from verl_lite.diffusion.flow_match import flow_sigmas
 from verl_lite.diffusion.flow_sde import step_kl, step_log_prob, step_mean, step_std
+from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.registry import Registry
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.reward_policy import noise_of
+from workers.engine.lora import adapter_off
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.losses import actor_loss
-from workers.policy.adapter import adapter_off
 from workers.roles.training_worker import TrainingWorker
 
 if TYPE_CHECKING:

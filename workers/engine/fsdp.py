@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl_lite.config import FSDPConfig, OptimConfig
+from verl_lite.errors import UserError
 from verl_lite.machine.device import (
     compute_dtype,
     deterministic_kernels,
@@ -28,16 +29,15 @@ from verl_lite.machine.device import (
     keep_freed_memory,
     release_freed_memory,
 )
-from verl_lite.errors import UserError
-from verl_lite.metrics import Metric
 from verl_lite.machine.profiling import count_moved
-from verl_lite.protocol import DataProto
 from verl_lite.machine.random_state import seed_random_state
+from verl_lite.metrics import Metric
+from verl_lite.protocol import DataProto
 from workers.engine import checkpoint
+from workers.engine.lora import adapter_off, merged, scale_of
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 from workers.engine.optimizer import ShardedAdamW, ShardedMuon, hidden_matrices, lr_factor
 from workers.engine.parameters import WholeWeights, fill_shards, gather_full, saved_buffers
-from workers.policy.adapter import adapter_off, merged, scale_of
 from workers.engine.update import Interleave, LossFunction, infer_batch, train_epochs
 
 
@@ -273,7 +273,8 @@ class FSDPEngine:
         return self.optim_config.lr * lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, ...) of one micro-batch, and True if any of their entries counts (see `workers.engine.update`)."""
+        """Outputs (b, ...) of one micro-batch, and True if any of their entries counts (see
+        `workers.engine.update`)."""
         inputs, is_counting = self.policy.prepare_inputs(micro_batch, self.device)
         micro_batch.to(self.device)
         return self.policy(inputs, **self._forward_arguments), is_counting

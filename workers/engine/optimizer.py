@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 
 from verl_lite.config import OptimConfig
 from verl_lite.errors import UserError
-from verl_lite.metrics import Metric
 from verl_lite.machine.profiling import count_moved
+from verl_lite.metrics import Metric
 
 
 class ShardedAdamW:

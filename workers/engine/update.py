@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from verl_lite.metrics import Metric, combine, to_host
 from verl_lite.machine.profiling import span
+from verl_lite.metrics import Metric, combine, to_host
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import MiniBatch
 

@@ -165,7 +165,8 @@ class RolloutEngine(Protocol):
         """Allocates the freed memory again; weights must then be loaded. Does nothing if the engine is awake."""
 
     def move_in(self) -> None:
-        """Wakes the weights (a tenant of `workers.engine.phase`). The first request after the weight sync wakes the cache."""
+        """Wakes the weights (a tenant of `workers.engine.phase`). The first request after the weight sync wakes the
+        cache."""
 
     def move_out(self) -> None:
         """Sleeps if `rollout.free_cache_engine` is true (a tenant of `workers.engine.phase`)."""
@@ -240,8 +241,8 @@ def hf_problem(model: NetworkConfig, rollout: RolloutConfig, max_model_len: int)
         return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs vLLM"
     if "vllm" in rollout.engine_kwargs:
         return "rollout.engine_kwargs.vllm is set"
-    from workers.policy.loading import empty_network, load_model_config
     from workers.engines.slot_cache import check_full_attention, check_layers
+    from workers.policy.loading import empty_network, load_model_config
 
     try:
         check_full_attention(load_model_config(model), max_model_len)

@@ -25,9 +25,6 @@ from verl_lite.config import RolloutConfig
 from verl_lite.json_types import JsonObject
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engine.parameters import WholeWeights
-from workers.policy.causal_lm import output_logits
-from workers.policy.router import ROUTED_EXPERTS, Routers
-from workers.policy.vision import ImageInputs, attention_of_text, join_images, placeholder_ids
 from workers.engines.base import (
     Completion,
     FinishReason,
@@ -49,6 +46,9 @@ from workers.engines.slot_cache import (
     check_layers,
     kv_shape,
 )
+from workers.policy.causal_lm import output_logits
+from workers.policy.router import ROUTED_EXPERTS, Routers
+from workers.policy.vision import ImageInputs, attention_of_text, join_images, placeholder_ids
 
 # a prefill of any size costs about as much as a decode step; waiting until this share of the slots is free amortises it
 _REFILL_SHARE = 1 / 8

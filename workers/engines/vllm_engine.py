@@ -26,9 +26,6 @@ from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
 from verl_lite.registry import importing
 from verl_lite.schema import SAMPLING_CANDIDATES
-from workers.policy.router import ROUTED_EXPERTS, Routers
-from workers.policy.token_mixing import mixing_layers, state_layers
-from workers.policy.vision import has_vision, placeholder_ids
 from workers.engines.base import (
     Completion,
     Request,
@@ -56,6 +53,9 @@ from workers.engines.vllm_worker import (
     summarize_engine,
     unpack_experts,
 )
+from workers.policy.router import ROUTED_EXPERTS, Routers
+from workers.policy.token_mixing import mixing_layers, state_layers
+from workers.policy.vision import has_vision, placeholder_ids
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput

@@ -21,8 +21,8 @@ import torch
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig, PreTrainedModel
 
 from verl_lite.images import open_image
-from workers.policy.vision import ImageInputs
 from workers.engines.base import has_torchvision
+from workers.policy.vision import ImageInputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image

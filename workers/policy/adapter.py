@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,9 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
+from workers.engine.lora import IN_NETWORK, is_adapter_parameter, merged
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.saved_adapter import (
-    CONFIG_FILE,
     WEIGHTS_FILE,
     read_adapter_config,
     refused_tensor,
@@ -39,7 +38,6 @@ ALL_LINEAR = "all-linear"
 CHOOSERS = ("Indexer",)  # class names of modules that select tokens, as in DeepSeek's sparse attention
 STATE_SPACE = re.compile("Mamba|Mixer$")
 _PREFIX_IN_FILE = "base_model.model."
-_IN_NETWORK = ".default."  # peft's adapter name, which is part of parameter names in the network but not in files
 
 
 def has_adapter(model: NetworkConfig) -> bool:
@@ -224,7 +222,7 @@ def _require_same_targets(
 
 def _name_in_file(name: str) -> str:
     """The name in peft's file of an adapter's parameter, given its name in the network."""
-    return f"{_PREFIX_IN_FILE}{name.replace(_IN_NETWORK, '.')}"
+    return f"{_PREFIX_IN_FILE}{name.replace(IN_NETWORK, '.')}"
 
 
 def linear_layers(network: PreTrainedModel) -> list[str]:
@@ -282,58 +280,6 @@ def _require_linear_layers(network: PreTrainedModel, key: str, targets: list[str
         )
 
 
-@contextmanager
-def adapter_off(network: nn.Module) -> Iterator[None]:
-    """Context manager in which the network computes the outputs of its base model, without the adapter."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in network.modules() if isinstance(module, LoraLayer)]
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    for layer in layers:
-        layer.enable_adapters(False)
-    for parameter in trained:  # peft froze them, but FSDP2 records in its first forward which parameters get gradients
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-def scale_of(config: LoraConfig) -> float:
-    """Returns the factor alpha / rank of B A x."""
-    return float(config.lora_alpha) / int(config.r)
-
-
-def is_adapter_parameter(name: str) -> bool:
-    """True if this is the name of a parameter of an adapter in a network."""
-    return _IN_NETWORK in name and (".lora_A." in name or ".lora_B." in name)
-
-
-def merged(
-    weights: Iterable[tuple[str, torch.Tensor]], adapter: Mapping[str, torch.Tensor], scale: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the base model's weights with the adapter merged: W + scale B A, computed in fp32, in the dtype of W.
-
-    Args:
-        weights: weights of the base model, by its own names or by the names in a network with an adapter.
-        adapter: parameters of the adapter, by the names in the network.
-        scale: alpha / rank.
-
-    Yields:
-        (name in the base model, weight).
-    """
-    for adapted_name, weight in weights:
-        name = adapted_name.replace(".base_layer.", ".")
-        layer = name.removesuffix(".weight")
-        down = adapter.get(f"{layer}.lora_A{_IN_NETWORK}weight")
-        if down is None or layer == name:
-            yield name, weight
-            continue
-        up = adapter[f"{layer}.lora_B{_IN_NETWORK}weight"]
-        yield name, torch.addmm(weight.float(), up.float(), down.float(), alpha=scale).to(weight.dtype)
-
-
 def sends_adapter(config: PPOConfig) -> bool:
     """True if weight updates after the first one send only the adapter to the rollout engines."""
     default = "merged" if config.hybrid_engine else "adapter"
@@ -377,12 +323,3 @@ def save_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], config: Lora
     tensors = {_name_in_file(name): value.contiguous() for name, value in adapter.items()}
     save_file(tensors, folder / WEIGHTS_FILE)
     config.save_pretrained(str(folder))
-
-
-def load_adapter_config(folder: Path) -> LoraConfig | None:
-    """The peft config of the adapter in a checkpoint's `folder`; None if all parameters were trained."""
-    if not (folder / CONFIG_FILE).is_file():
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig.from_pretrained(str(folder))

@@ -23,7 +23,6 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.engine.checkpoint import rehearse_export, save_assets
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
 from workers.engine.sequence_parallel import sequence_group
@@ -32,6 +31,7 @@ from workers.policy.adapter import count_trained_parameters, has_adapter, refuse
 from workers.policy.assets import model_assets
 from workers.policy.classifier import classifier_of
 from workers.policy.compiled import compile_policy
+from workers.policy.export import rehearse_export, save_assets
 from workers.policy.generation_config import generation_config
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.saved_adapter import CONFIG_FILE

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_lite.errors import UserError
+from workers.engine.lora import CONFIG_FILE
 from workers.policy.model_errors import user_error_on_failure
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+WEIGHTS_FILE = "adapter_model.safetensors"  # peft's name
+
 
 # Entries that do not change the function of the saved tensors. The names of the tensors show which layers have an
 # adapter; dropout acts only in training, where this project has none.

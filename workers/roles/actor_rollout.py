@@ -13,29 +13,29 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.config.pools import num_engines
-from verl_lite.machine.device import device_memory
 from verl_lite.errors import TransferError
-from verl_lite.metrics import Metric, values
+from verl_lite.machine.device import device_memory
 from verl_lite.machine.profiling import count_moved
+from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from verl_lite.single_controller.worker import host_store
 from workers.engine.fsdp import FSDPEngine
-from workers.roles.frozen_models import ref_log_prob, teacher_log_probs
+from workers.engines.base import RolloutEngine, SamplingParams
+from workers.engines.weight_transfer import ChannelEnd, WeightChannel
 from workers.losses import actor_loss, check_loss_is_additive
 from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer
-from workers.roll_loss import loss_of_batch, user_loss
-from workers.rollout.answers import answer_plans
-from workers.engines.base import RolloutEngine, SamplingParams
-from workers.rollout.group_run import GroupRun
-from workers.rollout.specs import GroupPlan, GroupResults
+from workers.roles.frozen_models import ref_log_prob, teacher_log_probs
 from workers.roles.sampling_worker import SamplingWorker
 from workers.roles.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker
-from workers.engines.weight_transfer import ChannelEnd, WeightChannel
+from workers.roll_loss import loss_of_batch, user_loss
+from workers.rollout.answers import answer_plans
+from workers.rollout.group_run import GroupRun
+from workers.rollout.specs import GroupPlan, GroupResults
 
 USER_LOSS_REMEDY = (
     "divide by the counts of the mini-batch, data.meta_info['num_tokens'] or ['num_sequences'], not by those of data; "

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from verl_lite.config import PPOConfig
-from verl_lite.machine.device import device_memory, dist_backend, get_device, set_deterministic
 from verl_lite.errors import TransferError
+from verl_lite.machine.device import device_memory, dist_backend, get_device, set_deterministic
 from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import ServiceHandle
+from workers.engines.base import SamplingParams
+from workers.engines.weight_transfer import ChannelEnd, WeightChannel
 from workers.policy.adapter import KeptBase, sends_adapter
 from workers.policy.tokenizer import load_tokenizer
-from workers.engines.base import SamplingParams
-from workers.rollout.specs import GroupPlan, GroupResults
 from workers.roles.sampling_worker import SamplingWorker
-from workers.engines.weight_transfer import ChannelEnd, WeightChannel
+from workers.rollout.specs import GroupPlan, GroupResults
 
 SLICE_S = 0.1
 """Longest time between two looks at the driver's commands and at the queue, besides the duration of an engine step."""

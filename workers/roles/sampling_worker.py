@@ -15,27 +15,27 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import PPOConfig
-from verl_lite.machine.device import compute_dtype
 from verl_lite.envs import env_templates
+from verl_lite.machine.device import compute_dtype
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from verl_lite.single_controller.worker import Worker
+from workers.agents.conversation import ChatJoins
 from workers.agents.endpoint.callers import Callers
-from workers.agents.program_host import episodes_per_process, is_command, program_pool
 from workers.agents.endpoint.trace import Trace
 from workers.agents.env_pool import EnvPool
+from workers.agents.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.agents.program_host import episodes_per_process, is_command, program_pool
+from workers.agents.trajectories import trajectory_rows
+from workers.engines.base import RolloutEngine, SamplingParams, build_rollout_engine
 from workers.policy.loading import rollout_overrides
 from workers.policy.tokenizer import stop_token_ids
 from workers.pool.process_pool import ProcessPool
 from workers.rollout.answers import AnswerRunner
-from workers.engines.base import RolloutEngine, SamplingParams, build_rollout_engine
-from workers.agents.conversation import ChatJoins
-from workers.agents.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.group_run import GroupRun, SampleRunner
 from workers.rollout.runner import Runner, group_of_engine
-from workers.agents.trajectories import trajectory_rows
 
 
 class SamplingWorker(Worker):

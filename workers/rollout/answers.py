@@ -13,8 +13,8 @@ import torch
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import READ_BY_REWARDS, RewardItem
-from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 from workers.engines.base import Completion, Request, Sampled, SamplingParams, derive_seed
+from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 from workers.rollout.group_run import CompleteGroup
 from workers.rollout.rows import Response, left_padded, write_rows
 from workers.rollout.runner import Runner

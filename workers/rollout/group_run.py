@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from verl_lite.metrics import Metric
 from verl_lite.machine.profiling import count_moved
+from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.engines.base import SamplingParams
 from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupReport, GroupResults

@@ -14,8 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from verl_lite.metrics import Metric
 from verl_lite.machine.profiling import span
+from verl_lite.metrics import Metric
 from workers.engines.base import Completion, Request, RolloutEngine
 
 Owner = TypeVar("Owner")

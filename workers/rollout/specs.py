@@ -1,8 +1,8 @@
 """What the driver and the rollout engines exchange: the samples of a group, and the results of complete groups.
 
 A run has one kind of samples: single answers (`AnswerSpec`), episodes in environments (`EpisodeSpec`) or episodes of a
-program (`ProgramSpec`). The driver (`trainer.rollout.group_sources`) writes their specifications, which determine the samples:
-names, prompts or tasks, and random numbers. `workers.roles.sampling_worker` has a runner for each kind.
+program (`ProgramSpec`). The driver (`trainer.rollout.group_sources`) writes their specifications, which determine the
+samples: names, prompts or tasks, and random numbers. `workers.roles.sampling_worker` has a runner for each kind.
 """
 
 from dataclasses import dataclass, field

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.verl_lite.naive_estimators import Given, normalised, step_returns
-from trainer.ppo.advantage import compute_token_reward, estimate_advantages
 from trainer.agentic.agentic_advantage import compute_response_level_rewards
 from trainer.agentic.agentic_pipeline import AgenticPipeline
+from trainer.ppo.advantage import compute_token_reward, estimate_advantages
 from verl_lite.algos.agentic_rewards import agentic_reward_norm, normalization
 from verl_lite.config import AgenticConfig, AlgorithmConfig, EnvManagerConfig, PPOConfig, RewardNormalizationConfig
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY

@@ -22,17 +22,17 @@ from tests.trainer.test_fit import Parts
 from trainer.agentic.agent_trainer import EnvironmentFailure, EpisodeRewards, try_environments
 from trainer.agentic.agentic_pipeline import AgenticPipeline
 from trainer.agentic.episode_log import samples_of
+from trainer.loop.saving import Saver
 from trainer.observe.final_report import validation_line
 from trainer.rollout.group_sources import EnvSource
-from trainer.loop.saving import Saver
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.engines.base import SamplingParams
 from workers.agents.episodes import Trajectory
-from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
 from workers.agents.trajectories import trajectory_rows
 from workers.agents.turns import Turn
+from workers.engines.base import SamplingParams
+from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, GroupReport, GroupResults
 
 P, R = 4, 8
 THRESHOLD, AHEAD = "async_training__max_off_policy_threshold", "async_training__batches_ahead"

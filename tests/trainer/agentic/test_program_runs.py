@@ -16,8 +16,8 @@ from tests.trainer import tiny_run
 from tests.workers.agents.endpoint.programs import ask
 from trainer.agentic.agent_trainer import AgentTrainer, EpisodeFilter
 from trainer.launch.build import run_ppo
-from trainer.rollout.group_sources import program_groups
 from trainer.ppo.roles import ActorRole
+from trainer.rollout.group_sources import program_groups
 from trainer.rollout.scheduler import Group, Rows
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import agg_loss

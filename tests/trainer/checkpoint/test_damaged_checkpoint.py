@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.trainer.validation.test_answers import sample
 from tests.trainer.checkpoint.written_checkpoint import write_checkpoint
+from tests.trainer.validation.test_answers import sample
+from trainer.checkpoint.crash_dump import dump_on_failure
 from trainer.checkpoint.files import (
     MARKER,
     damage_of,
@@ -33,14 +34,13 @@ from trainer.checkpoint.files import (
     whole_steps,
 )
 from trainer.cli import failure_text
-from trainer.checkpoint.crash_dump import dump_on_failure
 from trainer.loop.saving import most_checkpoints, require_room_for_checkpoints
 from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import RunConfig
 from verl_lite.errors import UserError
-from verl_lite.protocol import DataProto
 from verl_lite.machine.random_state import get_random_state, set_random_state
 from verl_lite.machine.safe_state import read_metadata, write_state
+from verl_lite.protocol import DataProto
 from workers.engine.checkpoint import _read as read_shards
 from workers.engine.checkpoint import load_random_state, save_random_state
 from workers.engine.checkpoint import save as write_shards

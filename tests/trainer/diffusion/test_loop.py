@@ -14,9 +14,9 @@ import torch
 
 from tests.set_keys import set_keys
 from tests.trainer.made_clips import options, write_folder, write_table
+from trainer.checkpoint.resume import refuse_other_data
 from trainer.diffusion.clips.dataset import VideoDataset
 from trainer.diffusion.reward_flow import FlowActorRole, RewardFlowTrainer, try_reward
-from trainer.checkpoint.resume import refuse_other_data
 from trainer.loop.saving import Saver
 from trainer.loop.steps import EpochSteps
 from verl_lite.config.diffusion import FlowRewardConfig, FlowTrainerConfig, RewardFlowConfig

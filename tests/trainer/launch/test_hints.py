@@ -15,8 +15,8 @@ from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from tests.workers.counting_env import Counting
 from trainer import main_rm, main_sft
-from trainer.launch.build import run_ppo
 from trainer.inspect import main as inspect
+from trainer.launch.build import run_ppo
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.slow

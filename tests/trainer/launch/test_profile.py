@@ -20,9 +20,9 @@ from tests.trainer import tiny_run
 from tests.trainer.checkpoint.written_checkpoint import write_checkpoint
 from trainer.checkpoint.resume import flat_config, profile_folder, refuse_missed_profiles
 from trainer.loop.training_loop import TrainingLoop
-from verl_lite.machine import profiling
 from verl_lite.config import PPOConfig, load_config
 from verl_lite.errors import UserError
+from verl_lite.machine import profiling
 
 
 def ranges(trace: Path) -> set[str]:

@@ -16,8 +16,8 @@ from tests.trainer.made_clips import grey_frames, write_folder
 from tests.workers.diffusion.tiny_wan import tiny_pipeline
 from trainer.launch.build import run_ppo
 from trainer.main_reward_flow import main as main_reward_flow
-from trainer.recipe import load_recipe
 from trainer.observe.tracking import TRACKERS
+from trainer.recipe import load_recipe
 from verl_lite.errors import UserError
 from verl_lite.rewards import REWARDS
 from verl_lite.visual_rewards import VISUAL_REWARDS

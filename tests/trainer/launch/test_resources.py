@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from trainer.launch.build import worker_classes
-from trainer.launch.resources import DeviceHolder, require_shared_folder
+from trainer.launch.resources import require_shared_folder
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.machine import gpus
 from verl_lite.machine.gpus import GIB, Gpu, GpuProcess, ResourceRequest
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker import Worker
+from workers.roles.device_holder import DeviceHolder
 
 
 class Machines:

@@ -23,15 +23,14 @@ from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import good_row, write_rows
 from tests.trainer import tiny_run
 from trainer import main_sft
-from trainer.launch import run
-from trainer.launch import build
-from trainer.launch.build import check_context, check_vocabulary, request_of, run_ppo
 from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
+from trainer.launch import build, run
+from trainer.launch.build import check_context, check_vocabulary, request_of, run_ppo
 from trainer.launch.engine_checks import check_engine
-from trainer.plan import main as plan
 from trainer.launch.run import HeldFolder, locked_folder, make_run_dir
 from trainer.loop.steps import StepCounter
+from trainer.plan import main as plan
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import RewardFlowConfig

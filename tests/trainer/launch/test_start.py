@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.launch import start
-from trainer.launch import build
-from trainer.launch import resources
+from trainer.launch import build, resources, start
 from trainer.observe.console import Console
 from verl_lite.config import load_config
 from verl_lite.single_controller import ClassWithInitArgs

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from trainer.observe.metric_docs import metrics
 from trainer.observe.health import BAD, LOOK, OK, RULES, Finding, Range, Series, in_range, judge
+from trainer.observe.metric_docs import metrics
 from verl_lite.config import PPOConfig, schema_of
 
 

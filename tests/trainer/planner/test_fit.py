@@ -10,6 +10,7 @@ import pytest
 
 from tests.trainer.planner.test_memory import SEVEN, SMALL
 from tests.trainer.planner.test_run_memory import CPU, H100, grpo
+from trainer.checkpoint.resume import flat_config, is_bound
 from trainer.plan import main
 from trainer.planner.fit import decide_sharding, find_fit
 from trainer.planner.memory import memory_plan
@@ -18,7 +19,6 @@ from trainer.planner.model_shape import config_like, shape_of
 from trainer.planner.networks import HeldNetwork, Networks
 from trainer.planner.pass_bytes import Pass, layer_activations, training_pass
 from trainer.planner.step_time import Lengths, step_stages
-from trainer.checkpoint.resume import flat_config, is_bound
 from verl_lite.config import PPOConfig
 
 NETWORKS, SMALLER = Networks(SEVEN), Networks(shape_of(config_like("qwen2.5-1.5b")))

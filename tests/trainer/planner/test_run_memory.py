@@ -11,6 +11,7 @@ import pytest
 
 from tests.workers.model_families import tiny_config
 from trainer.observe.console import Console
+from trainer.observe.tracking import Record
 from trainer.plan import main
 from trainer.planner.accelerators import ACCELERATORS
 from trainer.planner.fit import fewer_processes
@@ -20,7 +21,6 @@ from trainer.planner.memory_table import GIB
 from trainer.planner.model_shape import ModelShape, config_like, read_shape, shape_of
 from trainer.planner.networks import Networks, read_networks
 from trainer.planner.step_time import Lengths, step_stages
-from trainer.observe.tracking import Record
 from verl_lite.config import NetworkConfig, PPOConfig
 
 SEVEN = shape_of(config_like("qwen2.5-7b"))

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForTokenClassification
 
 from tests.trainer import tiny_run
-from trainer.launch.build import run_ppo
 from trainer.export import main as export
-from trainer.ray_trainer import RayPPOTrainer
+from trainer.launch.build import run_ppo
 from trainer.observe.tracking import read_metrics
+from trainer.ray_trainer import RayPPOTrainer
 from verl_lite.protocol import DataProto
 
 OPTIONS = [

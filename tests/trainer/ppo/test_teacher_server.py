@@ -17,9 +17,9 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.trainer import tiny_run
-from trainer.ppo import teacher_server
 from trainer.checkpoint.files import saved_steps
-from trainer.ray_trainer import RayPPOTrainer
+from trainer.observe.tracking import read_metrics
+from trainer.ppo import teacher_server
 from trainer.ppo.teacher_server import (
     OtherTokens,
     TeacherFailure,
@@ -29,7 +29,7 @@ from trainer.ppo.teacher_server import (
     run_async,
     server_of,
 )
-from trainer.observe.tracking import read_metrics
+from trainer.ray_trainer import RayPPOTrainer
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from tests.set_keys import set_keys
 from tests.tiny_model import tiny_qwen2, tiny_reward_model, tiny_tokenizer
-from trainer.rewards.model_inputs import Retokenizer, reward_inputs
 from trainer.ppo.roles import RewardModelRole
+from trainer.rewards.model_inputs import Retokenizer, reward_inputs
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

@@ -16,11 +16,11 @@ from tests.tiny_model import tiny_reward_model
 from tests.tiny_run import good_row, write_rows
 from tests.trainer import tiny_run
 from tests.trainer.tiny_run import samples
-from trainer.launch.build import run_ppo
 from trainer.checkpoint.files import saved_steps
 from trainer.cli import failure_text, run_command
 from trainer.evaluate.scoring import score
 from trainer.export import main as export
+from trainer.launch.build import run_ppo
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.report import main as report
 from trainer.rewards.failures import RewardFailure

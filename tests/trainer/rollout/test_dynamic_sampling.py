@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import FakePrompts, Parts, make
-from trainer.rollout.dynamic_sampling import FilterBudgetExceeded
-from trainer.rollout.group_sources import PromptSource
+from trainer.ppo.roles import rows_of_prompts
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import group_shares, groups_of
-from trainer.ppo.roles import rows_of_prompts
+from trainer.rollout.dynamic_sampling import FilterBudgetExceeded
+from trainer.rollout.group_sources import PromptSource
 from trainer.rollout.scheduler import Group, Rows, assembled
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import values

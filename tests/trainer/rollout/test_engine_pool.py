@@ -16,9 +16,9 @@ from verl_lite.metrics import Metric
 from verl_lite.rewards import RewardItem
 from verl_lite.single_controller.resource_pool import LocalService
 from workers.engines.base import SamplingParams
+from workers.engines.weight_transfer import ChannelEnd
 from workers.rollout.group_queue import GroupQueue
 from workers.rollout.specs import AnswerSpec, GroupPlan, GroupReport, GroupResults
-from workers.engines.weight_transfer import ChannelEnd
 
 SAMPLING = SamplingParams()
 

@@ -23,18 +23,18 @@ import torch
 
 from tests.set_keys import set_keys
 from tests.trainer import tiny_run
-from tests.trainer.test_fit import FakePrompts
 from tests.trainer.rollout.test_scheduler import give, train
-from trainer.rollout.dynamic_sampling import DynamicSampling
-from trainer.rollout.group_sources import ANSWERS, PromptSource
+from tests.trainer.test_fit import FakePrompts
 from trainer.rewards.failures import reward_failure_log
 from trainer.rewards.scores import RewardManager, mask_failed
+from trainer.rollout.dynamic_sampling import DynamicSampling
+from trainer.rollout.group_sources import ANSWERS, PromptSource
 from trainer.rollout.scheduler import Group, RolloutScheduler
 from verl_lite.config import PPOConfig, RewardConfig
-from verl_lite.protocol import DataProto
 from verl_lite.machine.safe_state import read_state, write_state
-from workers.rollout.answers import AnswerRunner
+from verl_lite.protocol import DataProto
 from workers.engines.base import Completion, Request, Sampled, SamplingParams
+from workers.rollout.answers import AnswerRunner
 from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 from workers.rollout.specs import GroupPlan, GroupResults

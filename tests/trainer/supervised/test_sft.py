@@ -17,8 +17,8 @@ from tests.tiny_run import permitting
 from tests.trainer.prompt_rows import write
 from trainer import export, main_sft, report
 from trainer.checkpoint.files import saved_steps
-from trainer.observe.console import Console
 from trainer.data.sft_dataset import Example, collate, encode_chat, load_examples
+from trainer.observe.console import Console
 from trainer.supervised.loop import train_within
 from trainer.supervised.sft import SFTJob, sft_loss
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig

@@ -6,9 +6,9 @@ import pytest
 
 import trainer.api
 from trainer.cli import WRONG_INPUT
-from verl_lite.machine.launcher import refuse_launcher
 from trainer.main_sft import main
 from verl_lite.errors import UserError
+from verl_lite.machine.launcher import refuse_launcher
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 

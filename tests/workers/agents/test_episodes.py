@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout.scripted import END, SAMPLING, ScriptedEngine, ScriptedPool, ids_of, make_runner, play, spec
-from workers.engines.base import Request, SamplingParams, derive_seed
 from workers.agents.episodes import TokenLimits, aggregate_metrics
-from workers.rollout.specs import GroupPlan
 from workers.agents.turns import Turn
+from workers.engines.base import Request, SamplingParams, derive_seed
+from workers.rollout.specs import GroupPlan
 
 LONG = TokenLimits(max_prompt_length=200, max_response_length=400, max_model_len=600)
 

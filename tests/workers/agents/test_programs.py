@@ -14,22 +14,22 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.endpoint import programs
 from tests.workers.agents.endpoint.live import END, LIMITS, SAMPLING, TOKENIZER, completion_of, new_trace
+from tests.workers.endpoint import programs
 from tests.workers.processes import gone
 from verl_lite.config import AgenticConfig, EndpointConfig
 from verl_lite.rewards import RewardItem, RewardResult
 from workers.agents import program_host
 from workers.agents.endpoint.callers import Callers
-from workers.agents.program_host import ProgramError, episodes_per_process, is_command, program_pool
 from workers.agents.endpoint.server import Endpoint
-from workers.pool.process_pool import ProcessPool
-from workers.engines.base import Completion, Request
-from workers.rollout.group_run import GroupRun
+from workers.agents.program_host import ProgramError, episodes_per_process, is_command, program_pool
 from workers.agents.programs import ProgramRunner
+from workers.agents.trajectories import trajectory_rows
+from workers.engines.base import Completion, Request
+from workers.pool.process_pool import ProcessPool
+from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 from workers.rollout.specs import GroupPlan, ProgramSpec
-from workers.agents.trajectories import trajectory_rows
 
 pytestmark = pytest.mark.slow  # each starts processes
 

@@ -14,8 +14,8 @@ import torch
 from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows, spec
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
-from workers.engines.base import Request
 from workers.agents.episodes import TokenLimits, count_episodes
+from workers.engines.base import Request
 
 A, B, C, D, E = 28, 29, 30, 31, 32
 

@@ -27,9 +27,9 @@ from tests.workers.diffusion.sde_cases import (
     write_field,
 )
 from tests.workers.ranks import Ranks
-from verl_lite.errors import UserError
 from verl_lite.diffusion.flow_match import flow_sigmas
 from verl_lite.diffusion.flow_sde import step_kl, step_mean, step_std
+from verl_lite.errors import UserError
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.sde_policy import load_network
 

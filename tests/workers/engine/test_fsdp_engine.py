@@ -29,9 +29,9 @@ from tests.workers.ranks import OnRanks, Ranks
 from verl_lite.config import FSDPConfig, ModelConfig, OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import combine
-from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.policy.causal_lm import causal_lm
+from workers.policy.export import export
 from workers.policy.loading import load_model_config, token_network
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from verl_lite.config import PPOConfig
-from workers.roles.actor_rollout import ActorWorker
 from workers.engine.phase import PhaseManager
 from workers.engines.weight_transfer import ChannelEnd
+from workers.roles.actor_rollout import ActorWorker
 
 
 class Tenant:

@@ -10,9 +10,9 @@ import torch
 
 from tests.tiny_model import tiny_qwen2
 from verl_lite.config import ModelConfig, RolloutConfig
-from workers.policy import loading as loading  # imported before the tests replace find_spec
 from workers.engines import base
 from workers.engines.base import build_rollout_engine, choose_engine, derive_seed, resolve_engine_name, vllm_problem
+from workers.policy import loading as loading  # imported before the tests replace find_spec
 
 
 def test_derived_seed_is_a_fixed_function() -> None:

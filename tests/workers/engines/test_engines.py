@@ -23,6 +23,8 @@ from tests.workers.rollout.scripted import END, ScriptedPool, answer, run_groups
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import TransferError
 from verl_lite.protocol import DataProto
+from workers.agents.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.agents.trajectories import trajectory_rows
 from workers.engines.base import (
     Completion,
     Request,
@@ -32,9 +34,7 @@ from workers.engines.base import (
     build_rollout_engine,
     derive_seed,
 )
-from workers.agents.episodes import EpisodeRunner, TokenLimits, Trajectory
 from workers.rollout.runner import Runner
-from workers.agents.trajectories import trajectory_rows
 
 MAX_MODEL_LEN = 320
 STOPS = (0, 2)

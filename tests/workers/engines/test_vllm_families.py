@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
 from tests.workers.engines.test_engines import ask, make_engine, plain_log_probs, run, vllm_missing
+from tests.workers.model_families import FAMILIES, tiny_config, tiny_network
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
 from workers.engines.base import HF_ONLY_ON_CPU, Request, SamplingParams

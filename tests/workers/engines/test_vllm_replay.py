@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
-from tests.workers.rollout.scripted import answer
 from tests.workers.engines.test_engines import ask, run
 from tests.workers.policy.test_router_replay import plain_experts, share_of_other_experts
+from tests.workers.rollout.scripted import answer
 from verl_lite.config import RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

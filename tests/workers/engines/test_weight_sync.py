@@ -13,12 +13,13 @@ from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from tests.workers.engine_cases import CPU, Case, build_engine
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, PPOConfig, RolloutConfig
-from workers.roles.actor_rollout import sync_weights
 from workers.engine import fsdp
 from workers.engine.fsdp import FSDPEngine
-from workers.policy.adapter import KeptBase, is_adapter_parameter, sends_adapter
+from workers.engine.lora import is_adapter_parameter
 from workers.engines import hf_engine
 from workers.engines.hf_engine import HFEngine
+from workers.policy.adapter import KeptBase, sends_adapter
+from workers.roles.actor_rollout import sync_weights
 
 BF16 = MixedPrecisionConfig(param_dtype="bf16")
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.workers.engines.test_engines import episodes, load, make_engine, mixed_requests
 from workers.engines.base import Completion
-from workers.rollout.runner import Runner, group_of_engine
 from workers.engines.vllm_process import prepare_process
+from workers.rollout.runner import Runner, group_of_engine
 
 RANKS = 2
 

@@ -28,19 +28,19 @@ from tests.workers.engine_cases import (
     planned,
     ragged_batch,
 )
+from tests.workers.engines.test_engines import vllm_missing
 from tests.workers.invariance import POLICY, plain_outputs
 from tests.workers.ranks import OnRanks
 from tests.workers.rollout.scripted import answer
-from tests.workers.engines.test_engines import vllm_missing
 from verl_lite.config import MixedPrecisionConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.roles.actor_rollout import sync_weights
-from workers.engine.checkpoint import export, export_adapter
 from workers.engine.fsdp import FSDPEngine
-from workers.policy.adapter import base_note
-from workers.policy.loading import count_parameters, count_trained
 from workers.engines.base import SamplingParams, build_rollout_engine
+from workers.policy.adapter import base_note
+from workers.policy.export import export, export_adapter
+from workers.policy.loading import count_parameters, count_trained
+from workers.roles.actor_rollout import sync_weights
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.05)  # the gradient is clipped in every step
 CASE = Case()

@@ -14,8 +14,8 @@ from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import Case, build_engine
 from verl_lite.config import ModelConfig, OptimConfig
 from verl_lite.errors import UserError
-from workers.engine.checkpoint import export
 from workers.policy.causal_lm import causal_lm
+from workers.policy.export import export
 from workers.policy.loading import check_network
 from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.policy.value_head import value_head

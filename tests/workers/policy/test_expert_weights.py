@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
 from tests.workers.engine_cases import Batch, Case, assert_close, build_engine, trained
-from tests.workers.ranks import Ranks
 from tests.workers.engines.test_engines import expect_plain, make_engine, run, vllm_missing
+from tests.workers.ranks import Ranks
 from verl_lite.errors import UserError
-from workers.roles.actor_rollout import sync_weights
-from workers.engine.checkpoint import export
 from workers.engines.base import Request, SamplingParams
+from workers.policy.export import export
+from workers.roles.actor_rollout import sync_weights
 
 FAMILIES: dict[str, dict[str, Any]] = {"mixtral": {}, "glm4_moe": {"first_k_dense_replace": 0}}
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"

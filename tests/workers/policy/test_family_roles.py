@@ -32,9 +32,9 @@ from trainer.supervised.reward_training import pair_loss
 from verl_lite.config import OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
-from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.network import blocks_named
+from workers.policy.export import export
 from workers.policy.sequence_score import new_sequence_score, scored_rows, sequence_score
 from workers.policy.value_head import value_head
 

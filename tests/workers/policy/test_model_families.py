@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, CodeGenConfig, PreTrainedModel
 
 from tests.workers.engine_cases import TEMPERATURE, Batch, ragged_batch
+from tests.workers.engines.test_engines import ask, expect_plain, make_engine, run
 from tests.workers.family_table import family_table, further_families
 from tests.workers.invariance import POLICY, single_rows
 from tests.workers.model_families import (
@@ -27,18 +28,17 @@ from tests.workers.model_families import (
     tiny_config,
     tiny_network,
 )
-from tests.workers.engines.test_engines import ask, expect_plain, make_engine, run
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from workers.engine.packed_attention import PACKED_ATTENTION, by_sequences
 from workers.engine.packing import align, pack
+from workers.engines import lean_decoder
+from workers.engines.slot_cache import check_layers
 from workers.policy import families, token_mixing
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.loading import packing_note
 from workers.policy.token_mixing import arrangement_of, mixing_layers
 from workers.policy.vision import VISION_FAMILIES
-from workers.engines import lean_decoder
-from workers.engines.slot_cache import check_layers
 
 
 def gradients(network: PreTrainedModel, statistics: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_experts import tiny_experts
 from tests.workers.engine_cases import Case, build_engine, gradient_of
-from tests.workers.rollout.scripted import answer
 from tests.workers.engines.test_engines import ask, episodes, make_engine, run
 from tests.workers.policy.test_router import FAMILIES, watch_experts
+from tests.workers.rollout.scripted import answer
 from verl_lite.config import ActorConfig
 from verl_lite.protocol import DataProto
+from workers.agents.trajectories import trajectory_rows
 from workers.engine.fsdp import FSDPEngine
+from workers.engines.base import RolloutEngine, SamplingParams
 from workers.losses import actor_loss
 from workers.policy.causal_lm import causal_lm
 from workers.policy.router import ROUTED_EXPERTS, Routers, find_routers
-from workers.engines.base import RolloutEngine, SamplingParams
 from workers.rollout.runner import Runner
-from workers.agents.trajectories import trajectory_rows
 
 CASES = [
     Case(),

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.set_keys import set_keys
 from tests.tiny_model import tiny_qwen2
 from tests.workers.engine_cases import Case, build_engine, gradient_of, in_order, loss_fn, planned, relative_error
-from tests.workers.rollout.scripted import answer
 from tests.workers.engines.test_engines import VLLM, ask, episodes, load, make_engine, prompt, run
 from tests.workers.engines.test_sampling import naive_candidates
+from tests.workers.rollout.scripted import answer
 from trainer.launch.engine_checks import check_engine
 from trainer.planner.batch import launch_table
 from trainer.ray_trainer import training_sampling
@@ -23,12 +23,12 @@ from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.schema import SAMPLING_CANDIDATES
+from workers.agents.trajectories import trajectory_rows
+from workers.engines.base import RolloutEngine, SamplingParams, register_rollout_engine
 from workers.policy.causal_lm import causal_lm
 from workers.roll_loss import loss_of_batch
-from workers.engines.base import RolloutEngine, SamplingParams, register_rollout_engine
 from workers.rollout.rows import Response, write_rows
 from workers.rollout.runner import Runner
-from workers.agents.trajectories import trajectory_rows
 
 SAMPLINGS = [{"top_k": 6}, {"top_k": 6, "top_p": 0.6}, {"top_k": 6, "min_p": 0.3}]
 SAMPLINGS += [{"top_k": 6, "top_p": 0.7, "min_p": 0.2, "temperature": 1.3}]

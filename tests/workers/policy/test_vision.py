@@ -22,14 +22,14 @@ from trainer.data.images import ImageProcessor
 from verl_lite.config import DataConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.images import open_image
 from verl_lite.protocol import DataProto, as_column
-from workers.engine.checkpoint import export
 from workers.engine.fsdp import FSDPEngine
+from workers.engines import lean_decoder
+from workers.engines.base import Request, RolloutEngine, SamplingParams, build_rollout_engine
 from workers.policy.causal_lm import causal_lm
+from workers.policy.export import export
 from workers.policy.loading import PolicyBuilder, token_network
 from workers.policy.value_head import value_head
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
-from workers.engines import lean_decoder
-from workers.engines.base import Request, RolloutEngine, SamplingParams, build_rollout_engine
 
 PROMPT, RESPONSE = 40, 6
 OPTIONS = {"temperature": TEMPERATURE, "calculate_entropy": True}

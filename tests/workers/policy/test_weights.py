@@ -18,9 +18,9 @@ from tests.workers.ranks import OnRanks
 from trainer.planner.model_shape import read_shape
 from verl_lite.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_lite.errors import UserError
-from workers.roles.actor_rollout import sync_weights
-from workers.engine.checkpoint import export
+from workers.engines.base import Request, SamplingParams, build_rollout_engine
 from workers.policy.causal_lm import causal_lm
+from workers.policy.export import export
 from workers.policy.loading import (
     PolicyBuilder,
     check_network,
@@ -30,7 +30,7 @@ from workers.policy.loading import (
 )
 from workers.policy.sequence_score import new_sequence_score, sequence_score
 from workers.policy.value_head import value_head
-from workers.engines.base import Request, SamplingParams, build_rollout_engine
+from workers.roles.actor_rollout import sync_weights
 
 TOKENS = torch.tensor([[3, 9, 30, 11]])
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -17,22 +17,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import tiny_qwen2
-from tests.workers.rollout.scripted import answer
 from tests.workers.engines.test_engines import STOPS, load, make_engine
-from trainer.ppo.advantage import estimate_advantages
+from tests.workers.rollout.scripted import answer
 from trainer.agentic.agent_trainer import EpisodeFilter
-from trainer.rollout.group_sources import EnvSource
+from trainer.ppo.advantage import estimate_advantages
 from trainer.ppo.roles import ActorRole
+from trainer.rollout.group_sources import EnvSource
 from trainer.rollout.scheduler import RolloutScheduler
 from verl_lite.config import AlgorithmConfig, PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller import ClassWithInitArgs, ResourcePool, create_worker_groups
 from verl_lite.single_controller.worker_group import LocalTransport
+from workers.agents.episodes import EpisodeRunner
+from workers.engines.base import SamplingParams
 from workers.roles.actor_rollout import ActorWorker
 from workers.rollout.answers import AnswerRunner
-from workers.engines.base import SamplingParams
-from workers.agents.episodes import EpisodeRunner
 from workers.rollout.specs import EpisodeCounts
 
 

@@ -16,9 +16,9 @@ from tests.workers.critic_cases import build_critic, critic_batch, write_critic
 from tests.workers.engine_cases import BATCH, PROMPT, Case, in_order, planned
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
-from workers.roles.critic import critic_network
 from workers.policy.loading import NetworkSpec, load_model_config
 from workers.policy.value_head import value_head
+from workers.roles.critic import critic_network
 
 
 @pytest.fixture(scope="module")

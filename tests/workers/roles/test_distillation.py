@@ -31,11 +31,11 @@ from verl_lite.algos.distillation import divergence, sampled_reverse_kl
 from verl_lite.config import ActorConfig
 from verl_lite.config.distillation import DistillationLossConfig
 from verl_lite.protocol import DataProto
-from workers.roles.frozen_models import teacher_log_probs
 from workers.losses import actor_loss
 from workers.policy import causal_lm
 from workers.policy.causal_lm import token_log_probs, top_log_probs
 from workers.policy.logit_transform import PLAIN_LOGITS
+from workers.roles.frozen_models import teacher_log_probs
 
 BATCH = Batch(rows=9, seed=3, shared_prompts=3, failed_rows=(4,))
 TOPK = 5

@@ -22,9 +22,9 @@ from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engine.fsdp import FSDPEngine
-from workers.roles.frozen_models import RewardModelWorker
 from workers.policy.loading import token_network
 from workers.policy.sequence_score import scored_rows, sequence_score
+from workers.roles.frozen_models import RewardModelWorker
 
 ROWS = 11
 

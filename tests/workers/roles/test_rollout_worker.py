@@ -19,10 +19,10 @@ from verl_lite.errors import TransferError
 from verl_lite.single_controller.resource_pool import LocalService
 from verl_lite.single_controller.worker import host_store
 from workers.engines.base import SamplingParams
+from workers.engines.weight_transfer import ChannelEnd
+from workers.roles.rollout_worker import RolloutWorker
 from workers.rollout.group_queue import GroupQueue, QueuedGroup
 from workers.rollout.specs import AnswerSpec, GroupPlan
-from workers.roles.rollout_worker import RolloutWorker
-from workers.engines.weight_transfer import ChannelEnd
 
 CPU = torch.device("cpu")
 
@@ -199,7 +199,8 @@ def test_an_error_of_the_engine_reaches_whoever_waits(folder: str, monkeypatch: 
 
 def test_only_the_adapter_travels_after_the_first_update(folder: str, tmp_path: Path) -> None:
     """The merged weights equal those that the trainer merges."""
-    from workers.policy.adapter import add_adapter, is_adapter_parameter, merged
+    from workers.engine.lora import is_adapter_parameter, merged
+    from workers.policy.adapter import add_adapter
 
     options = ModelConfig(path=folder, lora_rank=4, lora_alpha=8)
     trainer = Trainer(folder, model=options)

@@ -13,13 +13,13 @@ from tests.tiny_model import tiny_tokenizer
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.protocol import DataProto
 from workers.agents.env_host import EnvReply
-from workers.rollout.answers import AnswerRunner, answer_plans
-from workers.engines.base import Completion, Request, SamplingParams
 from workers.agents.episodes import EpisodeRunner, TokenLimits, Trajectory
+from workers.agents.trajectories import trajectory_rows
+from workers.engines.base import Completion, Request, SamplingParams
+from workers.rollout.answers import AnswerRunner, answer_plans
 from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 from workers.rollout.specs import EpisodeSpec, GroupPlan
-from workers.agents.trajectories import trajectory_rows
 
 START, END = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer; "0" is 3, "a" is 28, one character a token
 COMPACT_TEMPLATE = (

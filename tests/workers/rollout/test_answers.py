@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from tests.workers.rollout.scripted import answer
+from verl_lite.machine.safe_state import read_state, write_state
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.rewards import RewardItem
-from verl_lite.machine.safe_state import read_state, write_state
-from workers.rollout.answers import AnswerRunner, answer_plans
 from workers.engines.base import Completion, ExtraOutputs, Request, Sampled, SamplingParams, derive_seed
+from workers.rollout.answers import AnswerRunner, answer_plans
 from workers.rollout.group_run import GroupRun
 from workers.rollout.runner import Runner
 from workers.rollout.specs import GroupPlan

@@ -12,15 +12,15 @@ import pytest
 
 from tests.workers.rollout.scripted import END, TOKENIZER, ScriptedEngine, ScriptedPool, make_runner, rows, template
 from trainer.agentic.agent_trainer import EpisodeFilter
-from trainer.rollout.group_sources import EnvSource
 from trainer.ppo.roles import ActorRole
+from trainer.rollout.group_sources import EnvSource
 from trainer.rollout.scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Mesh, PerRank
-from workers.engines.base import Request, SamplingParams
 from workers.agents.episodes import TokenLimits
+from workers.engines.base import Request, SamplingParams
 from workers.rollout.group_run import GroupRun
 from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, GroupResults
 

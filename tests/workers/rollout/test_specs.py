@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout.scripted import SAMPLING, ScriptedEngine, ScriptedPool, make_runner, spec
-from verl_lite.rewards import RewardItem
 from verl_lite.machine.safe_state import read_state, write_state
+from verl_lite.rewards import RewardItem
 from workers.engines.base import Sampled
 from workers.rollout.specs import AnswerSpec, EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
 

@@ -11,8 +11,8 @@ from verl_lite.config.option_table import value_of
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.rollout import SAMPLED
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
-from verl_lite.machine.device import is_on_cpu
 from verl_lite.errors import UserError
+from verl_lite.machine.device import is_on_cpu
 from verl_lite.registry import takes
 
 PROGRAM_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "gpg")

@@ -2,7 +2,8 @@
 
 A command of another episode runs as the same user and can read the key in the environment of its neighbours. On Linux
 the port of a request leads to a socket in /proc/net, this to a process, and its ancestor that enforces the limits
-(`workers.agents.endpoint.limited`) names the digest of the key that its command received. Requests whose process is not found
+(`workers.agents.endpoint.limited`) names the digest of the key that its command received. Requests whose process is not
+found
 are accepted and counted: they come from a container, another machine, another user, or a service outside the episode.
 """
 

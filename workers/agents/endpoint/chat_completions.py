@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NotRequired, TypedDict
 
+from workers.agents.conversation import Message, MessageCall
 from workers.agents.endpoint.replies import Event, Reply, Usage, openai_error, unix_time, usage_of
 from workers.agents.endpoint.request_fields import (
     Body,
@@ -21,7 +22,6 @@ from workers.agents.endpoint.request_fields import (
     tool_call,
 )
 from workers.agents.endpoint.trace import Answer, Conversation, Refusal
-from workers.agents.conversation import Message, MessageCall
 
 IMPOSSIBLE = -9999.0
 """OpenAI's log-prob of impossible tokens."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Literal, TypedDict
 
+from workers.agents.conversation import Message, MessageCall
 from workers.agents.endpoint.replies import Event, Reply
 from workers.agents.endpoint.request_fields import (
     Body,
@@ -22,7 +23,6 @@ from workers.agents.endpoint.request_fields import (
     tool_call,
 )
 from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal, arguments_of
-from workers.agents.conversation import Message, MessageCall
 
 ERROR_KINDS = {
     401: "authentication_error",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
+from workers.agents.conversation import MessageCall, Tool
 from workers.agents.endpoint.trace import Refusal
 from workers.engines.base import SamplingParams
-from workers.agents.conversation import MessageCall, Tool
 
 MAX_MESSAGES = 4096
 """Number of messages, blocks, or input items of a request. Each takes about 50 microseconds of the server's thread."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, TypedDict
 
 from verl_lite.json_types import JsonObject
+from workers.agents.conversation import Message
 from workers.agents.endpoint.chat_completions import ChatCompletions, read_chat_message
 from workers.agents.endpoint.replies import Event, Reply, openai_error, unix_time, usage_of
 from workers.agents.endpoint.request_fields import (
@@ -25,7 +26,6 @@ from workers.agents.endpoint.request_fields import (
     tool_call,
 )
 from workers.agents.endpoint.trace import Answer, Conversation, Refusal
-from workers.agents.conversation import Message
 
 Unread = object
 """A field that a reply repeats from its request. The name `object` is a field of `ResponseReply`."""

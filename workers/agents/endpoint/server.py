@@ -23,6 +23,7 @@ from aiohttp import web
 from verl_lite.config import EndpointConfig
 from verl_lite.envs.tool_calls import strict_json
 from verl_lite.errors import UserError
+from workers.agents.conversation import Message
 from workers.agents.endpoint.callers import Callers, Verdict
 from workers.agents.endpoint.connections import Connections, LimitedProtocol
 from workers.agents.endpoint.messages import Messages
@@ -32,7 +33,6 @@ from workers.agents.endpoint.request_fields import Body, Settings
 from workers.agents.endpoint.responses import Responses
 from workers.agents.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
 from workers.engines.base import Completion, SamplingParams, derive_seed
-from workers.agents.conversation import Message
 
 PING_S = 5.0
 """Seconds after which a stream without an answer begins, and between its pings."""

@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
 from verl_lite.errors import UserError
-from workers.engines.base import Completion
 from workers.agents.conversation import CalledFunction, ChatJoins, Message, MessageCall, Tool
 from workers.agents.episodes import DescribedMessage, DescribedRequest, TokenLimits
-from workers.rollout.rows import of_response
 from workers.agents.turns import Turn
+from workers.engines.base import Completion
+from workers.rollout.rows import of_response
 
 TEXT_SHOWN = 2_000
 _UNRENDERABLE = (UserError, TypeError)

@@ -9,12 +9,12 @@ from typing import Any
 
 from recipes.embedded import byte_tokenizer
 from verl_lite.config import EndpointConfig
+from workers.agents.conversation import ChatJoins
 from workers.agents.endpoint.server import Call, Endpoint
 from workers.agents.endpoint.trace import Trace
-from workers.engines.base import Completion, SamplingParams
-from workers.agents.conversation import ChatJoins
 from workers.agents.episodes import TokenLimits
 from workers.agents.turns import Turn
+from workers.engines.base import Completion, SamplingParams
 
 TEMPLATE = (
     "{% if tools %}<|user|>TOOLS {% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}"

@@ -24,8 +24,7 @@ import pytest
 from tests.workers.agents.endpoint.live import END, LIMITS, TOKENIZER, Live, completion_of, ids_of
 from verl_lite.config import EndpointConfig
 from verl_lite.errors import UserError
-from workers.agents.endpoint import server
-from workers.agents.endpoint import request_fields
+from workers.agents.endpoint import request_fields, server
 from workers.agents.endpoint.server import Call, Endpoint
 
 CALL = '<think>hm</think>look<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'

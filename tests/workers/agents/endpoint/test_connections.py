@@ -11,8 +11,7 @@ import pytest
 
 from tests.workers.agents.endpoint.live import Live
 from tests.workers.agents.endpoint.test_clients import CHAT, Session, body_of, parrot, until
-from workers.agents.endpoint import server
-from workers.agents.endpoint import connections
+from workers.agents.endpoint import connections, server
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n"
 

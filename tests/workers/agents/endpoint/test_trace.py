@@ -12,13 +12,13 @@ import torch
 
 from tests.workers.agents.endpoint.live import END, JOINS, LIMITS, TOKENIZER, completion_of, ids_of, new_trace
 from verl_lite.schema import SAMPLING_CANDIDATES
-from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Node, Refusal, Trace, split_thinking
-from workers.policy.chat_template import render_chats
-from workers.engines.base import Completion
 from workers.agents.conversation import Message
+from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Node, Refusal, Trace, split_thinking
 from workers.agents.episodes import TokenLimits, Trajectory
-from workers.rollout.specs import ProgramSpec
 from workers.agents.trajectories import trajectory_rows
+from workers.engines.base import Completion
+from workers.policy.chat_template import render_chats
+from workers.rollout.specs import ProgramSpec
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 

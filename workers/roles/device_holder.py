@@ -1,0 +1,22 @@
+"""A worker that holds a device for a run, before any model is loaded onto it."""
+
+from contextlib import ExitStack
+
+from verl_lite.machine.gpus import ResourceRequest, reserve_gpus
+from verl_lite.single_controller.decorator import Dispatch, register
+from verl_lite.single_controller.worker import Worker
+
+
+class DeviceHolder(Worker):
+    """Worker that reserves the device which an existing Ray cluster assigned to its process. The constructor raises
+    UserError if another process uses the device. It is a separate role that starts before all others, so that no model
+    is loaded onto such a device. request: the request for one device.
+    """
+
+    def __init__(self, request: ResourceRequest) -> None:
+        self._held = ExitStack()
+        self._held.enter_context(reserve_gpus(request, print))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Does nothing, because this role has no model."""
