@@ -18,6 +18,9 @@ _GREEK = (
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in"}
 _REVERSED = {">": "<", "\\ge": "\\le"}
 _OPERATIONS = {"\\cup", "\\cap", "\\setminus"}
+_INFIX_COMMANDS = {"\\cdot", "\\times", "\\div", "\\pm", "\\mp", "\\}", "\\\\"}
+"""Commands that stand after an operand: they end a product of factors without signs between them."""
+_OPERAND_COMMANDS = {"\\frac", "\\sqrt", "\\pi", "\\infty", "\\{"}
 _UNIT_TEXT = re.compile(r"(?i)[a-zµμΩåéèü.\s/²³^·\-]*[a-zµμΩ][a-zµμΩåéèü.\s/²³^·\-]*")
 _NO_UNITS = re.compile(r"(?i)\b(?:or|and|if|for|when|not|but|to|than|if)\b")
 _SHORT_UNITS = (
@@ -81,7 +84,7 @@ class _Parser:
     """A parser by recursive descent. `token` is the next token, None at the end."""
 
     def __init__(self, tokens: list[Token], letters_are_units: bool) -> None:
-        self._rest = tokens[::-1]
+        self._rest = tokens[::-1]  # the next token is last, so that taking it costs nothing
         self._letters_are_units = letters_are_units
         self.unit = ""
 
@@ -95,13 +98,16 @@ class _Parser:
         return self._rest.pop()
 
     def _is(self, *texts: str) -> bool:
-        return bool(self._rest) and self._rest[-1].kind in ("mark", "command") and self._rest[-1].text in texts
+        """Returns True if the next token is one of these marks or commands."""
+        token = self.token
+        return token is not None and token.kind in ("mark", "command") and token.text in texts
 
     def _accept(self, *texts: str) -> bool:
-        if self._is(*texts):
-            self._rest.pop()
-            return True
-        return False
+        """Takes the next token if it is one of these marks or commands. Returns True if it did."""
+        if not self._is(*texts):
+            return False
+        self._rest.pop()
+        return True
 
     def _expect(self, text: str) -> None:
         if not self._accept(text):
@@ -114,7 +120,7 @@ class _Parser:
             while self._accept(",", ";"):
                 pass
             items.append(self._relation())
-        return items[0] if len(items) == 1 else Node("list", tuple(items))
+        return _one_or_all("list", items)
 
     def _relation(self) -> Node:
         sides = [self._set_operation()]
@@ -124,7 +130,10 @@ class _Parser:
             sides.append(self._set_operation())
         if not operators:
             return sides[0]
-        if len(operators) > 1 and set(operators) <= set(_REVERSED):  # 3 > x > -3
+
+        # 3 > x > -3 becomes -3 < x < 3, the only direction that is compared as an interval
+        is_descending = len(operators) > 1 and set(operators) <= set(_REVERSED)
+        if is_descending:
             sides.reverse()
             operators = [_REVERSED[operator] for operator in reversed(operators)]
         return Node("relation", tuple(sides), " ".join(operators))
@@ -137,8 +146,7 @@ class _Parser:
         return node
 
     def _sum(self) -> Node:
-        if self._is("\\pm") or self._is("\\mp"):
-            self._next()
+        if self._accept("\\pm", "\\mp"):
             return Node("plus_minus", (self._signed_term(),))
         terms = [self._signed_term()]
         while True:
@@ -147,11 +155,10 @@ class _Parser:
             elif self._accept("-"):
                 terms.append(Node("negative", (self._signed_term(),)))
             elif self._accept("\\pm", "\\mp"):
-                left = terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
-                terms = [Node("plus_minus", (left, self._signed_term()))]
+                terms = [Node("plus_minus", (_one_or_all("sum", terms), self._signed_term()))]
             else:
                 break
-        node = terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+        node = _one_or_all("sum", terms)
         self._skip_unit(node)
         return node
 
@@ -168,7 +175,8 @@ class _Parser:
             if self._accept("*", "\\cdot", "\\times"):
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
-                if self.token is not None and self.token.kind in ("word", "text"):  # km/h
+                is_unit = self.token is not None and self.token.kind in ("word", "text")  # the slash of km/h
+                if is_unit:
                     self._rest.append(Token("mark", "/"))
                     return node
                 node = Node("quotient", (node, self._signed_factor()))
@@ -192,7 +200,7 @@ class _Parser:
                 factors.append(factor)
             else:
                 factors[-1] = mixed
-        return factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+        return _one_or_all("product", factors)
 
     def take_denominator(self) -> str | None:
         """Takes a slash and an integer, and returns the integer; takes nothing and returns None otherwise."""
@@ -207,40 +215,39 @@ class _Parser:
             return False
         if token.kind in ("number", "letter", "word", "text", "literal", "begin"):
             return True
-        if token.kind == "command":
-            if token.text in ("\\frac", "\\sqrt", "\\pi", "\\infty", "\\{"):
-                return True
-            is_function = token.text[1:] in FUNCTIONS
-            is_operator = token.text in _RELATIONS | _OPERATIONS | {
-                "\\cdot",
-                "\\times",
-                "\\div",
-                "\\pm",
-                "\\mp",
-                "\\}",
-                "\\\\",
-            }
-            return not is_operator and not (in_function and is_function)
-        return token.text in ("(", "[", "{")
+        if token.kind != "command":
+            return token.text in ("(", "[", "{")
+        if token.text in _OPERAND_COMMANDS:
+            return True
+        if token.text in _RELATIONS | _OPERATIONS | _INFIX_COMMANDS:
+            return False
+        is_function = token.text[1:] in FUNCTIONS
+        return not (in_function and is_function)  # \sin x \cos x is a product of two functions
 
     def _at_unit(self, factors: list[Node]) -> bool:
         """Returns True if the next token begins a unit of the value before it."""
         token = self.token
-        if token is None or any(part.kind in ("symbol", "word") for node in factors for part in node.walk()):
-            return token is not None and token.kind == "text" and _is_unit(token.text)
+        if token is None:
+            return False
         if token.kind == "text":
             return _is_unit(token.text)
+        if any(map(_contains_names, factors)):  # in 2ab, b is a symbol rather than a unit
+            return False
         if token.kind == "word":
             return token.text in _SHORT_UNITS or (len(token.text) > 2 and token.text.isascii())
-        if token.kind == "letter" and token.text in _SHORT_UNITS and (token.follows_space or self._letters_are_units):
-            following = self._rest[-2] if len(self._rest) > 1 else None
-            return following is None or following.text in (",", ";", "/", "^")
-        return False
+        if token.kind != "letter" or token.text not in _SHORT_UNITS:
+            return False
+        if not token.follows_space and not self._letters_are_units:
+            return False
+        following = self._rest[-2] if len(self._rest) > 1 else None
+        return following is None or following.text in (",", ";", "/", "^")
 
     def _skip_unit(self, value: Node) -> None:
         """Takes the unit of a value: words, with exponents, and products and quotients of them."""
-        if not self._at_unit([value]) and not (self._is("/") and self._at_quotient()):
+        begins_unit = self._at_unit([value]) or (self._is("/") and self._is_unit_next())
+        if not begins_unit:
             return
+
         words = []
         while self.token is not None:
             if self.token.kind in ("text", "word", "letter"):
@@ -251,28 +258,33 @@ class _Parser:
             elif self._is("^"):
                 self._next()
                 exponent = self._argument()
-                if exponent.kind != "number" and exponent.kind != "negative":
+                if exponent.kind not in ("number", "negative"):
                     raise UnknownSyntax("a unit has an exponent that is no number")
                 words.append(f"^{render(exponent)}")
-            elif self._is("/", "\\cdot") and self._at_quotient():
+            elif self._is("/", "\\cdot") and self._is_unit_next():
                 words.append(self._next().text)
             else:
                 break
+
         unit = "".join(" ".join(words).lower().split())
         if len(unit) > _LONGEST_UNIT:
             raise UnknownSyntax("a unit is too long")
-        self.unit = self.unit or unit
+        self.unit = self.unit or unit  # the first one of "7 cm, 8 cm"
 
-    def _at_quotient(self) -> bool:
+    def _is_unit_next(self) -> bool:
+        """Returns True if letters follow the next token, which is the sign of a product or quotient."""
         return len(self._rest) > 1 and self._rest[-2].kind in ("text", "word", "letter")
 
     def _power(self) -> Node:
         node = self._postfix(self._atom())
         if not self._accept("^"):
             return node
+
+        # degrees are a unit that answers may leave out: 30^\circ and 30^{\circ} are 30
         if self._accept("\\circ"):
             return node
-        if self._is("{") and len(self._rest) > 2 and self._rest[-2].text == "\\circ" and self._rest[-3].text == "}":
+        next_texts = [token.text for token in reversed(self._rest[-3:])]
+        if next_texts == ["{", "\\circ", "}"]:
             del self._rest[-3:]
             return node
         return self._postfix(Node("power", (node, self._argument(takes_number=True))))
@@ -302,6 +314,10 @@ class _Parser:
             node = self.items()
             self._expect("}")
             return node
+        if self._accept("-"):
+            return Node("negative", (self._argument(takes_number),))
+
+        # TeX takes one sign: \frac12 is 1/2 and \sqrt ab is \sqrt{a} b, so the rest of the token stays to be read
         token = self.token
         if token is not None and token.kind == "number" and len(token.text) > 1 and not takes_number:
             self._next()
@@ -309,10 +325,9 @@ class _Parser:
             return Node("number", (), token.text[0])
         if token is not None and token.kind == "word":
             self._next()
-            self._rest.append(Token("letter" if len(token.text) == 2 else "word", token.text[1:]))
+            kind_of_rest = "letter" if len(token.text) == 2 else "word"
+            self._rest.append(Token(kind_of_rest, token.text[1:]))
             return _symbol(token.text[0])
-        if self._accept("-"):
-            return Node("negative", (self._argument(takes_number),))
         return self._atom()
 
     def _atom(self) -> Node:
@@ -324,7 +339,7 @@ class _Parser:
         if token.kind == "word":
             if len(token.text) > 3:
                 return Node("word", (), token.text.lower())
-            return Node("product", tuple(_symbol(letter) for letter in token.text))
+            return Node("product", tuple(map(_symbol, token.text)))  # ab and abc are products of symbols
         if token.kind == "text":
             return Node("word", (), token.text.lower())
         if token.kind == "literal":
@@ -346,8 +361,7 @@ class _Parser:
         raise UnknownSyntax(f"{token.text!r} is not expected")
 
     def _letter(self, letter: str) -> Node:
-        if letter in "fgh" and self._is("("):
-            self._next()
+        if letter in "fgh" and self._accept("("):
             arguments = self.items()
             self._expect(")")
             return Node("call", (arguments,), letter)
@@ -370,13 +384,17 @@ class _Parser:
             if self._accept("&"):
                 rows[-1].append(self._sum())
             elif self._accept("\\\\"):
-                if self.token is not None and self.token.kind != "end":
+                is_last_row = self.token is None or self.token.kind == "end"  # a line may end with \\
+                if not is_last_row:
                     rows.append([self._sum()])
             else:
                 raise UnknownSyntax(f"{self.token.text!r} is not expected in a matrix")
         self._next()
-        kind = "command" if name == "vmatrix" else "matrix"
-        return Node(kind, tuple(Node("list", tuple(row)) for row in rows), "pmatrix" if kind == "matrix" else name)
+
+        row_nodes = tuple(Node("list", tuple(row)) for row in rows)
+        if name == "vmatrix":  # a determinant, which is to be computed
+            return Node("command", row_nodes, name)
+        return Node("matrix", row_nodes, "pmatrix")
 
     def _command(self, name: str) -> Node:
         if name == "\\frac":
@@ -408,51 +426,73 @@ class _Parser:
         return Node("root", (argument,) if index is None else (argument, index))
 
     def _function(self, name: str) -> Node:
-        base = exponent = None
+        base: Node | None = None
+        exponent: Node | None = None
         while self._is("_", "^"):
             if self._next().text == "_":
                 base = self._argument()
             else:
                 exponent = self._argument()
         argument = self._brackets(self._next().text) if self._is("(") else self._adjacent(in_function=True)
+
         if name == "\\exp" and base is None and exponent is None:
             return Node("power", (Node("constant", (), "e"), argument))
-        node = Node("function", (argument,) if base is None else (argument, base), name)
-        if exponent == Node("negative", (Node("number", (), "1"),)) and name in ("\\sin", "\\cos", "\\tan"):
+        minus_one = Node("negative", (Node("number", (), "1"),))
+        if exponent == minus_one and name in ("\\sin", "\\cos", "\\tan"):
             return Node("function", (argument,), f"\\arc{name[1:]}")
+        node = Node("function", (argument,) if base is None else (argument, base), name)
         return node if exponent is None else Node("power", (node, exponent))
 
 
+def _one_or_all(kind: str, parts: list[Node]) -> Node:
+    """Returns the only part itself, or a node of this kind with all parts."""
+    return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
+
+
+def _contains_names(node: Node) -> bool:
+    return any(part.kind in ("symbol", "word") for part in node.walk())
+
+
 def _symbol(letter: str) -> Node:
+    """Returns the node of a letter. e and i are always the constants."""
     return Node("constant" if letter in "ei" else "symbol", (), letter)
 
 
 def _number(text: str) -> Node:
     """Returns a numeral, which is a product with a power of ten for 1.6e-19."""
-    digits, mark, exponent = text.lower().partition("e")
+    digits, mark, exponent_text = text.lower().partition("e")
     digits = digits.lstrip("0") or "0"
-    digits = f"0{digits}" if digits.startswith(".") else digits
+    if digits.startswith("."):
+        digits = f"0{digits}"
     number = Node("number", (), digits)
     if not mark:
         return number
-    magnitude = Node("number", (), exponent.lstrip("+-").lstrip("0") or "0")
-    power = Node("power", (Node("number", (), "10"), Node("negative", (magnitude,)) if "-" in exponent else magnitude))
-    return Node("product", (number, power))
+
+    exponent = Node("number", (), exponent_text.lstrip("+-").lstrip("0") or "0")
+    if "-" in exponent_text:
+        exponent = Node("negative", (exponent,))
+    power_of_ten = Node("power", (Node("number", (), "10"), exponent))
+    return Node("product", (number, power_of_ten))
 
 
 def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
     r"""Returns the mixed number that an integer and what follows it are (2\frac{1}{2}, 2 1/2), else None."""
     if not is_integer(whole):
         return None
-    above, below = following, None
     if following.kind == "quotient":
         above, below = following.parts
     elif is_integer(following):
         denominator = parser.take_denominator()
-        below = None if denominator is None else Node("number", (), denominator)
-    if below is None:
+        if denominator is None:
+            return None
+        above = following
+        below = Node("number", (), denominator)
+    else:
         return None
-    if not is_integer(above) or not is_integer(below) or not 0 < int(above.text) < int(below.text):
+
+    # beside an integer, any other fraction could be a sum (a mixed number) or a product
+    is_proper = is_integer(above) and is_integer(below) and 0 < int(above.text) < int(below.text)
+    if not is_proper:
         raise UnknownSyntax("an integer stands beside a fraction that is not proper")
     return Node("mixed", (whole, above, below))
 
@@ -470,53 +510,48 @@ def _is_unit(text: str) -> bool:
 
 
 def render(node: Node) -> str:
-    """Returns LaTeX that every parser reads as the node."""
+    """Returns LaTeX that every parser reads as the node: brackets stand wherever precedence could matter."""
     parts = [render(part) for part in node.parts]
+    items = ", ".join(parts)
     match node.kind:
-        case "number" | "symbol":
-            return node.text
-        case "constant":
+        case "number" | "symbol" | "constant":
             return node.text
         case "word":
             return rf"\text{{{node.text}}}"
-        case "sum":
-            return " + ".join(
-                f"({part})" if _is_compound(inner) else part for part, inner in zip(parts, node.parts, strict=True)
-            )
+        case "negative" if node.parts[0].kind == "number":
+            return f"-{parts[0]}"
         case "negative":
-            return f"-({parts[0]})" if node.parts[0].kind != "number" else f"-{parts[0]}"
+            return f"-({parts[0]})"
+        case "plus_minus" if len(parts) == 1:
+            return rf" \pm {parts[0]}"
         case "plus_minus":
-            return r" \pm ".join(["", *parts] if len(parts) == 1 else parts)
+            return r" \pm ".join(parts)
         case "product":
             return r" \cdot ".join(f"({part})" for part in parts)
         case "quotient":
             return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
-        case "mixed":
-            whole, above, below = (int(part.text) for part in node.parts)
-            return rf"\frac{{{whole * below + above}}}{{{below}}}"
+        case "power" if node.parts[0].kind in ("symbol", "number", "constant"):
+            return f"{parts[0]}^{{{parts[1]}}}"
         case "power":
-            is_plain = node.parts[0].kind in ("symbol", "number", "constant")
-            return f"{parts[0]}^{{{parts[1]}}}" if is_plain else f"({parts[0]})^{{{parts[1]}}}"
+            return f"({parts[0]})^{{{parts[1]}}}"
+        case "root" if len(parts) == 1:
+            return rf"\sqrt{{{parts[0]}}}"
         case "root":
-            return rf"\sqrt{{{parts[0]}}}" if len(parts) == 1 else rf"\sqrt[{parts[1]}]{{{parts[0]}}}"
-        case "function":
-            base = f"_{{{parts[1]}}}" if len(parts) > 1 else ""
-            return f"{node.text}{base}({parts[0]})"
-        case "call":
+            return rf"\sqrt[{parts[1]}]{{{parts[0]}}}"
+        case "function" if len(parts) > 1:
+            return f"{node.text}_{{{parts[1]}}}({parts[0]})"
+        case "function" | "call":
             return f"{node.text}({parts[0]})"
+        case "percent" if node.parts[0].kind == "number":
+            return rf"{parts[0]}\%"
         case "percent":
-            return rf"{parts[0]}\%" if node.parts[0].kind == "number" else parts[0]
+            return parts[0]
         case "brackets":
-            return f"{node.text[0]}{', '.join(parts)}{node.text[1]}"
+            return f"{node.text[0]}{items}{node.text[1]}"
         case "set":
-            return rf"\{{{', '.join(parts)}\}}"
+            return rf"\{{{items}\}}"
         case "list":
-            return ", ".join(parts)
-        case "relation":
-            operators = node.text.split()
-            return parts[0] + "".join(
-                f" {operator} {part}" for operator, part in zip(operators, parts[1:], strict=True)
-            )
+            return items
         case "operation":
             return f" {node.text} ".join(parts)
         case "matrix":
@@ -524,12 +559,36 @@ def render(node: Node) -> str:
             return rf"\begin{{pmatrix}} {rows} \end{{pmatrix}}"
         case "absolute":
             return f"|{parts[0]}|"
+        case "sum":
+            return _render_sum(node.parts, parts)
+        case "mixed":
+            return _render_mixed(node.parts)
+        case "relation":
+            return _render_relation(node.text.split(), parts)
     if node.text == "!":
         return f"({parts[0]})!"
     if node.text == "_":
         return f"{parts[0]}_{{{parts[1]}}}"
-    return f"{node.text}{{{', '.join(parts)}}}"
+    return f"{node.text}{{{items}}}"
 
 
-def _is_compound(node: Node) -> bool:
-    return node.kind in ("sum", "negative", "plus_minus")
+def _render_sum(terms: tuple[Node, ...], rendered: list[str]) -> str:
+    """Returns the LaTeX of a sum. Terms that are sums or have a sign are put in brackets."""
+    texts = []
+    for term, text in zip(terms, rendered, strict=True):
+        is_compound = term.kind in ("sum", "negative", "plus_minus")
+        texts.append(f"({text})" if is_compound else text)
+    return " + ".join(texts)
+
+
+def _render_mixed(parts: tuple[Node, ...]) -> str:
+    r"""Returns a mixed number as one fraction: math-verify would read 2\frac{1}{2} as a product."""
+    whole, above, below = (int(part.text) for part in parts)
+    return rf"\frac{{{whole * below + above}}}{{{below}}}"
+
+
+def _render_relation(operators: list[str], sides: list[str]) -> str:
+    text = sides[0]
+    for operator, side in zip(operators, sides[1:], strict=True):
+        text += f" {operator} {side}"
+    return text

@@ -48,26 +48,17 @@ _PREFIX = re.compile(r"(?i)\A(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s+")
 def clean(text: str) -> str:
     """Removes marks of layout and emphasis from an answer, and writes the characters of other scripts as LaTeX."""
     text = _ROOT_OF_DIGITS.sub(r"\\sqrt{\1}", text)
-    text = _SUPERSCRIPT.sub(lambda match: f"^{{{''.join(map(_SUPERSCRIPTS.__getitem__, match[0]))}}}", text)
-    characters = []
-    for character in text:
-        if not character.isascii() and character.isdecimal():
-            characters.append(str(unicodedata.decimal(character)))
-        elif "VULGAR FRACTION" in unicodedata.name(character, "") and "⁄" in unicodedata.normalize("NFKC", character):
-            above, below = unicodedata.normalize("NFKC", character).split("⁄")
-            characters.append(rf"\frac{{{above}}}{{{below}}}")
-        else:
-            characters.append(_REPLACED.get(character, character))
-    text = "".join(characters).strip()
+    text = _SUPERSCRIPT.sub(_exponent_of_superscript, text)
+    text = "".join(map(_as_latex, text)).strip()
 
     while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
         text = match[match.lastindex or 0].strip()
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _DEGREE.sub(r"^\\circ", text)
     text = _ORDINAL.sub("", text)
-    text = _GROUPED.sub("", text)
+    text = _GROUPED.sub("", text)  # before _LAYOUT, which would turn the spaces between groups to blanks
     text = _LAYOUT.sub(" ", text).strip()
-    while match := _EMPHASIS.match(text):
+    while match := _EMPHASIS.match(text):  # a second time: marks of emphasis that stood inside dollar signs
         text = match[2].strip()
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _PREFIX.sub("", text)
@@ -76,9 +67,29 @@ def clean(text: str) -> str:
     return text.rstrip(" .,;:")
 
 
+def _exponent_of_superscript(match: re.Match[str]) -> str:
+    """Returns the LaTeX of superscript characters: ^{12} for ¹²."""
+    digits = "".join(_SUPERSCRIPTS[character] for character in match[0])
+    return f"^{{{digits}}}"
+
+
+def _as_latex(character: str) -> str:
+    """Returns a character in ASCII or as LaTeX, unchanged if it has no equivalent."""
+    if character.isascii():
+        return character
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    parts = unicodedata.normalize("NFKC", character).split("⁄")
+    if "VULGAR FRACTION" in unicodedata.name(character, "") and len(parts) == 2:
+        above, below = parts
+        return rf"\frac{{{above}}}{{{below}}}"
+    return _REPLACED.get(character, character)
+
+
 def _fraction_of_repeating(match: re.Match[str]) -> str:
     r"""Returns the fraction that equals a repeating decimal: \frac{1}{6} for 0.1\overline{6}."""
     whole, first_digits, repeated = match.groups()
+    # with d = 0.1666..., 100 d - 10 d = 16 - 1: the difference has no decimals
     above = int(whole + first_digits + repeated) - int(whole + first_digits)
     below = 10 ** len(first_digits) * (10 ** len(repeated) - 1)
     divisor = math.gcd(above, below)
@@ -113,6 +124,8 @@ _SYNONYMS = {
 }  # fmt: skip
 _SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
 _PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
+_MATHEMATICS = re.compile(r"[-+\d.,/ ]+|\\?[A-Za-z]|\([-+\d., ]+\)")
+r"""The content of \text{56,088} and \text{(1, 2)}."""
 _LETTERS = re.compile(r"[A-Z](?:\s*(?:,|\band\b|\bor\b)+\s*(?:(?:and|or)\s+)?[A-Z])+")
 r"""The content of \text{A, C}."""
 _VALUE_WITH_UNIT = re.compile(
@@ -125,32 +138,47 @@ r"""The content of \text{ cm and } between two values."""
 
 @dataclass(frozen=True)
 class Token:
-    kind: str  # number, letter, word, text, command, literal, begin, end or mark
+    """A sign of an expression.
+
+    kind: number, letter, word, text, command, literal, begin, end or mark. follows_space: True if white space stands
+    before the token, which distinguishes the unit of "3 m" from the symbol of "3m".
+    """
+
+    kind: str
     text: str
     follows_space: bool = False
 
 
 def tokens_of(text: str) -> list[Token]:
+    """Splits an expression into tokens. Raises UnknownSyntax if a character is no part of one."""
     tokens: list[Token] = []
-    place = depth = 0
+    position = 0
+    depth = 0
     follows_space = False
-    while place < len(text):
-        match = _COMMAS.match(text, place) if depth == 0 else None
-        if match is not None:
-            tokens.append(Token("number", match[0].replace(",", ""), follows_space))
-            place, follows_space = match.end(), False
+    while position < len(text):
+        # inside brackets a comma separates items: 12,345 is a number, and (12,345) a pair
+        grouped = _COMMAS.match(text, position) if depth == 0 else None
+        if grouped is not None:
+            tokens.append(Token("number", grouped[0].replace(",", ""), follows_space))
+            position = grouped.end()
+            follows_space = False
             continue
-        match = _TOKEN.match(text, place)
+
+        match = _TOKEN.match(text, position)
         if match is None:
-            raise UnknownSyntax(f"{text[place]!r} is no part of an expression")
-        place = match.end()
+            raise UnknownSyntax(f"{text[position]!r} is no part of an expression")
+        position = match.end()
         if match["space"]:
             follows_space = True
             continue
         tokens += _converted(match, follows_space)
-        depth += sum(token.text in ("(", "[", "{", "\\{") for token in tokens[-1:])
-        depth -= sum(token.text in (")", "]", "}", "\\}") for token in tokens[-1:])
         follows_space = False
+
+        last_text = tokens[-1].text if tokens else ""
+        if last_text in ("(", "[", "{", "\\{"):
+            depth += 1
+        elif last_text in (")", "]", "}", "\\}"):
+            depth -= 1
     return tokens
 
 
@@ -188,9 +216,9 @@ def _text_tokens(content: str, follows_space: bool) -> list[Token]:
     if _PERCENT.fullmatch(content):
         return [Token("mark", "%")]
     inner = content.strip("()")
-    if re.fullmatch(r"[-+\d.,/ ]+|\\?[A-Za-z]|\([-+\d., ]+\)", content) or len(inner) == 1:
-        return tokens_of(inner if len(inner) == 1 else content)
-    if _LETTERS.fullmatch(content):
+    if len(inner) == 1:  # the choice in \text{(B)}
+        return tokens_of(inner)
+    if _MATHEMATICS.fullmatch(content) or _LETTERS.fullmatch(content):
         return tokens_of(content)
     if match := _VALUE_WITH_UNIT.fullmatch(content):
         return [*tokens_of(match["value"]), Token("text", match["unit"], True)]

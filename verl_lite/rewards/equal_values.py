@@ -5,13 +5,16 @@ are compared relatively, and the answer must not leave a relation unsolved that 
 """
 
 import math
-from typing import Any
+from typing import TypeAlias
 
 import sympy
 from latex2sympy2_extended import is_expr_of_only_symbols
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
+
+Expression: TypeAlias = sympy.Basic | sympy.MatrixBase
+"""What math-verify parses an answer to. Mutable matrices do not inherit from `sympy.Basic`."""
 
 MOST_BITS = 20_000
 MOST_TERMS = 1000
@@ -24,23 +27,26 @@ _ROUNDED_DIGITS = 6
 _PRECISION = 40
 _EQUAL = sympy.Float("1e-25")
 _POINTS = (sympy.Rational(7, 5), sympy.Rational(23, 11), sympy.Rational(31, 17), sympy.Rational(2, 7))
+"""Values of the symbols at which two expressions are compared."""
 
 
-def are_equal(gold: Any, answer: Any) -> bool:
+def are_equal(gold: Expression | None, answer: Expression | None) -> bool:
     """Returns True if two expressions are equal: exactly, or to one millionth of a constant that a decimal rounds."""
+    # the size comes first: the other steps evaluate the expressions
     if answer is None or gold is None or is_too_large(answer) or is_too_large(gold):
         return False
     if not _are_relations_solved(answer, gold):
         return False
-    exact_gold, exact_answer = _exact(gold), _exact(answer)
-    exact_answer = _snapped(exact_answer, answer, exact_gold)
+
+    exact_gold = _exact(gold)
+    exact_answer = _snapped(_exact(answer), answer, exact_gold)
     exact_gold = _snapped(exact_gold, gold, exact_answer)
     if not verify([exact_gold], [exact_answer], timeout_seconds=None):
         return False
     return not _is_contradicted(exact_gold, exact_answer)
 
 
-def _exact(node: Any) -> Any:
+def _exact(node: Expression) -> Expression:
     """Returns an expression without percent signs, which are units here, with decimals as fractions."""
     if isinstance(node, sympy.MatrixBase):
         return node.applyfunc(_exact)
@@ -52,18 +58,19 @@ def _exact(node: Any) -> Any:
         return sympy.Rational(str(node))
     if not node.args:
         return node
+
     args = [_exact(arg) for arg in node.args]
     if isinstance(node, sympy.Expr) and all(isinstance(arg, sympy.Rational) for arg in args):
         return node.func(*args)  # evaluates powers, products and sums of numbers, whose size is bounded
     is_changed = any(arg is not old for arg, old in zip(args, node.args, strict=True))
-    return (
-        node.func(*args, evaluate=False)
-        if is_changed and isinstance(node, sympy.Expr | Relational)
-        else (node.func(*args) if is_changed else node)
-    )
+    if not is_changed:
+        return node
+    if isinstance(node, sympy.Expr | Relational):
+        return node.func(*args, evaluate=False)
+    return node.func(*args)  # sets and tuples have no evaluate=False
 
 
-def _constants(node: Any) -> set[Any]:
+def _constants(node: Expression) -> set[sympy.Expr]:
     """Returns the largest parts of an expression that are constants."""
     if isinstance(node, sympy.MatrixBase):
         return set().union(*map(_constants, node.flat()))
@@ -72,7 +79,7 @@ def _constants(node: Any) -> set[Any]:
     return set().union(*map(_constants, getattr(node, "args", ())))
 
 
-def _snapped(exact: Any, written: Any, other: Any) -> Any:
+def _snapped(exact: Expression, written: Expression, other: Expression) -> Expression:
     """Replaces rounded decimals by the constants of the other expression that they round.
 
     Args:
@@ -83,33 +90,35 @@ def _snapped(exact: Any, written: Any, other: Any) -> Any:
     """
     if not isinstance(exact, sympy.Basic | sympy.MatrixBase):
         return exact
-    decimals = {
-        sympy.Rational(str(number)) for number in _atoms(written, sympy.Float) if _digits(number) >= _ROUNDED_DIGITS
-    }
-    if not decimals:
+    long_decimals = [number for number in written.atoms(sympy.Float) if _digits(number) >= _ROUNDED_DIGITS]
+    if not long_decimals:
         return exact
-    constants = [constant for constant in _constants(other) if constant.is_real]
+
+    constants = []
+    for constant in _constants(other):
+        if constant.is_real and not _is_short_decimal(constant):
+            constants.append(constant)
     replaced = {}
-    for number in decimals:
+    for decimal in long_decimals:
+        number = sympy.Rational(str(decimal))
         for constant in constants:
-            if constant != number and not _is_short_decimal(constant) and _is_close(number, constant):
+            if constant != number and _is_close(number, constant):
                 replaced[number] = constant
                 replaced[-number] = -constant
     return exact.xreplace(replaced) if replaced else exact
 
 
-def _atoms(node: Any, kind: type) -> set[Any]:
-    return node.atoms(kind) if isinstance(node, sympy.Basic | sympy.MatrixBase) else set()
-
-
-def _digits(number: Any) -> int:
+def _digits(number: sympy.Float) -> int:
     """Returns the number of significant digits of a decimal, without zeros at its end."""
     mantissa = str(number).lower().partition("e")[0]
     return len(mantissa.lstrip("-").replace(".", "").strip("0"))
 
 
-def _is_short_decimal(constant: Any) -> bool:
-    """Returns True for a rational number with a finite decimal expansion of few digits, such as 0.5 or 7."""
+def _is_short_decimal(constant: sympy.Expr) -> bool:
+    """Returns True for a rational number with a finite decimal expansion of few digits, such as 0.5 or 7.
+
+    Nobody rounds such a number, so a decimal near it is wrong: 72.9999999 is not 73.
+    """
     if not isinstance(constant, sympy.Rational):
         return False
     denominator = int(constant.q)
@@ -119,41 +128,50 @@ def _is_short_decimal(constant: Any) -> bool:
     return denominator == 1 and len(str(abs(constant.p)).strip("0")) < _ROUNDED_DIGITS
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    difference = sympy.Abs(one - other).evalf(_PRECISION)
-    size = sympy.Abs(other).evalf(_PRECISION)
+def _is_close(number: sympy.Rational, constant: sympy.Expr) -> bool:
+    difference = sympy.Abs(number - constant).evalf(_PRECISION)
+    size = sympy.Abs(constant).evalf(_PRECISION)
     return bool(difference.is_number and size.is_number and difference <= _TOLERANCE * size)
 
 
-def _is_contradicted(gold: Any, answer: Any) -> bool:
+def _is_contradicted(gold: Expression, answer: Expression) -> bool:
     """Returns True if values show that two expressions differ, which math-verify takes for equal.
 
     math-verify compares absolutely: 1e-19 times the root of 2 and of 3 are equal to it.
     """
     if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
-        pairs = zip(gold.flat(), answer.flat(), strict=False)
-        return any(_is_contradicted(*pair) for pair in pairs)
+        return any(map(_is_contradicted, gold.flat(), answer.flat()))
     if isinstance(gold, sympy.Tuple) and isinstance(answer, sympy.Tuple) and len(gold) == len(answer):
-        return any(_is_contradicted(*pair) for pair in zip(gold, answer, strict=True))
+        return any(map(_is_contradicted, gold, answer))
     if isinstance(gold, sympy.FiniteSet) and isinstance(answer, sympy.FiniteSet):
-        return not all(any(not _is_contradicted(one, other) for other in answer) for one in gold)
+        return any(_is_missing(element, answer) for element in gold)
     if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
         return _is_contradicted(gold.start, answer.start) or _is_contradicted(gold.end, answer.end)
     if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
         return False
     if gold == answer:
         return False
+
+    # at several points, because different expressions can have the same value at one
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     for shift in range(len(_POINTS) if symbols else 1):
-        values = {symbol: _POINTS[(place + shift) % len(_POINTS)] for place, symbol in enumerate(symbols)}
-        if _differ(gold.xreplace(values), answer.xreplace(values)):
+        points = {}
+        for number, symbol in enumerate(symbols, shift):
+            points[symbol] = _POINTS[number % len(_POINTS)]
+        if _differ(gold.xreplace(points), answer.xreplace(points)):
             return True
     return False
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _is_missing(element: sympy.Expr, elements: sympy.FiniteSet) -> bool:
+    """Returns True if every element of a set is shown to differ from the element."""
+    return all(_is_contradicted(element, other) for other in elements)
+
+
+def _differ(one: sympy.Expr, other: sympy.Expr) -> bool:
     """Returns True if the values of two constants differ relatively."""
-    one_value, other_value = (complex_value(value) for value in (one, other))
+    one_value = complex_value(one)
+    other_value = complex_value(other)
     if one_value is None or other_value is None:
         return False
     difference = sympy.Abs(one_value - other_value).evalf(_PRECISION)
@@ -161,7 +179,7 @@ def _differ(one: Any, other: Any) -> bool:
     return bool(difference > _EQUAL * size)
 
 
-def complex_value(constant: Any) -> Any:
+def complex_value(constant: sympy.Expr) -> sympy.Expr | None:
     """Returns the value of a constant with many digits, None if it has none."""
     try:
         value = constant.doit().evalf(_PRECISION)
@@ -173,42 +191,56 @@ def complex_value(constant: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------- relations
 
 
-def _are_relations_solved(answer: Any, gold: Any) -> bool:
+def _are_relations_solved(answer: Expression, gold: Expression) -> bool:
     """Returns True if the answer leaves no relation unsolved that the reference does not leave unsolved."""
-    relations, gold_relations = _relations(answer), _relations(gold)
-    is_value = not gold_relations and bool(getattr(gold, "free_symbols", None))  # accepts f(x) = 2x for 2x
-    is_solved = all(_is_solved(x) or (is_value and _is_defined_name(x.lhs)) for x in relations)
-    return is_solved or not all(map(_is_solved, gold_relations))
+    gold_relations = _relations(gold)
+    if not all(map(_is_solved, gold_relations)):
+        return True
+
+    may_define_name = not gold_relations and bool(getattr(gold, "free_symbols", None))  # f(x) = 2x is right for 2x
+    for relation in _relations(answer):
+        is_definition = may_define_name and _is_defined_name(relation.lhs)
+        if not _is_solved(relation) and not is_definition:
+            return False
+    return True
 
 
-def _relations(node: Any) -> set[Relational]:
+def _relations(node: Expression) -> set[Relational]:
     return node.atoms(Relational) if isinstance(node, sympy.Basic) else set()
 
 
 def _is_solved(relation: Relational) -> bool:
-    sides = ((relation.lhs, relation.rhs), (relation.rhs, relation.lhs))
-    return any(_is_defined_name(name) and not value.free_symbols for name, value in sides)
+    """Returns True for a relation between a name and a constant, such as x = 7 and 3 < x."""
+    left = relation.lhs
+    right = relation.rhs
+    if _is_defined_name(left) and not right.free_symbols:
+        return True
+    return _is_defined_name(right) and not left.free_symbols
 
 
-def _is_defined_name(node: Any) -> bool:
+def _is_defined_name(node: sympy.Basic) -> bool:
     return isinstance(node, AppliedUndef) or is_expr_of_only_symbols(node)
 
 
 # ------------------------------------------------------------------------------------------------- bounds on size
 
 
-def is_too_large(node: Any) -> bool:
+def is_too_large(node: Expression | str) -> bool:
     """Returns True if an expression exceeds MOST_BITS or MOST_TERMS, so that comparing it would take too long."""
     bits, terms = _measure(node)
     return bits > MOST_BITS or terms > MOST_TERMS
 
 
-def _measure(node: Any) -> tuple[float, float]:
-    """Returns upper bounds of an unevaluated expression: binary digits of its values, and terms after expansion."""
+def _measure(node: Expression | str) -> tuple[float, float]:
+    """Returns upper bounds of an unevaluated expression: binary digits of its values, and terms after expansion.
+
+    The bounds come from the structure, since a number such as 9^{9^9} must not be evaluated to learn its size.
+    """
     if isinstance(node, sympy.Rational):
         return max(node.p.bit_length(), node.q.bit_length()), 1
     if isinstance(node, sympy.Float):
-        return 53 + abs(node._mpf_[2]), 1
+        binary_exponent = node._mpf_[2]
+        return 53 + abs(binary_exponent), 1
 
     bits: list[float] = [1.0]
     terms: list[float] = [1.0]
@@ -229,9 +261,10 @@ def _measure(node: Any) -> tuple[float, float]:
             is_expanded = node.exp.is_Integer and value < MOST_BITS and terms[0] < MOST_TERMS
             if not is_expanded:
                 return bits[0] * value, most_terms
+            # the multinomial theorem: number of terms of a sum raised to a power
             further_terms = int(terms[0] - 1)
             return bits[0] * value, math.comb(int(value) + further_terms, further_terms)
-        case sympy.Sum() | sympy.Product():
+        case sympy.Sum() | sympy.Product():  # the last part has the limits
             return bits[0] * value if value < MOST_TERMS else math.inf, most_terms
         case sympy.factorial() | sympy.exp():
             return (bits[-1] + 2) * value, most_terms
@@ -240,12 +273,12 @@ def _measure(node: Any) -> tuple[float, float]:
     return most_bits, sum(terms)
 
 
-def _largest_value(part: Any, bits: float) -> float:
+def _largest_value(part: sympy.Basic, bits: float) -> float:
     """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
     if isinstance(part, sympy.Float):  # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
         return max(2.0, abs(float(part)))
     return 2.0**bits if bits < 64 else math.inf
 
 
-def _parts(node: Any) -> tuple[Any, ...]:
+def _parts(node: Expression | str) -> tuple[sympy.Basic, ...]:
     return tuple(node.flat()) if isinstance(node, sympy.MatrixBase) else getattr(node, "args", ())

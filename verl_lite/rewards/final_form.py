@@ -10,7 +10,6 @@ import functools
 import logging
 import re
 from collections import Counter
-from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
@@ -18,7 +17,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from verl_lite.rewards.answer_in_text import answer_in_text
 from verl_lite.rewards.answer_syntax import Answer, Node, parse_answer, render
 from verl_lite.rewards.answer_tokens import UnknownSyntax, clean
-from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, are_equal, is_too_large
+from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, Expression, are_equal, is_too_large
 from verl_lite.rewards.open_operations import is_final, names_of, symbols_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
@@ -55,12 +54,13 @@ _AS_RENDERED = LatexExtractionConfig(
 
 
 @functools.lru_cache(maxsize=4096)
-def read_reference(ground_truth: str) -> list[Any]:
+def read_reference(ground_truth: str) -> list[Expression | str]:
     """Returns the reference as math-verify parses it: the expression, if it can be parsed, and its text.
 
     Raises ValueError if it is not an expression, or is too large.
     """
-    gold: list[Any] = parse(ground_truth if "\\boxed" in ground_truth else _boxed(ground_truth), parsing_timeout=None)
+    text = ground_truth if "\\boxed" in ground_truth else _boxed(ground_truth)
+    gold: list[Expression | str] = parse(text, parsing_timeout=None)
     if not gold:
         raise ValueError("cannot be read as a mathematical expression by math-verify")
     if is_too_large(gold[0]):
@@ -69,10 +69,18 @@ def read_reference(ground_truth: str) -> list[Any]:
 
 
 def compare(ground_truth: str, text: str, is_boxed: bool, strict: bool) -> tuple[bool, str]:
-    """Returns True if the answer in a text equals the reference, and the parsed answer."""
+    """Returns True if the answer in a text equals the reference, and the parsed answer.
+
+    Args:
+        ground_truth: the reference.
+        text: the content of a box, or a text that is searched for the answer.
+        is_boxed: True for the content of a box.
+        strict: see `rules.math_verify`.
+    """
     if strict:
         answer = text if is_boxed else answer_in_text(text)
         return _compare_strictly(ground_truth, answer)
+
     gold = read_reference(ground_truth)
     parsed = parse(_boxed(text) if is_boxed else text, parsing_timeout=None)
     pred = str(parsed[-1]) if parsed else ""
@@ -89,33 +97,44 @@ def _boxed(text: str) -> str:
 
 
 def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
+    """Returns True if the answer `text` is in its final form and equals the reference, and the parsed answer."""
     words = _words(text)
     expected_words = _words(ground_truth)
     if words and expected_words:  # as mathematics, words would be products of letters
         return words == expected_words, text
 
-    if _without_spaces(text) and _without_spaces(text) == _without_spaces(ground_truth):
+    # what the reference itself writes is right, also if this package cannot read it
+    plain_text = _without_spaces(text)
+    if plain_text and plain_text == _without_spaces(ground_truth):
         return True, text
+
     reference = _reference_answer(ground_truth)
     has_symbols = reference is None or bool(symbols_of(reference.node))
     try:
         answer = parse_answer(text, letters_are_units=not has_symbols)
     except UnknownSyntax:
         return _compare_unknown(ground_truth, reference, text), text
-
-    if reference is not None and reference.node.kind in ("brackets", "operation"):
-        answer = Answer(_as_intervals(answer.node), answer.unit)
-
-    pred = answer.latex()
-    if reference is not None:
-        expected_unit = reference.unit or ("dollar" if r"\$" in ground_truth else "")
-        if _are_different_units(expected_unit, answer.unit) or _differ_in_form(reference.node, answer.node):
+    if reference is None:
+        pred = answer.latex()
+        if not is_final(answer.node, None):
             return False, pred
-    if not is_final(answer.node, None if reference is None else reference.node):
+        return are_equal(_gold_expression(ground_truth), _parse_rendered(answer)), pred
+
+    if reference.node.kind in ("brackets", "operation"):
+        answer = Answer(_as_intervals(answer.node), answer.unit)
+    pred = answer.latex()
+    expected_unit = reference.unit or ("dollar" if r"\$" in ground_truth else "")
+    if _are_different_units(expected_unit, answer.unit) or _differ_in_form(reference.node, answer.node):
         return False, pred
-    parsed = _parse_rendered(answer)
-    gold = read_reference(ground_truth)[0] if reference is None else _parse_rendered(reference)
-    return are_equal(gold, parsed), pred
+    if not is_final(answer.node, reference.node):
+        return False, pred
+    return are_equal(_parse_rendered(reference), _parse_rendered(answer)), pred
+
+
+def _gold_expression(ground_truth: str) -> Expression | None:
+    """Returns the reference as math-verify parses it, None if math-verify finds only text."""
+    gold = read_reference(ground_truth)[0]
+    return None if isinstance(gold, str) else gold
 
 
 def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> bool:
@@ -132,14 +151,16 @@ def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> 
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    return bool(parsed) and are_equal(read_reference(ground_truth)[0], parsed[0])
+    return bool(parsed) and are_equal(_gold_expression(ground_truth), parsed[0])
 
 
 @functools.lru_cache(maxsize=4096)
 def _reference_answer(ground_truth: str) -> Answer | None:
     """Returns the reference as a tree, None if `answer_syntax` cannot read it."""
+    text = ground_truth
     start = ground_truth.rfind("\\boxed{")
-    text = ground_truth if start < 0 else ground_truth[start + len("\\boxed{") :].rstrip().removesuffix("}")
+    if start >= 0:
+        text = ground_truth[start + len("\\boxed{") :].rstrip().removesuffix("}")
     try:
         answer = parse_answer(text)
     except UnknownSyntax:
@@ -147,7 +168,7 @@ def _reference_answer(ground_truth: str) -> Answer | None:
     return answer if _parse_rendered(answer) is not None else None
 
 
-def _parse_rendered(answer: Answer) -> Any:
+def _parse_rendered(answer: Answer) -> Expression | None:
     """Returns the expression as math-verify parses it, None if it cannot."""
     parsed = parse(
         _boxed(answer.latex()),
@@ -171,19 +192,22 @@ def _without_spaces(text: str) -> str:
 
 def _are_different_units(unit: str, other: str) -> bool:
     """Returns True if two units are known and differ. A missing unit differs from none."""
-    known, other_known = _unit_factors(unit), _unit_factors(other)
-    return bool(known and other_known) and known != other_known
+    factors = _unit_factors(unit)
+    other_factors = _unit_factors(other)
+    return bool(factors and other_factors) and factors != other_factors
 
 
 def _unit_factors(unit: str) -> Counter[str]:
     """Returns the exponent of each unit in a product or quotient of units; nothing if a unit is not known."""
-    exponents: Counter[str] = Counter()
     text = _POWER_WORD.sub(lambda match: f"{match['unit']}^{_POWERS_OF_WORDS[match['power']]}", unit.rstrip("."))
     text = _SPEEDS.get(text, text).replace("per", "/")
+    exponents: Counter[str] = Counter()
     sign = 1
     for part in re.split(r"(/|\\cdot)", text):
-        if part in ("/", "\\cdot"):
-            sign = -1 if part == "/" else sign
+        if part == "/":  # all units after the first slash are below the line
+            sign = -1
+            continue
+        if part == "\\cdot":
             continue
         match = _UNIT_FACTOR.fullmatch(part)
         if match is None or match["unit"] not in _UNITS:
@@ -218,12 +242,15 @@ def _as_intervals(answer: Node) -> Node:
 
 def _interval(relation: Node) -> Node | None:
     """Returns the interval that an inequality of a symbol describes, None for others."""
-    sides, operators = relation.parts, relation.text.split()
+    sides = relation.parts
+    operators = relation.text.split()
     if relation.kind != "relation" or not set(operators) <= set(_MIRRORED):
         return None
-    infinity = Node("constant", (), "\\infty")
-    lower, upper = Node("negative", (infinity,)), infinity
-    opening, closing = "(", ")"
+
+    upper = Node("constant", (), "\\infty")
+    lower = Node("negative", (upper,))
+    opening = "("
+    closing = ")"
     if len(sides) == 2:
         operator = operators[0]
         symbol, bound = sides
@@ -243,6 +270,7 @@ def _interval(relation: Node) -> Node | None:
         closing = "]" if operators[1] == "\\le" else ")"
     else:
         return None
+
     if symbol.kind != "symbol" or names_of(lower) or names_of(upper):
         return None
     return Node("brackets", (lower, upper), opening + closing)

@@ -7,7 +7,7 @@ leaves open, too.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from sympy import integer_nthroot
@@ -17,37 +17,52 @@ from verl_lite.rewards.answer_syntax import Node, is_integer, render
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
 _COLLECTIONS = ("matrix", "brackets", "set")
 _SETS = {"\\cup", "\\setminus", "interval"}
+_INEQUALITY = re.compile(r"[<>]|\\[lgn]e")
 _LARGEST_ROOT = 20_000
+_MOST_RADICAND_DIGITS = 6
 
 
 def is_final(answer: Node, reference: Node | None) -> bool:
     """Returns True if the answer leaves nothing to compute and has no symbols that the reference does not have."""
-    open_in_reference = set() if reference is None else open_operations(reference)
-    allowed = set(open_in_reference)
-    if reference is not None:
-        kinds = {node.kind for node in reference.walk()}
-        relations = " ".join(node.text for node in reference.walk() if node.kind == "relation")
-        if "brackets" in kinds or "operation" in kinds or re.search(r"[<>]|\\[lgn]e", relations):
-            allowed |= _SETS
-        if "function" in allowed:
-            allowed |= {"denominator", "mixed form"}
-        if "relation" in kinds:
-            allowed.add("mixed form")
-        known = symbols_of(reference)
-        if reference.kind == "relation":
-            known |= names_of(reference.parts[0])
-        if not symbols_of(answer) <= known:
-            return False
-    return open_operations(answer) <= allowed
+    if reference is None:
+        return not open_operations(answer)
+    symbols = symbols_of(reference)
+    if reference.kind == "relation":
+        symbols |= names_of(reference.parts[0])
+    if not symbols_of(answer) <= symbols:
+        return False
+    return open_operations(answer) <= _allowed_operations(reference)
+
+
+def _allowed_operations(reference: Node) -> set[str]:
+    """Returns the operations that an answer may leave open: those of the reference, and those of its equal forms."""
+    allowed = open_operations(reference)
+    kinds = {node.kind for node in reference.walk()}
+    relations = [node.text for node in reference.walk() if node.kind == "relation"]
+
+    # a set has several notations: R \ {2} is right for (-oo, 2) u (2, oo), and [-1, 2) for -1 <= x < 2
+    if "brackets" in kinds or "operation" in kinds or _INEQUALITY.search(" ".join(relations)):
+        allowed |= _SETS
+    if "function" in allowed:
+        allowed |= {"denominator", "mixed form"}
+    if "relation" in kinds:
+        allowed.add("mixed form")
+    return allowed
 
 
 def symbols_of(node: Node) -> set[str]:
     """Returns the symbols and words of an expression in lower case, without the name that a solved relation defines."""
     if node.kind == "relation" and _is_name(node.parts[0]) and set(node.text.split()) <= {"=", "\\in"}:
-        return set().union(*map(symbols_of, node.parts[1:]))
-    if node.kind in ("list", "set"):
-        return set().union(*map(symbols_of, node.parts))
-    return names_of(node)
+        parts = node.parts[1:]  # y = x^2 is right for x^2
+    elif node.kind in ("list", "set"):
+        parts = node.parts
+    else:
+        return names_of(node)
+
+    symbols: set[str] = set()
+    for part in parts:
+        symbols |= symbols_of(part)
+    return symbols
 
 
 def names_of(node: Node) -> set[str]:
@@ -56,18 +71,20 @@ def names_of(node: Node) -> set[str]:
 
 
 def _is_name(node: Node) -> bool:
-    return node.kind in ("symbol", "call", "word") or (node.kind == "brackets" and all(map(_is_name, node.parts)))
+    """Returns True for what an equation can define: x, f(x) and (x, y)."""
+    if node.kind == "brackets":
+        return all(map(_is_name, node.parts))
+    return node.kind in ("symbol", "call", "word")
 
 
 def open_operations(node: Node) -> set[str]:
     """Returns the names of the operations that an expression leaves to be computed."""
+    is_value_of_function = node.kind == "relation" and node.parts[0].kind == "call"  # f(3) = 7
+    parts = node.parts[1:] if is_value_of_function else node.parts
     names: set[str] = set()
-    if node.kind == "relation" and node.parts[0].kind == "call":  # f(3) = 7
-        parts = node.parts[1:]
-    else:
-        parts = node.parts
     for part in parts:
         names |= open_operations(part)
+
     match node.kind:
         case "sum" | "plus_minus":
             names |= _open_sum(node)
@@ -77,11 +94,8 @@ def open_operations(node: Node) -> set[str]:
             names.add("sum")
         case "power":
             names |= _open_power(node)
-        case "root":
-            if len(node.parts) > 1 and not is_integer(node.parts[1]):
-                names.add("root")
-            elif _is_rational_power(node.parts[0], Fraction(1, int(node.parts[1].text) if len(node.parts) > 1 else 2)):
-                names.add("root")
+        case "root" if _is_open_root(node):
+            names.add("root")
         case "function" | "call" | "absolute":
             names.add(node.kind)
         case "operation" | "command":
@@ -91,6 +105,14 @@ def open_operations(node: Node) -> set[str]:
     return names
 
 
+def _is_open_root(node: Node) -> bool:
+    """Returns True if a root has a rational value, or an index that is no integer."""
+    if len(node.parts) == 1:
+        return _is_rational_power(node.parts[0], Fraction(1, 2))
+    radicand, index = node.parts
+    return not is_integer(index) or _is_rational_power(radicand, Fraction(1, int(index.text)))
+
+
 def _open_sum(node: Node) -> set[str]:
     """Returns what a sum leaves to compute: several numbers, equal terms, and products that are not expanded."""
     names = set()
@@ -98,16 +120,15 @@ def _open_sum(node: Node) -> set[str]:
     numerals = [term for term in terms if _is_numeral(term)]
     others = [term for term in terms if not _is_numeral(term)]
 
-    # with one of these terms a sum can restate the exercise: 2^101 - 2^100, ln 6 - ln 2
+    # with several of these terms a sum can restate the exercise: 2^101 - 2^100, ln 6 - ln 2
     operation_terms = [term for term in others if _contains_operation(term)]
     has_zero = any(term.text == "0" for term in numerals)
     if len(numerals) > 1 or len(operation_terms) > 1 or has_zero:
         names.add("sum")
 
-    keys = Counter(_term_key(term) for term in others)
-    is_repeated = any(count > 1 for count in keys.values())
+    has_equal_terms = _has_repeated(map(_term_key, others))
     is_entrywise = any(term.kind in _COLLECTIONS for term in others)
-    if is_repeated or is_entrywise:
+    if has_equal_terms or is_entrywise:
         names.add("sum")
 
     has_symbols = any(map(names_of, terms))
@@ -116,6 +137,10 @@ def _open_sum(node: Node) -> set[str]:
     if has_symbols and has_factored_term and is_polynomial:
         names.add("mixed form")
     return names
+
+
+def _has_repeated(keys: Iterable[str]) -> bool:
+    return any(count > 1 for count in Counter(keys).values())
 
 
 def _contains_operation(node: Node) -> bool:
@@ -150,20 +175,21 @@ def _contains_sum(term: Node) -> bool:
 def _term_key(term: Node) -> str:
     """Returns a text that is the same for terms that can be added: those that differ in a number only."""
     above, below = _factors(term)
-    rest = [_radical_key(factor) for factor in above if not _is_numeral(factor)]
-    rest += [f"/{_radical_key(factor)}" for factor in below if not _is_numeral(factor)]
-    return " ".join(sorted(rest))
+    keys = [_radical_key(factor) for factor in above if not _is_numeral(factor)]
+    keys += [f"/{_radical_key(factor)}" for factor in below if not _is_numeral(factor)]
+    return " ".join(sorted(keys))
 
 
 def _radical_key(node: Node) -> str:
-    """Returns the LaTeX of a factor, in which a square root has the largest square taken out."""
-    if node.kind == "root" and len(node.parts) == 1 and is_integer(node.parts[0]) and len(node.parts[0].text) < 7:
-        radicand = int(node.parts[0].text)
-        for root in range(math.isqrt(radicand), 1, -1):
-            if radicand % root**2 == 0:
-                return f"root {radicand // root**2}"
-        return f"root {radicand}"
-    return render(node)
+    """Returns the LaTeX of a factor, in which a square root has the largest square taken out: root 3 for root 12."""
+    is_square_root = node.kind == "root" and len(node.parts) == 1 and is_integer(node.parts[0])
+    if not is_square_root or len(node.parts[0].text) > _MOST_RADICAND_DIGITS:
+        return render(node)
+    radicand = int(node.parts[0].text)
+    for root in range(math.isqrt(radicand), 1, -1):
+        if radicand % root**2 == 0:
+            return f"root {radicand // root**2}"
+    return f"root {radicand}"
 
 
 def _open_product(node: Node) -> set[str]:
@@ -171,16 +197,13 @@ def _open_product(node: Node) -> set[str]:
     if node.kind == "product" and _is_scientific(node):
         return set()
     above, below = _factors(node)
-    names = set()
+    names = _open_numbers(above, below)
     if any(map(names_of, below)):
         names.add("denominator")
-    if any(part.kind in ("quotient", "mixed", "percent") for part in below) or any(map(_is_fraction, below)):
+    if any(map(_is_fraction, below)):
         names.add("quotient")
-
-    names |= _open_numbers(above, below)
-    for group in (above, below):
-        if _has_open_constants(group):
-            names.add("product")
+    if _has_open_constants(above) or _has_open_constants(below):
+        names.add("product")
     has_collection = any(factor.kind in _COLLECTIONS for factor in above + below)
     if has_collection and len(above) + len(below) > 1:
         names.add("product")
@@ -198,7 +221,8 @@ def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
         names.add("product")
 
     if len(numbers_above) == 1 and len(numbers_below) == 1:
-        number, divisor = numbers_above[0], numbers_below[0]
+        number = numbers_above[0]
+        divisor = numbers_below[0]
         if not is_integer(number) or not is_integer(divisor) or _divides(divisor, number):
             names.add("quotient")
     elif len(numbers_below) == 1 and numbers_below[0].text in ("0", "1"):
@@ -225,8 +249,7 @@ def _has_open_constants(factors: list[Node]) -> bool:
     operations = [factor for factor in constants if _is_operation(factor)]
     if len(radicals) > 1 or len(sums) > 1 or len(operations) > 1:
         return True
-    keys = Counter(_base_key(factor) for factor in constants)
-    return any(count > 1 for count in keys.values())
+    return _has_repeated(map(_base_key, constants))
 
 
 def _has_cancelling_factors(above: list[Node], below: list[Node]) -> bool:
@@ -254,8 +277,10 @@ def _factors(node: Node) -> tuple[list[Node], list[Node]]:
     if node.kind == "quotient":
         first, second = node.parts
         above, below = _factors(first)
-        divisors, inverse = _factors(second)
-        return above, below + divisors + [Node("quotient", (factor, factor)) for factor in inverse]
+        divisors, nested_divisors = _factors(second)
+        # a quotient below the line remains one, so that `_open_product` sees it: 1 / (2/3)
+        nested_quotients = [Node("quotient", (factor, factor)) for factor in nested_divisors]
+        return above, below + divisors + nested_quotients
     return [node], []
 
 
@@ -268,8 +293,11 @@ def _divides(divisor: Node, number: Node) -> bool:
 
 
 def _divide_radicands(above: Node, below: Node) -> bool:
-    radicands = [node.parts[0] for node in (above, below) if node.kind == "root" and len(node.parts) == 1]
-    return len(radicands) == 2 and all(map(is_integer, radicands)) and _divides(radicands[1], radicands[0])
+    """Returns True for two square roots of integers of which the lower divides the upper, such as root 6 / root 2."""
+    for node in (above, below):
+        if node.kind != "root" or len(node.parts) != 1 or not is_integer(node.parts[0]):
+            return False
+    return _divides(below.parts[0], above.parts[0])
 
 
 def _open_power(node: Node) -> set[str]:
@@ -283,10 +311,11 @@ def _open_power(node: Node) -> set[str]:
     exponent_value = _rational(exponent)
     if _is_numeral(base):
         return _open_power_of_number(node, exponent_value)
-    if base.kind == "constant" and base.text in ("\\pi", "e"):
-        has_imaginary_exponent = any(part.kind == "constant" and part.text == "i" for part in exponent.walk())
-        return {"power"} if exponent_value in (0, 1) or has_imaginary_exponent else set()
-    return {"power"}
+    is_pi_or_e = base.kind == "constant" and base.text in ("\\pi", "e")
+    if not is_pi_or_e:
+        return {"power"}
+    has_imaginary_exponent = any(part.kind == "constant" and part.text == "i" for part in exponent.walk())
+    return {"power"} if exponent_value in (0, 1) or has_imaginary_exponent else set()
 
 
 def _open_power_of_number(node: Node, exponent: Fraction | None) -> set[str]:
@@ -302,7 +331,7 @@ def _open_power_of_number(node: Node, exponent: Fraction | None) -> set[str]:
 
 def _is_numeral(node: Node) -> bool:
     """Returns True for a number as it is written: 7, 0.5, 2 1/2, 10^6, 6.02 x 10^23. A fraction is a quotient."""
-    if node.kind == "number" or node.kind == "mixed":
+    if node.kind in ("number", "mixed"):
         return True
     if node.kind in ("negative", "percent"):
         return _is_numeral(node.parts[0])
@@ -317,6 +346,7 @@ def _is_numeral(node: Node) -> bool:
 
 
 def _is_scientific(node: Node) -> bool:
+    """Returns True for a number in scientific notation. 10 x 10^2 is a product that is to be computed."""
     if node.kind != "product" or len(node.parts) != 2:
         return False
     number, power = node.parts
@@ -325,7 +355,9 @@ def _is_scientific(node: Node) -> bool:
 
 
 def _is_fraction(node: Node) -> bool:
-    return node.kind == "number" and not is_integer(node)
+    """Returns True for a number that is written as a fraction, a decimal or a percentage."""
+    is_decimal = node.kind == "number" and not is_integer(node)
+    return is_decimal or node.kind in ("quotient", "mixed", "percent")
 
 
 def _rational(node: Node) -> Fraction | None:
@@ -345,4 +377,6 @@ def _is_rational_power(base: Node, exponent: Fraction) -> bool:
     value = _rational(base)
     if value is None or exponent.denominator > _LARGEST_ROOT:
         return False
-    return all(integer_nthroot(abs(x), exponent.denominator)[1] for x in (value.numerator, value.denominator))
+    _, is_root_of_numerator = integer_nthroot(abs(value.numerator), exponent.denominator)
+    _, is_root_of_denominator = integer_nthroot(value.denominator, exponent.denominator)
+    return is_root_of_numerator and is_root_of_denominator
