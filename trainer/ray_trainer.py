@@ -18,6 +18,7 @@ from trainer.observe.final_report import FitResult
 from trainer.observe.tracking import Tracking
 from trainer.ppo import step_metrics
 from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages, reward_postprocess
+from trainer.ppo.pf_ppo import compute_pf_ppo_reweight_data
 from trainer.ppo.requirements import needs_old_log_prob
 from trainer.ppo.roles import ActorRole, CriticRole, Metrics, ReferenceRole
 from trainer.ppo.teacher_server import TeacherStopped
@@ -34,7 +35,6 @@ from trainer.validation.metrics import validation_metrics
 from trainer.validation.sample import Sample, samples_of
 from trainer.validation.sample_files import SampleFiles
 from trainer.validation.stored_answers import AnswerStore
-from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import RunningMoments, get_kl_controller
 from verl_lite.metrics import Metric, combine, values

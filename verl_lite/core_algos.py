@@ -2,7 +2,7 @@
 
 This module exports the names that verl's users import, except `compute_policy_loss_reinforce` and
 `compute_policy_loss_bypass_mode` (use `algorithm.rollout_correction` with any loss), `compute_pf_ppo_reweight_data`
-(`verl_lite.algos.pf_ppo`) and the functions for images (`verl_lite.diffusion.flow_sde`). The folder `algos` implements
+(`trainer.ppo.pf_ppo`) and the functions for images (`verl_lite.diffusion.flow_sde`). The folder `algos` implements
 them: estimators in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`,
 `reinforce_losses`, `covariance_losses` and `value_loss`, their argument in `loss_inputs`, masked and group sums and
 `agg_loss` in `masked`. The guide, README.md in this folder, lists every name with its formula, key and source.

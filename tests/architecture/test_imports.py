@@ -42,7 +42,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("verl_lite/single_controller/ray_*.py", "trainer/sweeps/tuning.py", "trainer/sweeps/trial_process.py"),
-    "vllm": ("workers/rollout/vllm_*.py",),
+    "vllm": ("workers/engines/vllm_*.py",),
 }
 """Packages that these places alone may import, so that the rest works without them."""
 

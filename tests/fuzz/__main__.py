@@ -130,14 +130,14 @@ def in_child(folder: str, argv: list[str], connection: Connection) -> None:
     import trainer.launch.build
     from workers.engines.base import resolve_engine_name
 
-    build = trainer.build.build_trainer
+    build = trainer.launch.build.build_trainer
 
     def build_or_stop(config: Any, *rest: Any) -> Any:
         if config.trainer.backend == "ray" or resolve_engine_name(config.rollout.name) == "vllm":
             raise Planned
         return build(config, *rest)
 
-    trainer.build.build_trainer = build_or_stop
+    trainer.launch.build.build_trainer = build_or_stop
     connection.send(run(argv))
     os._exit(0)
 

@@ -51,7 +51,7 @@ def test_a_device_that_is_taken_is_refused_by_its_worker(monkeypatch: pytest.Mon
 def test_its_holder_is_the_first_role_in_a_joined_cluster_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.build.device_type", lambda name: "cuda")
+    monkeypatch.setattr("trainer.launch.build.device_type", lambda name: "cuda")
     monkeypatch.setattr("trainer.launch.resources.device_type", lambda name: "cuda")
     config = PPOConfig()
     assert "devices" not in worker_classes(config, 10, None, tmp_path)

@@ -88,7 +88,7 @@ def test_a_step_is_one_readable_line_and_failed_rewards_are_told() -> None:
 
 def test_a_file_gets_plain_lines_with_the_time_left_and_a_terminal_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([60.0, 61.0, 500.0, 502.0])  # the start, and what came before a resumption, do not count
-    monkeypatch.setattr("trainer.console.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("trainer.observe.console.time.monotonic", lambda: next(now))
     file = io.StringIO()
     console = Console(file)
     console.start(100)
@@ -201,7 +201,7 @@ def test_intervals_stand_beside_the_means() -> None:
 
 
 def test_verbose_shows_what_workers_print_and_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.console._POLL_S", 0.01)
+    monkeypatch.setattr("trainer.observe.console._POLL_S", 0.01)
     logs = tmp_path / "logs"
     (logs / "environments-0").mkdir(parents=True)
     (logs / "actor-0.log").write_text("of an earlier process\n")

@@ -111,7 +111,7 @@ def test_a_loss_of_ones_own_that_nobody_chooses_for(monkeypatch: pytest.MonkeyPa
     def loss(inputs: LossInputs) -> LossResult: ...
 
     declared = PolicyLoss(loss, columns=("selected",))
-    monkeypatch.setattr("trainer.roles.get_policy_loss", lambda name: declared)
+    monkeypatch.setattr("trainer.ppo.roles.get_policy_loss", lambda name: declared)
     with pytest.raises(Exception, match="loss_mode=mine:loss reads `selected`.*TOKEN_SELECTIONS"):
         loss_columns(batch(), config_of("mine:loss"), 1)
 

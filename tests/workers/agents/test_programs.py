@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.workers.agents.endpoint import programs
 from tests.workers.agents.endpoint.live import END, LIMITS, SAMPLING, TOKENIZER, completion_of, new_trace
-from tests.workers.endpoint import programs
 from tests.workers.processes import gone
 from verl_lite.config import AgenticConfig, EndpointConfig
 from verl_lite.rewards import RewardItem, RewardResult

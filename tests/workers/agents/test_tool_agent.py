@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from tests.trainer import tiny_run
+from tests.workers.agents.endpoint import mcp_server
 from tests.workers.agents.endpoint.live import Live
-from tests.workers.endpoint import mcp_server
 from verl_lite.config import AgenticConfig
 from verl_lite.errors import UserError
 from workers.agents import tool_agent

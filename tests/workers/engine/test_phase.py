@@ -29,7 +29,7 @@ class Tenant:
 def test_others_move_out_before_the_owner_moves_in_and_no_move_is_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch holds back is given up between."""
     log: list[str] = []
-    monkeypatch.setattr("workers.phase.empty_cache", lambda: log.append("emptied"))
+    monkeypatch.setattr("workers.engine.phase.empty_cache", lambda: log.append("emptied"))
     phases = PhaseManager()
     trainer, rollout, reference = (Tenant(name, log) for name in ("trainer", "rollout", "reference"))
     for tenant in (trainer, rollout, reference):

@@ -15,7 +15,6 @@ from torch.distributed.tensor import distribute_tensor
 from tests.tiny_experts import tiny_experts
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import TinyTask
-from tests.workers import test_reward_model, test_router
 from tests.workers.engine.test_update_invariance import plain_gradient
 from tests.workers.engine_cases import (
     TEMPERATURE,
@@ -46,8 +45,10 @@ from tests.workers.invariance import (
     write_networks,
 )
 from tests.workers.model_families import FAMILIES, tiny_network
+from tests.workers.policy import test_router
 from tests.workers.policy.test_model_families import gradients
 from tests.workers.ranks import OnRanks, Ranks
+from tests.workers.roles import test_reward_model
 from tests.workers.test_loss_invariance import FP32, FP64, assert_within
 from trainer.observe.tracking import read_metrics
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_lite.algos.pf_ppo import compute_pf_ppo_reweight_data, pf_ppo_weights
+from trainer.ppo.pf_ppo import compute_pf_ppo_reweight_data, pf_ppo_weights
 from verl_lite.protocol import DataProto
 
 SCORES = torch.tensor([-3.0, 1.0, 2.0, 2.0, 9.0])
