@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from verl_lite.errors import add_circumstances, printable
+from verl_lite.json_types import JsonMapping, JsonObject
 from verl_lite.protocol import DataProto
 from verl_lite.rewards import RewardResult
 
@@ -45,7 +45,7 @@ class FailureLog:
     _recent: deque[tuple[int, int]] = field(default_factory=deque)  # (failed, total) of the last batches
     _has_shown: bool = False
 
-    def note(self, failed: int, total: int, rows: Iterable[dict[str, Any]], first: str | None) -> None:
+    def note(self, failed: int, total: int, rows: Iterable[JsonMapping], first: str | None) -> None:
         """Adds the failures of a batch.
 
         The share of failures is computed over the most recent batches that together have at least `least` items, and
@@ -60,6 +60,7 @@ class FailureLog:
         Raises:
             The error of the log: if the share of failures is above the limit.
         """
+        # the oldest batch leaves as soon as the others are enough: the share follows the present state of the run
         self._recent.append((failed, total))
         while sum(items for _, items in self._recent) - self._recent[0][1] >= self.least:
             self._recent.popleft()
@@ -86,7 +87,7 @@ class FailureLog:
                 f"failures are not shown. {where}. The failure was {printable(str(first))}"
             )
 
-    def _write(self, rows: Iterable[dict[str, Any]]) -> str:
+    def _write(self, rows: Iterable[JsonMapping]) -> str:
         """Appends rows to the file. Returns the sentence that says where they are."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -133,7 +134,7 @@ def note_failed_rewards(
     log.note(len(failed_rows), len(results), entries, first)
 
 
-def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[list[int]], str]) -> JsonObject:
     """Returns the entry of a failed row in the file."""
     columns = batch.non_tensor_batch
     reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
@@ -150,7 +151,7 @@ def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[l
     }
 
 
-def _first_failure(entry: dict[str, Any]) -> str:
+def _first_failure(entry: JsonMapping) -> str:
     """Returns an entry of the file as text, with the beginning of its answer."""
     answer = entry["response"]
     if len(answer) > _SHOWN_CHARACTERS:

@@ -16,11 +16,12 @@ import re
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from verl_lite.json_types import ExtraInfo, GroundTruth, JsonMapping, JsonValue, KeywordArguments
 from verl_lite.rewards.registry import register_reward
 from verl_lite.sandbox import Limits, Outcome, Sandbox
 from verl_lite.sandbox.values import encode
@@ -43,15 +44,15 @@ _REPLY_FACTOR = 16
 """Limits of the replies to calls: a number of bytes per call, plus a multiple of the size of the arguments and expected
 values. Longer replies are wrong, because reading them would take memory and time outside the sandbox."""
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.Lock()  # a sandbox is not thread-safe
 
 
 @register_reward("rule/code", "apps", "taco", "codecontests", "codeforces", "code*")
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    ground_truth: GroundTruth,
+    extra_info: ExtraInfo | None = None,
     *,
     partial: bool = False,
     timeout_s: float = 4.0,
@@ -124,10 +125,13 @@ class ProgramOutcome:
         return ""
 
 
-def time_problems(kwargs: Mapping[str, Any], timeout_s: float, option: str) -> Iterator[str]:
+def time_problems(kwargs: KeywordArguments, timeout_s: float, option: str) -> Iterator[str]:
     """Yields a message if a slow program could exceed reward.timeout_s: it would fail its sample instead of scoring 0.
 
-    kwargs: arguments of `compute_score`. option: key of these arguments in the configuration.
+    Args:
+        kwargs: arguments of `compute_score`.
+        timeout_s: the option reward.timeout_s.
+        option: key of the arguments in the configuration.
     """
     default_s = inspect.signature(compute_score).parameters["total_timeout_s"].default
     total_s = kwargs.get("total_timeout_s", default_s)
@@ -228,7 +232,6 @@ def _run_tests(
 
     outcomes = []
     passed: list[bool] = []
-    is_right = is_right_output if tests.function is None else is_right_value
     while len(outcomes) < len(tests.outputs):
         if outcomes and time.monotonic() > deadline:
             break
@@ -237,10 +240,19 @@ def _run_tests(
         outcomes += new_outcomes
         truths = tests.outputs[first : len(outcomes)]
         for outcome, truth in zip(new_outcomes, truths, strict=True):
-            passed.append(not outcome.error and is_right(outcome.value, truth))
+            passed.append(_has_passed(outcome, truth, is_script=tests.function is None))
         if not outcomes[-1].is_compiled or (stop_early and not all(passed)):
             break
     return ProgramOutcome(outcomes, passed, len(tests.outputs))
+
+
+def _has_passed(outcome: Outcome, truth: JsonValue, *, is_script: bool) -> bool:
+    """Returns True if a program's output, or the value that its function returned, is the expected one."""
+    if outcome.error:
+        return False
+    if is_script:
+        return is_right_output(str(outcome.value), str(truth))
+    return is_right_value(outcome.value, truth)
 
 
 def _run_next(
@@ -282,12 +294,13 @@ def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
 class PairTests:
     """Tests that consist of inputs and expected outputs.
 
-    Without `function` the program is a script that reads each input from stdin and prints the output. Otherwise
-    `function`, or the method of that name of a class `Solution`, is called with the arguments in each input.
+    Without `function` the program is a script that reads each input, a text, from stdin and prints the output.
+    Otherwise `function`, or the method of that name of a class `Solution`, is called with each input, a tuple of
+    arguments, and returns the output.
     """
 
     inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    outputs: tuple[JsonValue, ...]
     function: str | None = None
 
 
@@ -304,7 +317,7 @@ class SnippetTests:
     call: str | None = None
 
 
-def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | SnippetTests:
+def read_tests(ground_truth: GroundTruth, max_tests: int | None = None) -> PairTests | SnippetTests:
     """Reads the tests from a ground truth: JSON text, test code, or a list or dict of the same content.
 
     Args:
@@ -334,21 +347,26 @@ def read_tests(ground_truth: Any, max_tests: int | None = None) -> PairTests | S
     )
 
 
-def _tests_of_list(content: Sequence[Any], max_tests: int | None) -> PairTests | SnippetTests | None:
+def _tests_of_list(content: Sequence[JsonValue], max_tests: int | None) -> PairTests | SnippetTests | None:
     """Returns the tests of a list of test codes, or of dicts with input and output; None for other lists."""
-    if all(isinstance(test, str) for test in content):
-        return SnippetTests(tuple(content[:max_tests]))
-    if all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in content):
-        inputs = [test["input"] for test in content]
-        outputs = [test["output"] for test in content]
-        return _pairs(inputs, outputs, content[0].get("fn_name"), max_tests)
+    snippets = [test for test in content if isinstance(test, str)]
+    if len(snippets) == len(content):
+        return SnippetTests(tuple(snippets[:max_tests]))
+
+    pairs = [test for test in content if isinstance(test, dict) and {"input", "output"} <= set(test)]
+    if len(pairs) == len(content):
+        inputs = [pair["input"] for pair in pairs]
+        outputs = [pair["output"] for pair in pairs]
+        return _pairs(inputs, outputs, pairs[0].get("fn_name"), max_tests)
     return None
 
 
-def _tests_of_dict(content: Mapping[str, Any], max_tests: int | None) -> PairTests | SnippetTests | None:
+def _tests_of_dict(content: JsonMapping, max_tests: int | None) -> PairTests | SnippetTests | None:
     """Returns the tests of a dict with inputs and outputs, with asserts, or with test code; None for other dicts."""
-    if "outputs" in content and len(content.get("inputs", "")) and not content.get("assert_case"):
+    has_pairs = "outputs" in content and len(content.get("inputs", "")) > 0
+    if has_pairs and not content.get("assert_case"):
         return _pairs(list(content["inputs"]), list(content["outputs"]), content.get("fn_name"), max_tests)
+
     setup = str(content.get("setup") or "")
     asserts = content.get("asserts", content.get("assert_case"))
     if asserts is not None and len(asserts):
@@ -385,7 +403,7 @@ def _stripped_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().split("\n")]
 
 
-def is_right_value(returned: Any, expected: Any) -> bool:
+def is_right_value(returned: JsonValue, expected: JsonValue) -> bool:
     """Returns True if a function returned the value that a data set expects.
 
     Expected values come from JSON, so a tuple or an array equals a list, and a number as a key equals its text. A value
@@ -395,15 +413,19 @@ def is_right_value(returned: Any, expected: Any) -> bool:
     returned: JSON of bounded size in the format of `sandbox.values.encode`. The program may have forged it, so nothing
     in it is evaluated.
     """
-    is_single = isinstance(expected, list) and len(expected) == 1
     try:
         value = _as_json(returned)
-        return _is_close(value, expected) or (is_single and _is_close(value, expected[0]))
+        if _is_close(value, expected):
+            return True
+        return isinstance(expected, list) and len(expected) == 1 and _is_close(value, expected[0])
     except (ValueError, TypeError, ArithmeticError, RecursionError):  # forged data, or a number out of range
         return False
 
 
-def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tests: int | None) -> PairTests:
+def _pairs(
+    inputs: Sequence[JsonValue], outputs: Sequence[JsonValue], function: JsonValue, max_tests: int | None
+) -> PairTests:
+    """Returns tests of a script or, if `function` is not empty, of that function."""
     if len(inputs) != len(outputs):
         raise ValueError(f"The ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
     inputs = inputs[:max_tests]
@@ -413,28 +435,30 @@ def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: Any, max_tes
     return PairTests(tuple(map(_as_lines, inputs)), tuple(map(_as_lines, outputs)))
 
 
-def _as_lines(entry: Any) -> str:
+def _as_lines(entry: JsonValue) -> str:
     """Returns the text of an input or output of a script; a list has one line per entry."""
     return "\n".join(map(str, entry)) if isinstance(entry, list | tuple) else str(entry)
 
 
-def _arguments(entry: Any) -> tuple[Any, ...]:
+def _arguments(entry: JsonValue) -> tuple[JsonValue, ...]:
     """Returns the arguments of a call, from a list of arguments or from text with one JSON value per line."""
     if isinstance(entry, str):
         return tuple(_from_json(line) for line in entry.split("\n") if line.strip())
     return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
 
 
-def _parsed(output: Any) -> Any:
+def _parsed(output: JsonValue) -> JsonValue:
+    """Returns the value of a JSON text. A text that is no JSON, and every other value, is the value itself."""
     try:
         return _from_json(output) if isinstance(output, str) else output
     except ValueError:
         return output
 
 
-def _from_json(text: str) -> Any:
+def _from_json(text: str) -> JsonValue:
     """Parses JSON text of a data set, in which integers may have more than the 4300 digits that Python converts."""
-    return json.loads(text, parse_int=_integer)
+    value: JsonValue = json.loads(text, parse_int=_integer)
+    return value
 
 
 def _integer(digits: str) -> int:
@@ -463,7 +487,7 @@ def _is_near(value: float, truth: float) -> bool:
     return is_close and math.isfinite(value)  # 1e999 and 2e999 are both infinite
 
 
-def _as_json(data: Any) -> Any:
+def _as_json(data: JsonValue) -> JsonValue:
     """Converts encoded data to JSON types. Values of other types become NaN, which equals nothing."""
     if isinstance(data, list):
         return [_as_json(entry) for entry in data]
@@ -486,7 +510,8 @@ def _as_json(data: Any) -> Any:
     return math.nan
 
 
-def _is_close(value: Any, expected: Any) -> bool:
+def _is_close(value: JsonValue, expected: JsonValue) -> bool:
+    """Returns True if two JSON values are equal, with the tolerance of `is_right_value` for floats."""
     if isinstance(value, int | float) and isinstance(expected, int | float):
         floats = sum(isinstance(number, float) for number in (value, expected))
         if value == expected or floats == 0:

@@ -12,10 +12,19 @@ import inspect
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import (
+    ChatMessage,
+    ExtraInfo,
+    GroundTruth,
+    JsonMapping,
+    JsonObject,
+    JsonValue,
+    KeywordArguments,
+)
 from verl_lite.rewards import ratings
 from verl_lite.rewards.registry import register_reward
 
@@ -58,9 +67,9 @@ class RemoteRewardError(RuntimeError):
 async def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    prompt: list[dict[str, str]] | None = None,
+    ground_truth: GroundTruth,
+    extra_info: ExtraInfo | None = None,
+    prompt: list[ChatMessage] | None = None,
     *,
     base_url: str | None = None,
     model: str | None = None,
@@ -72,7 +81,7 @@ async def compute_score(
     highest: float = 10.0,
     temperature: float | None = 0.0,
     max_tokens: int | None = 1024,
-    request: dict[str, Any] | None = None,
+    request: JsonObject | None = None,
     max_retries: int = 3,
 ) -> dict[str, float | str]:
     """Scores a response by the rating of a judge model.
@@ -121,7 +130,7 @@ async def compute_score(
     }
     # a single pass does not replace placeholders inside the inserted values
     message = _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], template)
-    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": message}]}
+    body: JsonObject = {"model": model, "messages": [{"role": "user", "content": message}]}
     if temperature is not None:
         body["temperature"] = temperature
     if max_tokens is not None:
@@ -137,7 +146,7 @@ async def compute_score(
     return {"score": (rating - lowest) / (highest - lowest), **result}
 
 
-def _prompt_texts(prompt: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _prompt_texts(prompt: Sequence[ChatMessage]) -> dict[str, str]:
     """Returns the last message of the user and the whole conversation, as values of the template."""
     question = ""
     lines = []
@@ -148,7 +157,7 @@ def _prompt_texts(prompt: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {"question": question, "conversation": "\n\n".join(lines)}
 
 
-def option_problems(kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
+def option_problems(kwargs: KeywordArguments, option: str) -> Iterator[str]:
     """Yields the problems of arguments of `compute_score` that can be detected without a request.
 
     kwargs: the arguments. option: their key in the configuration.
@@ -224,7 +233,7 @@ class Endpoint:
         if not self._key:
             raise UserError(f"{option}={api_key_env}: the environment variable {api_key_env} is not set")
 
-    async def post(self, body: dict[str, Any]) -> Any:
+    async def post(self, body: JsonMapping) -> JsonValue:
         """Returns the server's reply as parsed JSON.
 
         Raises RemoteRewardError, with the status and the beginning of the reply, if the request fails or the reply is
@@ -247,7 +256,8 @@ class Endpoint:
             raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
         text = response.content.decode("utf-8", "replace")
         try:
-            return json.loads(text, parse_int=_json_integer)
+            reply: JsonValue = json.loads(text, parse_int=_json_integer)
+            return reply
         except (ValueError, RecursionError) as error:
             beginning = text[:_SHOWN_CHARACTERS]
             raise RemoteRewardError(f"{self.url} answered without readable JSON ({error}): {beginning}") from error
@@ -279,11 +289,14 @@ def _endpoint(url: str, api_key_env: str | None, max_retries: int) -> Endpoint:
     return Endpoint(url, max_retries=max_retries, api_key_env=api_key_env, option="judge.api_key_env")
 
 
-def _content(answer: Any) -> str:
+def _content(answer: JsonValue) -> str:
     """Returns the text of a chat completion, in which lone surrogates, which no file can hold, are replaced.
 
     Raises RemoteRewardError if the reply is a refusal, empty, cut off at max_tokens, or not a chat completion.
     """
+    no_completion = f"The judge's server did not answer with a chat completion: {_beginning(answer)}"
+    if not isinstance(answer, dict):
+        raise RemoteRewardError(no_completion)
     try:
         choice = answer["choices"][0]
         message = choice["message"]
@@ -291,9 +304,7 @@ def _content(answer: Any) -> str:
         content = message.get("content")
         refusal = message.get("refusal")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RemoteRewardError(
-            f"The judge's server did not answer with a chat completion: {_beginning(answer)}"
-        ) from error
+        raise RemoteRewardError(no_completion) from error
     if not content:
         reason = refusal or f"finish_reason {finish_reason}"
         raise RemoteRewardError(f"The judge's reply is empty: {_beginning(reason)}")
@@ -306,7 +317,7 @@ def _content(answer: Any) -> str:
     return content.encode("utf-8", "replace").decode()
 
 
-def _beginning(value: Any) -> str:
+def _beginning(value: JsonValue) -> str:
     """Returns the beginning of a JSON value for a message."""
     try:
         text = value if isinstance(value, str) else json.dumps(value)

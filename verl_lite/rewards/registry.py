@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import ChatMessage, ExtraInfo, GroundTruth
 from verl_lite.registry import Registry, did_you_mean, foreign_modules, takes
 
 RewardFunction = Callable[..., Any]
@@ -67,11 +68,11 @@ def find_named_reward(name: str) -> RewardFunction:
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    prompt: list[dict[str, str]] | None = None,
-    images: Sequence[Any] = (),
-    **reward_kwargs: Any,
+    ground_truth: GroundTruth,
+    extra_info: ExtraInfo | None = None,
+    prompt: list[ChatMessage] | None = None,
+    images: Sequence[object] = (),
+    **reward_kwargs: object,
 ) -> Any:
     """Scores one response with the function registered for its data_source.
 

@@ -10,13 +10,14 @@ import re
 import string
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeAlias
 
+from verl_lite.json_types import ExtraInfo, GroundTruth
 from verl_lite.rewards import mathematics
 from verl_lite.rewards.registry import register_reward
 
-Info = dict[str, Any] | None
-Report = dict[str, float | str]
+Info: TypeAlias = ExtraInfo | None
+Report: TypeAlias = dict[str, float | str]
 
 _BOX = "\\boxed{"
 _BRACE = re.compile(r"[{}]")
@@ -55,7 +56,7 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 
 @register_reward("verl_lite/sort", "verl_lite/add", "exact_match", "exact_match/*", "rule/exact_match")
-def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
+def exact_match(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> float:
     """Returns 1.0 if the stripped response equals the text of the ground truth, also stripped; else 0.0."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
@@ -68,7 +69,7 @@ _GSM8K_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 
 @register_reward("openai/gsm8k", "rule/gsm8k")
-def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
+def gsm8k(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> float:
     """Returns 1.0 if the number after the last `#### ` equals the ground truth, both without commas; else 0.0.
 
     Source: verl's strict rule, which rejects `####5`, `#### 5.` and `#### $5`.
@@ -109,7 +110,11 @@ _REWRITTEN = (
 
 @register_reward("math_dapo", "math", "math_dapo_reasoning", "aime*", "rule/math_dapo")
 def math_dapo(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, strict_box_verify: bool = False
+    data_source: str,
+    solution_str: str,
+    ground_truth: GroundTruth,
+    extra_info: Info = None,
+    strict_box_verify: bool = False,
 ) -> Report:
     r"""Compares the final answer with the ground truth as text, after normalisation.
 
@@ -167,7 +172,7 @@ _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 
 @register_reward(*_MATH, "rule/math_verify")
 def math_verify(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, strict: bool = True
+    data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None, strict: bool = True
 ) -> Report:
     r"""Compares the answer with the ground truth mathematically, by math-verify.
 
@@ -203,7 +208,7 @@ _SEARCH_R1 = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".spli
 
 
 @register_reward(*(f"searchR1_{name}" for name in _SEARCH_R1), "rule/exact_answer")
-def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
+def exact_answer(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> Report:
     """Compares the last <answer> with each correct answer, ignoring case, punctuation, articles and repeated spaces.
 
     ground_truth: a text, a list of texts, or a dict with these under "target"; others raise ValueError.
@@ -222,7 +227,7 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
     return {"score": float(is_right) * full_score, "acc": float(is_right), "pred": pred}
 
 
-def _targets(ground_truth: Any) -> list[str]:
+def _targets(ground_truth: GroundTruth) -> list[str]:
     """Returns the correct answers that are not blank. Raises ValueError if there are none, or one is not text."""
     entries = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     if isinstance(entries, str):
@@ -255,7 +260,7 @@ _BOXED = re.compile(r"[ \t({]*+(?:\\text\w*\{)?+[ (]*+([A-J])(?=\Z|[ .):}])")
 
 
 @register_reward("rule/multiple_choice")
-def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> Report:
+def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> Report:
     r"""Compares the letter that the response chooses with the right letter.
 
     The chosen letter is that of the last box (`\boxed{B}`, `\boxed{B. Paris}`). Without a box it is the letter after
@@ -277,7 +282,7 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
     return {"score": float(pred == truth), "acc": float(pred == truth), "pred": pred}
 
 
-def _right_letter(ground_truth: Any, letters: str) -> str:
+def _right_letter(ground_truth: GroundTruth, letters: str) -> str:
     """Returns the letter of a ground truth. Raises ValueError if it is not one of the letters or their positions."""
     truth = str(ground_truth).strip().strip("().").upper()
     is_position = truth.isascii() and truth.isdigit() and not isinstance(ground_truth, bool)
@@ -305,7 +310,7 @@ def _chosen_letter(text: str) -> str:
 def format(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: GroundTruth,
     extra_info: Info = None,
     tags: Sequence[str] = ("think", "answer"),
     opened: bool = False,
@@ -343,7 +348,7 @@ def format(
 def regex(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: GroundTruth,
     extra_info: Info = None,
     pattern: str | None = None,
     group: int | str | None = None,
@@ -377,7 +382,7 @@ def regex(
 
 
 @register_reward("reasoning_gym/*")
-def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
+def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> float:
     """Returns the score of reasoning-gym's scorer for the task, from 0 to 1.
 
     A row of the dataset `chain_sum` has data_source "reasoning_gym/chain_sum".

@@ -14,18 +14,21 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType, NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
+from verl_lite.json_types import ChatMessage, ExtraInfo, GroundTruth, JsonMapping, JsonValue, KeywordArguments
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+T = TypeVar("T")
 
 OPTION = "reward.functions"
 READ_BY_REWARDS = ("data_source", "reward_model", "extra_info", "raw_prompt")
@@ -65,13 +68,13 @@ class RewardItem:
     key: Hashable
     data_source: str
     solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any] | None = None
-    prompt: list[dict[str, str]] | None = None
+    ground_truth: GroundTruth
+    extra_info: ExtraInfo | None = None
+    prompt: list[ChatMessage] | None = None
     images: tuple[bytes, ...] = ()
 
     @classmethod
-    def of_row(cls, key: Hashable, row: Mapping[str, Any], answer: str, images: Sequence[bytes] = ()) -> RewardItem:
+    def of_row(cls, key: Hashable, row: JsonMapping, answer: str, images: Sequence[bytes] = ()) -> RewardItem:
         """Returns the item of an answer to a row of the data.
 
         Args:
@@ -131,7 +134,7 @@ def is_score(number: float) -> bool:
     return abs(number) <= _FLOAT32_MAX
 
 
-def read_score(returned: Any) -> tuple[float, dict[str, float | str]]:
+def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
     """Reads the score and the extra entries from the result of a reward function.
 
     Args:
@@ -166,7 +169,7 @@ def _number(value: Any) -> float:
     """Converts a number of Python, numpy or torch, without importing them; returns NaN for other values."""
     if isinstance(value, str | bytes | bytearray):  # float("3") would accept text
         return math.nan
-    try:
+    try:  # also numbers of numpy and torch, which have no type in common
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
@@ -196,7 +199,7 @@ class RewardPart:
     name: str = "compute_score"
     style: str = "sample"
     weight: float = 1.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: KeywordArguments = field(default_factory=dict)
     outcome: bool = True
     function: RewardFunction = default_compute_score
 
@@ -214,7 +217,7 @@ class RewardPart:
         """True if calls of the function have to be awaited."""
         return not self.takes_lists and _is_async(self.function)
 
-    def call(self, item: RewardItem) -> Any:
+    def call(self, item: RewardItem) -> object:
         """Calls the function with one sample. The result of an async function is an awaitable."""
         arguments = {name: getattr(item, name) for name in _ARGUMENTS}
         if takes(self.function, "prompt"):
@@ -245,6 +248,7 @@ class RewardPart:
             arguments["images"] = [_open_images(item) for item in items]
         returned = _awaited(self.function(**{**arguments, **self.kwargs}))
 
+        # a list, a tuple, an array or a tensor; a text or a dict has a length, too, but is one result
         is_list = hasattr(returned, "__len__") and not isinstance(returned, str | dict)
         if not is_list or len(returned) != len(items):
             description = f"{len(returned)} results" if is_list else f"{returned!r:.200}"
@@ -279,17 +283,19 @@ def _open_images(item: RewardItem) -> list[Image]:
     return [open_image(file) for file in item.images]
 
 
-_ENTRIES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("reward", "path"), (str | None, "text")),
-    **dict.fromkeys(("name", "style"), (str, "text")),
-    "weight": (int | float, "a finite number"),
-    "kwargs": (Mapping | None, "a mapping"),
-    "outcome": (bool, "true or false"),
+_ENTRIES: dict[str, tuple[tuple[type, ...], str]] = {
+    "reward": ((str, NoneType), "text"),
+    "path": ((str, NoneType), "text"),
+    "name": ((str,), "text"),
+    "style": ((str,), "text"),
+    "weight": ((int, float), "a finite number"),
+    "kwargs": ((Mapping, NoneType), "a mapping"),
+    "outcome": ((bool,), "true or false"),
 }
 """Types of a part's entries, with their description in messages."""
 
 
-def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
+def reward_parts(functions: JsonMapping) -> list[RewardPart]:
     """Returns the parts of `reward.functions`, in their order. Raises UserError, which lists every problem."""
     problems = list(part_problems(functions))
     if problems:
@@ -307,7 +313,7 @@ def reward_parts(functions: Mapping[str, Any]) -> list[RewardPart]:
     return parts
 
 
-def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
+def part_problems(functions: JsonMapping) -> Iterator[str]:
     """Yields the problems of `reward.functions` that can be detected without running the user's files."""
     for label, entry in functions.items():
         option = f"{OPTION}.{label}"
@@ -324,14 +330,15 @@ def part_problems(functions: Mapping[str, Any]) -> Iterator[str]:
         yield f"{OPTION}: {' and '.join(outcomes)} have outcome: true; only one part can be the outcome"
 
 
-def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
+def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
+    """Yields the problems of one entry of `reward.functions`. option: its key in the configuration."""
     for key, value in entry.items():
         if key not in _ENTRIES:
             hint = did_you_mean(str(key), _ENTRIES)
             yield f"{option}.{key}: unknown entry{hint}. Known: {', '.join(_ENTRIES)}"
             continue
-        kind, expected = _ENTRIES[key]
-        is_valid = isinstance(value, kind)
+        types, expected = _ENTRIES[key]
+        is_valid = isinstance(value, types)
         if key == "weight":
             is_valid = is_valid and not isinstance(value, bool) and math.isfinite(_number(value))
         if not is_valid:
@@ -359,7 +366,8 @@ def _entry_problems(option: str, entry: Mapping[str, Any]) -> Iterator[str]:
             yield from _kwargs_problems(function, kwargs, option)
 
 
-def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option: str) -> Iterator[str]:
+def _kwargs_problems(function: RewardFunction, kwargs: KeywordArguments, option: str) -> Iterator[str]:
+    """Yields a message for each argument that the function does not accept."""
     for name in kwargs:
         if accepts(function, name):
             continue
@@ -372,25 +380,25 @@ def _kwargs_problems(function: RewardFunction, kwargs: Mapping[str, Any], option
 # ------------------------------------------------------------------------------------------------- calls of the parts
 
 
-def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, Any]:
+def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     """Returns the arguments of a function for verl's batch reward manager."""
-    arguments = {}
+    arguments: dict[str, list[object]] = {}
     for name in _ARGUMENTS:
         arguments[f"{name}s"] = [getattr(item, name) for item in items]
     return arguments
 
 
-def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, Any]:
+def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     """Returns the arguments of a TRL reward function: prompts and completions as chat messages, and the data columns.
 
     The columns are ground_truth, data_source and the entries of extra_info, with None for rows without an entry.
     """
     infos = [item.extra_info or {} for item in items]
     names = {name for info in infos for name in info}
-    columns = {}
+    columns: dict[str, list[object]] = {}
     for name in sorted(names):
         columns[name] = [info.get(name) for info in infos]
-    return {
+    return {  # the names of TRL last, so that an entry of extra_info cannot replace them
         **columns,
         "data_source": [item.data_source for item in items],
         "ground_truth": [item.ground_truth for item in items],
@@ -462,7 +470,7 @@ class Scorer:
         return RewardResult.scored("The weighted sum of reward.functions", sum(weighted_scores), extra)
 
 
-def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
+def _guarded(work: Callable[..., object], *args: object) -> RewardResult:
     """Returns the result of a call, or a failure if it raises or returns no score."""
     try:
         return RewardResult(*read_score(_awaited(work(*args))))
@@ -470,7 +478,7 @@ def _guarded(work: Callable[..., Any], *args: Any) -> RewardResult:
         return RewardResult.failure(user_traceback(error))
 
 
-async def _all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
+async def _all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     return await asyncio.gather(*awaitables)
 
 
@@ -571,7 +579,7 @@ def _remote(config: RewardConfig) -> RewardFunction:
         option="reward.remote.api_key_env",
     )
 
-    async def post_sample(*, prompt: list[dict[str, str]] | None, **sample: Any) -> Any:
+    async def post_sample(*, prompt: list[ChatMessage] | None, **sample: object) -> JsonValue:
         return await endpoint.post({**sample, "prompt": prompt})
 
     return post_sample

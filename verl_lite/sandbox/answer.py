@@ -9,8 +9,9 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
+from verl_lite.json_types import JsonObject, JsonValue
 from verl_lite.sandbox.values import (
     ERROR_CHARACTERS,
     FORGED,
@@ -22,6 +23,9 @@ from verl_lite.sandbox.values import (
     read_line,
     send,
 )
+
+Namespace: TypeAlias = dict[str, Any]
+"""The global names of a module, with values of any type."""
 
 
 class EndOfTest(BaseException):
@@ -44,28 +48,35 @@ class Answer:
         self.is_broken = False
         self.requests = 0
 
-    def begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def begin(self) -> tuple[Namespace, JsonObject | None]:
         """Waits until the code has run.
 
         Returns the values by name that tests can use, and a message of `run_tests` if the code failed, else None.
         """
         try:
             first = self._read()
-            if names := fields(first, names=dict):
-                return self._rebuild_names(*names), None
+            if loaded := fields(first, names=dict):
+                [names] = loaded
+                return self._rebuild_names(names), None
             if failed := fields(first, compiled=bool, error=str):
-                return {}, {"compiled": False, "error": failed[1][:ERROR_CHARACTERS] or "not valid Python"}
-            name, _, text = self._raised(first)
-            return {}, {"error": f"{name}: {text}"[:ERROR_CHARACTERS]}
+                _, error = failed
+                return {}, {"compiled": False, "error": error[:ERROR_CHARACTERS] or "not valid Python"}
+            kind, _, text = self._raised(first)
+            return {}, {"error": f"{kind}: {text}"[:ERROR_CHARACTERS]}
         except EndOfTest:
             return {}, {"error": self.problem}
 
     def begin_test(self) -> None:
         """Clears the problem of the previous test, unless the proxy is broken."""
-        self.problem = self.problem if self.is_broken else ""
+        if not self.is_broken:
+            self.problem = ""
 
-    def call(self, of: int | None, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function in the other process, or a method of its object number `of`."""
+    def call(self, of: int | None, name: str, /, *args: object, **kwargs: object) -> object:
+        """Calls a function in the other process, or a method of its object number `of`.
+
+        Lists, dicts and other containers among the arguments get the content that they have after the call, because
+        tests of functions that work in place read it there.
+        """
         reply = self._request(name, of, list(args), kwargs)
         changed = reply.pop("after", None)
         if type(changed) is not list or len(changed) != len(args):
@@ -75,55 +86,79 @@ class Answer:
                 raise self._broken()
         return self._value_of(reply)
 
-    def get(self, of: int, name: str) -> Any:
+    def get(self, of: int, name: str) -> object:
         """Returns an attribute of object number `of` in the other process."""
         reply = self._request(name, of, None, {})
         return self._function_proxy(reply, of, name) or self._value_of(reply)
 
-    def _function_proxy(self, described: Any, of: int | None, name: str) -> Callable[..., Any] | None:
+    def _function_proxy(self, described: JsonValue, of: int | None, name: str) -> Callable[..., object] | None:
+        """Returns a function that calls the described function or method; None if the description is of another value.
+
+        The code's `async def` becomes one here, so that tests can await its calls; the other process runs it at once.
+        """
         if described == {"function": True}:
             return functools.partial(self.call, of, name)
         if described != {"coroutine": True}:
             return None
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
+        async def call(*args: object, **kwargs: object) -> object:
             return self.call(of, name, *args, **kwargs)
 
         return call
 
-    def _value_of(self, reply: dict[str, Any]) -> Any:
-        number = fields(reply, object=int)
-        return _ObjectProxy(self, *number) if number and number[0] >= 0 else self._decoded(reply)
+    def _value_of(self, reply: JsonObject) -> object:
+        """Returns the value in a reply, or a proxy if the value remained in the other process."""
+        held = fields(reply, object=int)
+        if held and held[0] >= 0:
+            return _ObjectProxy(self, held[0])
+        return self._decoded(reply)
 
-    def _decoded(self, described: Any) -> Any:
+    def _decoded(self, described: JsonValue) -> object:
         try:
             if described_value := fields(described, value=object):
-                return decode(*described_value)
+                return decode(described_value[0])
         except (Unreadable, MemoryError):
             pass
         raise self._broken()
 
-    def _request(self, name: str, of: int | None, args: list[Any] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request and returns the reply. Raises the exception that the other process raised, rebuilt here."""
+    def _request(self, name: str, of: int | None, args: list[object] | None, kwargs: dict[str, object]) -> JsonObject:
+        """Sends a request and returns the reply. Raises the exception that the other process raised, rebuilt here.
+
+        Args:
+            name: the function, method or attribute.
+            of: number of the object that has it; None for a function of the module.
+            args: arguments of the call; None to read an attribute.
+            kwargs: keyword arguments of the call.
+        """
         with self._lock:  # a test may have threads
             if self.is_broken:
                 raise EndOfTest(self.problem)
             self.requests += 1
-            request = {"call": name, "of": of, "number": self.requests}
             try:
-                line = as_line(request | {"args": args if args is None else encode(args), "kwargs": encode(kwargs)})
+                request = {
+                    "call": name,
+                    "of": of,
+                    "number": self.requests,
+                    "args": None if args is None else encode(args),
+                    "kwargs": encode(kwargs),
+                }
+                line = as_line(request)
             except (Unreadable, RecursionError) as error:
                 self.problem = f"an argument of {name} does not reach the tested code: {error}"
                 raise EndOfTest(self.problem) from error
             reply = self._read(line)
+            # the code can write to the connection, too: without the number, its line would shift all later replies
             if reply.pop("number", None) != self.requests:
                 raise self._broken()
+
         if "raised" in reply:
             kind, base, text = self._raised(reply)
-            raise self._exceptions.get(kind, _exception_type(base))(text[:ERROR_CHARACTERS])
+            exception = self._exceptions.get(kind, _exception_type(base))
+            raise exception(text[:ERROR_CHARACTERS])
         return reply
 
-    def _read(self, request: bytes = b"") -> dict[str, Any]:
+    def _read(self, request: bytes = b"") -> JsonObject:
+        """Sends a request, if there is one, and waits for a message."""
         try:
             send(self._connection.fileno(), request)
             return read_line(self._connection)
@@ -132,7 +167,7 @@ class Answer:
         except (Unreadable, MemoryError) as error:
             raise self._broken() from error
 
-    def _raised(self, message: dict[str, Any]) -> list[str]:
+    def _raised(self, message: JsonObject) -> list[str]:
         """Returns the name, base and text of an exception in a message."""
         inner = fields(message, raised=dict)
         exception = fields(inner[0], name=str, base=str, text=str) if inner else None
@@ -141,17 +176,20 @@ class Answer:
         return exception
 
     def _broken(self, why: str = FORGED) -> EndOfTest:
-        self.problem, self.is_broken = why, True
+        """Marks the proxy as broken and returns the exception to raise."""
+        self.problem = why
+        self.is_broken = True
         return EndOfTest(why)
 
-    def _rebuild_names(self, names: dict[str, Any]) -> dict[str, Any]:
+    def _rebuild_names(self, names: JsonObject) -> Namespace:
         """Rebuilds the values by name that tests can use: exception types, function proxies and plain values."""
-        rebuilt: dict[str, Any] = {}
+        rebuilt: Namespace = {}
         for name, described in names.items():
             if not is_name(name):
                 raise self._broken()
             if exception := fields(described, exception=str, base=str):
-                rebuilt[name] = self._exceptions[exception[0]] = type(name, (_exception_type(exception[1]),), {})
+                kind, base = exception
+                rebuilt[name] = self._exceptions[kind] = type(name, (_exception_type(base),), {})
             elif function := self._function_proxy(described, None, name):
                 rebuilt[name] = function
             elif described is not None:
@@ -163,10 +201,11 @@ class _ObjectProxy:
     """A proxy for an object of the tested code. It supports only methods and attributes."""
 
     def __init__(self, answer: Answer, number: int) -> None:
-        self._answer, self._number = answer, number
+        self._answer = answer
+        self._number = number
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):  # such as __len__: Python's own protocols do not work through a proxy
             raise AttributeError(name)
         return self._answer.get(self._number, name)
 
@@ -191,16 +230,23 @@ _NEEDS_MORE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, Ba
 CHANGEABLE = (list, dict, set, bytearray, deque)
 
 
-def _replace(ours: Any, theirs: Any) -> bool:
+def _replace(ours: object, theirs: object) -> bool:
     """Replaces the content of a container with its content after the call. Returns False if the types differ."""
-    kind = next((kind for kind in CHANGEABLE if isinstance(ours, kind)), None)
-    if type(theirs) is not kind:
-        return False
-    if isinstance(ours, list | bytearray):
+    if isinstance(ours, list) and type(theirs) is list:
         ours[:] = theirs
-    else:
+    elif isinstance(ours, bytearray) and type(theirs) is bytearray:
+        ours[:] = theirs
+    elif isinstance(ours, deque) and type(theirs) is deque:
         ours.clear()
-        getattr(ours, "extend" if isinstance(ours, deque) else "update")(theirs)
+        ours.extend(theirs)
+    elif isinstance(ours, dict) and type(theirs) is dict:
+        ours.clear()
+        ours.update(theirs)
+    elif isinstance(ours, set) and type(theirs) is set:
+        ours.clear()
+        ours.update(theirs)
+    else:
+        return False
     return True
 
 

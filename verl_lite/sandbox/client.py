@@ -17,16 +17,18 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import verl_lite
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject, JsonValue
 from verl_lite.machine.process_tree import ProcessTree
 from verl_lite.sandbox.confine import Limits
 from verl_lite.sandbox.values import (
     ERROR_CHARACTERS,
     FORGED,
     MESSAGE_BYTES_MAX,
+    JobRequest,
+    ProcessReport,
     Unreadable,
     as_line,
     encode,
@@ -49,8 +51,18 @@ ATTEMPTS = (
 
 _NEEDED = "needed: Linux with seccomp on x86-64 or ARM"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-Messages = list[dict[str, Any]]
+"""The whole environment of the fork server. Without the caller's variables, programs cannot read its keys."""
+_LONGEST_JOB_S = 1e9  # instead of infinity, which JSON does not have
+_SYSTEM_FILES = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
 
 
 class SandboxError(RuntimeError):
@@ -66,7 +78,7 @@ class Outcome:
     """
 
     is_compiled: bool
-    value: Any = None
+    value: JsonValue = None
     error: str = ""
     is_timeout: bool = False
 
@@ -83,7 +95,7 @@ class Ended:
     exit_code: int
     stdout: str
     stderr: str
-    messages: Messages
+    messages: list[JsonObject]
 
     def outcome(self) -> Outcome:
         """Returns the outcome of the test that was running: the exceeded limit, or the last line of stderr."""
@@ -133,25 +145,35 @@ class Sandbox:
         self,
         code: str,
         name: str,
-        calls: Sequence[Sequence[Any]],
+        calls: Sequence[Sequence[object]],
         total_s: float = math.inf,
         reply_bytes: int = MESSAGE_BYTES_MAX,
     ) -> list[Outcome]:
         """Calls a function (or a method of the class `Solution`) with each list of plain arguments.
 
-        reply_bytes: limit of the size of all replies; data beyond it is not read. If the process ends early or the
-        replies are too long, there are fewer outcomes than calls, and the last outcome has the reason.
+        Args:
+            code: the code that defines the function.
+            name: name of the function.
+            calls: the arguments of each call.
+            total_s: wall-clock time of all calls.
+            reply_bytes: limit of the size of all replies; data beyond it is not read.
+
+        Returns:
+            One outcome per call. If the process ends early or the replies are too long, there are fewer outcomes, and
+            the last one has the reason.
         """
-        requests = []
+        task: list[JsonObject] = [{"code": code, "has_requests": True}]
         for number, args in enumerate(calls, 1):
-            requests.append({"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number})
-        program = ("hold_functions", [{"code": code, "has_requests": True}, *requests])
-        [ended] = self.run([program], "", total_s, reply_bytes)
+            task.append({"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number})
+        [ended] = self.run([("hold_functions", task)], "", total_s, reply_bytes)
+
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
         if outcomes and outcomes[0].error:  # the code itself failed
             return [outcomes[0]] * len(calls)
-        outcomes = outcomes[1 : 1 + len(calls)]
-        return outcomes if len(outcomes) == len(calls) else [*outcomes, ended.outcome()]
+        outcomes_of_calls = outcomes[1 : 1 + len(calls)]  # the code may have forged further replies
+        if len(outcomes_of_calls) < len(calls):
+            outcomes_of_calls.append(ended.outcome())
+        return outcomes_of_calls
 
     def run_snippets(
         self,
@@ -163,15 +185,26 @@ class Sandbox:
         stop_early: bool = False,
         total_s: float = math.inf,
     ) -> tuple[list[Outcome], int]:
-        """Runs tests against the names that `code` defines. Each test is Python code that raises if the test fails.
+        """Runs tests against the names that `code` defines.
 
-        setup: code that runs before each test. call: name of the function that is passed to the tests' own `check`.
-        stop_early: True to stop after the first failure. Returns one outcome per finished test, and the number of tests
-        as far as it is known. Raises ValueError if the tests are not valid Python.
+        Args:
+            code: the tested code.
+            tests: Python code of each test, which raises if the test fails.
+            setup: code that runs before each test.
+            call: name of the function that is passed to the tests' own `check`.
+            stop_early: True to stop after the first failure.
+            total_s: wall-clock time of all tests.
+
+        Returns:
+            One outcome per finished test, and the number of tests as far as it is known.
+
+        Raises:
+            ValueError: if the tests are not valid Python.
         """
-        task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
         held = ("hold_functions", [{"code": code, "has_requests": False}])
+        task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
         functions, tester = self.run([held, ("run_tests", [task])], "", total_s)
+
         outcomes = []
         count = len(tests)
         for message in tester.messages:  # written by the tests' process, which the tested code cannot reach
@@ -186,25 +219,35 @@ class Sandbox:
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
         if functions.met:  # the exceeded limit is the reason of the first failure
-            first = next((number for number, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
-            outcomes[first : first + 1] = [functions.outcome()]
+            first_failure = next((number for number, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
+            outcomes[first_failure : first_failure + 1] = [functions.outcome()]
         return outcomes, max(count, len(outcomes))
 
     def run(
         self,
-        programs: Sequence[tuple[str, Sequence[dict[str, Any]]]],
+        programs: Sequence[tuple[str, Sequence[JsonObject]]],
         stdin: str = "",
         total_s: float = math.inf,
         reply_bytes: int = MESSAGE_BYTES_MAX,
     ) -> list[Ended]:
         """Runs functions of `verl_lite.sandbox.programs`, each in a confined process, until the last process has ended.
 
-        programs: name of each function, and the messages in its task file. reply_bytes: as for `call`. Raises UserError
-        if the machine cannot confine programs, and SandboxError if the sandbox fails.
+        Args:
+            programs: name of each function, and the messages in its task file.
+            stdin: the standard input of each process.
+            total_s: wall-clock time of the whole run.
+            reply_bytes: limit of the size of the messages of a process; data beyond it is not read.
+
+        Raises:
+            UserError: if the machine cannot confine programs.
+            SandboxError: if the sandbox fails.
         """
         self._start_server()
-        names = [name for name, _ in programs]
-        request = {"limits": asdict(self.limits), "total_s": min(total_s, 1e9), "programs": names}
+        request: JobRequest = {
+            "limits": asdict(self.limits),
+            "total_s": min(total_s, _LONGEST_JOB_S),
+            "programs": [name for name, _ in programs],
+        }
         stdin_bytes = stdin.encode("utf-8", "surrogatepass")
         files: list[int] = []
         try:
@@ -237,7 +280,8 @@ class Sandbox:
             self._server.end()
             self._control = self._server = None
 
-    def _send_job(self, request: dict[str, Any], fds: Sequence[int]) -> list[dict[str, Any]]:
+    def _send_job(self, request: JobRequest, fds: Sequence[int]) -> list[ProcessReport]:
+        """Sends a job to the fork server and waits for the reports of its processes."""
         assert self._control is not None
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
@@ -250,7 +294,7 @@ class Sandbox:
         if not body:
             self.close()
             raise SandboxError("the fork server of the sandbox has died; its error is above")
-        reports: list[dict[str, Any]] = json.loads(body)
+        reports: list[ProcessReport] = json.loads(body)
         return reports
 
     def _start_server(self) -> None:
@@ -265,6 +309,7 @@ class Sandbox:
         environment = dict(_ENVIRONMENT)
         if "LD_LIBRARY_PATH" in os.environ:
             environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+        # packets, so that a job's request and its descriptors always arrive together
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = ProcessTree(
@@ -276,6 +321,8 @@ class Sandbox:
                 cwd="/",
             )
         self._control = ours
+
+        # a program that cannot run would also fail every attempt, and so look confined
         if self.run_script("print(1)").value != "1\n":
             raise SandboxError("no program runs in the sandbox on this machine")
         done = [action for action, attempt in ATTEMPTS if not self.run_script(attempt).error]
@@ -317,22 +364,23 @@ def _content(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
-def _messages(fd: int, most_bytes: int) -> Messages:
+def _messages(fd: int, most_bytes: int) -> list[JsonObject]:
     """Returns the complete messages in the first `most_bytes` of a file, up to the first invalid message."""
-    lines, messages = io.BytesIO(_content(fd)[:most_bytes]), []
+    lines = io.BytesIO(_content(fd)[:most_bytes])
+    messages = []
     with contextlib.suppress(EOFError, Unreadable):
         while True:
             messages.append(read_line(lines))
     return messages
 
 
-def _error_of(message: dict[str, Any]) -> Outcome | None:
+def _error_of(message: JsonObject) -> Outcome | None:
     """Returns the error in a message of `run_script` (before the code runs) or `run_tests`; None if it has none."""
     error = message.get("error")
     return Outcome(message.get("compiled") is not False, error=error) if error else None
 
 
-def _returned(message: dict[str, Any], number: int) -> Outcome:
+def _returned(message: JsonObject, number: int) -> Outcome:
     """Returns the outcome of a call from its reply; number 0 is the reply to loading the code.
 
     The code may have forged the message, so a shape that `hold_functions` does not send is an error.
@@ -347,7 +395,8 @@ def _returned(message: dict[str, Any], number: int) -> Outcome:
 
     if number == 0:
         if failure := fields(message, compiled=bool, error=str):
-            return Outcome(False, error=failure[1][:ERROR_CHARACTERS] or "not valid Python")
+            _, error = failure
+            return Outcome(False, error=error[:ERROR_CHARACTERS] or "not valid Python")
         return Outcome(True) if fields(message, names=dict) else Outcome(True, error=FORGED)
 
     if fields(message, object=int, after=list):
@@ -360,6 +409,5 @@ def _readable_folders() -> list[str]:
     """Returns the folders and files that programs may read: Python, its packages and the system's libraries."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]  # conda's shared libraries
-    python = {os.path.realpath(folder) for folder in folders}
-    system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"]
-    return [*sorted(python), *system, "/etc/ld.so.cache", "/etc/localtime"]
+    python_folders = sorted({os.path.realpath(folder) for folder in folders})
+    return [*python_folders, *_SYSTEM_FILES]

@@ -21,12 +21,19 @@ import traceback
 import types
 import unittest
 from collections.abc import Callable, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
-from verl_lite.sandbox.answer import CHANGEABLE, Answer, is_name
+from verl_lite.json_types import JsonObject
+from verl_lite.sandbox.answer import CHANGEABLE, Answer, Namespace, is_name
 from verl_lite.sandbox.values import ERROR_CHARACTERS, as_line, decode, encode, read_line, send
 
-ANSWER, TESTS = "answer", "tests"
+if TYPE_CHECKING:
+    from _typeshed import OptExcInfo
+
+Arguments = TypeVarTuple("Arguments")
+
+ANSWER = "answer"
+TESTS = "tests"
 """Names of the modules in which the answer's code and the tests run."""
 
 LIBRARY = (
@@ -50,7 +57,8 @@ send."""
 class _PipeEnd(io.FileIO):
     """A pipe end that replaces the socket through which an asyncio event loop wakes itself: sockets are refused."""
 
-    recv, send = io.FileIO.read, io.FileIO.write
+    recv = io.FileIO.read
+    send = io.FileIO.write
 
     def setblocking(self, blocks: bool) -> None:
         os.set_blocking(self.fileno(), blocks)
@@ -82,6 +90,8 @@ def run_script(task: int, reply: int) -> int:
     except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
         exit_code = 1
+
+    # what Python does when a script ends: this process leaves by `os._exit`, which does neither
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -127,10 +137,10 @@ class _HeldCode:
 
     def __init__(self) -> None:
         self._namespace = _become_main(ANSWER).__dict__
-        self._objects: list[Any] = []
-        self._runner = asyncio.Runner()
+        self._objects: list[object] = []
+        self._runner = asyncio.Runner()  # one loop for all calls, since objects of the code may be bound to it
 
-    def run(self, compiled: types.CodeType, describes_names: bool) -> dict[str, Any]:
+    def run(self, compiled: types.CodeType, describes_names: bool) -> JsonObject:
         """Runs the code. Returns the first reply, with a description of its names if `describes_names`."""
         exec(compiled, self._namespace)
         descriptions = {}
@@ -140,27 +150,33 @@ class _HeldCode:
                     descriptions[name] = _describe(value)
         return {"names": descriptions}
 
-    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+    def serve(self, request: JsonObject) -> JsonObject:
         """Returns the reply to a request, without its number."""
-        function = self._find(request["call"], request.get("of"))
+        attribute = self._find(request["call"], request.get("of"))
         if request["args"] is None:
-            return _function(function) or self._value_or_object(function)
+            return _function(attribute) or self._value_or_object(attribute)
         args = decode(request["args"])
-        returned = function(*args, **decode(request["kwargs"]))
+        returned = attribute(*args, **decode(request["kwargs"]))
         if inspect.iscoroutine(returned):
             returned = self._runner.run(returned)
         reply = self._value_or_object(returned)
-        reply["after"] = [_plain(arg) if type(arg) in CHANGEABLE else None for arg in args]
+
+        after: list[JsonObject | None] = []
+        for arg in args:
+            after.append(_plain(arg) if type(arg) in CHANGEABLE else None)
+        reply["after"] = after
         return reply
 
     def _find(self, name: str, object_number: int | None) -> Any:
+        """Returns the attribute of a held object, or a function of the code, also as a method of its `Solution`."""
         if object_number is not None:
             return getattr(self._objects[object_number], name)
         if name not in self._namespace and "Solution" in self._namespace:
-            return getattr(self._namespace["Solution"](), name)
+            return getattr(self._namespace["Solution"](), name)  # a new object per call, as LeetCode makes it
         return self._namespace[name]
 
-    def _value_or_object(self, value: Any) -> dict[str, Any]:
+    def _value_or_object(self, value: object) -> JsonObject:
+        """Returns the value, or for a value that is not plain the number under which this process keeps it."""
         plain = _plain(value)
         if plain is not None:
             return plain
@@ -180,6 +196,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     with open(task, "rb") as file:
         message = read_line(file)
     tested = Answer(answer)
+
+    # before the code is waited for: invalid tests are an error of the data, whatever the code does
     snippets = []
     for text in (message["setup"], *message["tests"]):
         try:
@@ -190,6 +208,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     names, unusable = tested.begin()
     if unusable:
         return _send(reply, unusable)
+
     vars(unittest)["main"] = lambda *args, **kwargs: None  # this function runs the tests instead
     count = len(tests)
     for snippet in tests:
@@ -201,7 +220,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
             or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
         count += max(1, len(cases)) - 1
-        _send(reply, {"tests": count})
+        _send(reply, {"tests": count})  # before the tests run, so that a killed process leaves the right number
+
         result = _Result(reply, tested, count, message["stop_early"])
         if problem or not cases:
             result.report(problem)
@@ -210,6 +230,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         if result.shouldStop:
             return
         count = result.tests
+
     if count == 0:
         _send(reply, {"error": "every test was skipped"})
 
@@ -220,14 +241,17 @@ def _prepare_answer() -> None:
     So the code's own names, and the real builtins, take precedence, and the names are not those of the answer.
     """
     _allow_long_integers()
-    prelude: dict[str, Any] = {}
+    prelude: Namespace = {}
     for module_name in _PRELUDE_MODULES:
         module = sys.modules[module_name]
-        exported = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
-        for name in exported:
+        public_names = [name for name in vars(module) if not name.startswith("_")]
+        for name in getattr(module, "__all__", public_names):
             if module_name != "typing" or name not in prelude:  # collections has the real Counter and OrderedDict
                 prelude[name] = getattr(module, name)
-    prelude.update({name: sys.modules[name] for name in _PRELUDE_MODULES})
+
+    # last, because `from datetime import *` and others give the name of a module to something else
+    for module_name in _PRELUDE_MODULES:
+        prelude[module_name] = sys.modules[module_name]
     for name, value in prelude.items():
         vars(builtins).setdefault(name, value)
 
@@ -237,57 +261,65 @@ def _allow_long_integers() -> None:
     sys.set_int_max_str_digits(0)
 
 
-def _send(fd: int, message: dict[str, Any]) -> None:
+def _send(fd: int, message: JsonObject) -> None:
     send(fd, as_line(message))
 
 
-def _reply_or_raised(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def _reply_or_raised(work: Callable[[*Arguments], JsonObject], *args: *Arguments) -> JsonObject:
+    """Returns the reply of `work`, or the description of the exception that it raises."""
     try:
         return work(*args)
-    except BaseException as error:  # untrusted code may raise anything; the reply describes the exception
-        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    except BaseException as error:  # untrusted code may raise anything
         try:
             text = str(error)[:ERROR_CHARACTERS]
         except Exception:  # the __str__ of an exception is untrusted too
             text = ""
-        return {"raised": {"name": type(error).__name__, "base": kinds[0], "text": text}}
+        return {"raised": {"name": type(error).__name__, "base": _builtin_base(type(error)), "text": text}}
 
 
-def _describe(value: Any) -> dict[str, Any] | None:
+def _describe(value: object) -> JsonObject | None:
     """Returns the description of a value that the answer defines, None if tests cannot use the value."""
     if isinstance(value, type) and issubclass(value, Exception):
-        base = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
-        return {"exception": value.__name__, "base": base}
+        return {"exception": value.__name__, "base": _builtin_base(value)}
     is_long = isinstance(value, Sized) and not isinstance(value, type) and len(value) > _NAMED_ITEMS_MAX
     if callable(value):
         return _function(value)
     return None if is_long else _plain(value)
 
 
-def _function(value: Any) -> dict[str, Any] | None:
+def _builtin_base(kind: type[BaseException]) -> str:
+    """Returns the name of the nearest exception of Python itself, as which the tests' process rebuilds this one."""
+    return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _function(value: object) -> JsonObject | None:
     """Returns the description of a function, None for a value that cannot be called."""
     if not callable(value):
         return None
     return {"coroutine" if inspect.iscoroutinefunction(value) else "function": True}
 
 
-def _plain(value: Any) -> dict[str, Any] | None:
+def _plain(value: object) -> JsonObject | None:
+    """Returns the encoded value, None if it is not plain."""
     try:
         return {"value": encode(value)}
     except Exception:  # not a plain value, or its class raised an exception
         return None
 
 
-def _namespace(names: dict[str, Any]) -> dict[str, Any]:
+def _namespace(names: Namespace) -> Namespace:
     """Returns the namespace of a new module for one snippet, and makes the answer importable as a module."""
     sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
         sys.modules[alias] = types.ModuleType(alias)
         vars(sys.modules[alias]).update(names, __all__=[])  # `import *` must not replace a test's imports
+
     namespace = vars(sys.modules[TESTS])
-    namespace.update({name: sys.modules[name] for name in LIBRARY})
-    # An answer must not replace builtins such as `all` or `sorted` in the tests.
-    namespace.update({name: value for name, value in names.items() if not hasattr(builtins, name)})
+    for name in LIBRARY:
+        namespace[name] = sys.modules[name]
+    for name, value in names.items():
+        if not hasattr(builtins, name):  # an answer must not replace `all` or `sorted` in the tests
+            namespace[name] = value
     return namespace
 
 
@@ -320,6 +352,7 @@ class _Result(unittest.TestResult):
         self._requests = self._tested.requests
 
     def stopTest(self, test: unittest.TestCase) -> None:
+        # a skip removes a test from the score, so the tested code must not be able to cause it
         if self._is_skipped and self._requests != self._tested.requests:
             self._failure = "the test skipped itself after it had called the tested code"
         if self._is_skipped and not self._failure:
@@ -328,14 +361,14 @@ class _Result(unittest.TestResult):
         else:
             self.report(self._tested.problem or self._failure)
 
-    def addError(self, test: unittest.TestCase, err: Any) -> None:
+    def addError(self, test: unittest.TestCase, err: "OptExcInfo") -> None:
         self._failure = _short(err[1])
         if not isinstance(test, unittest.TestCase):  # a fixture of a class or a module, such as setUpClass
             self.report(self._failure)
 
     addFailure = addError
 
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: "OptExcInfo | None") -> None:
         if err is not None:
             self.addError(subtest, err)
 
@@ -346,28 +379,41 @@ class _Result(unittest.TestResult):
         self._failure = "a test that was expected to fail has passed"
 
 
-def _collect(
-    cases: list[unittest.TestCase], namespace: dict[str, Any], names: dict[str, Any], call: str | None
-) -> None:
-    """Adds the tests that a snippet defines to `cases`.
+def _collect(cases: list[unittest.TestCase], namespace: Namespace, names: Namespace, call: str | None) -> None:
+    """Adds the tests that a snippet defines to `cases`; adds nothing if the snippet itself is the test.
 
-    With `call` the test is the snippet's `check`, called with the function `call`; else the tests are the `test_*`
-    functions, `TestCase`s and `Test*` classes. Adds nothing if the snippet itself is the test.
+    Args:
+        cases: the tests of the snippet, to which tests are added.
+        namespace: the names of the snippet's module.
+        names: the names of the answer's code.
+        call: name of the answer's function with which the snippet's `check` is called, which is then the only test.
+            None: the tests are the `test_*` functions, `TestCase`s and `Test*` classes.
     """
+    # without the names that the snippet imported, or that come from the answer
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
     if call is not None:
         return cases.append(unittest.FunctionTestCase(lambda: own["check"](names[call])))
+
     for name, value in own.items():
         if type(value) is types.FunctionType and name.startswith("test"):
+            # a function such as `testing(value)` is a helper of the tests
             if name.startswith("test_") or not inspect.signature(value).parameters:
                 cases.append(unittest.FunctionTestCase(_running_coroutines(value)))
-        elif isinstance(value, type) and (name.startswith("Test") or issubclass(value, unittest.TestCase)):
-            kind = value if issubclass(value, unittest.TestCase) else _test_case(value)
-            for method in unittest.defaultTestLoader.getTestCaseNames(kind):
-                case = kind(method)
-                if not issubclass(kind, unittest.IsolatedAsyncioTestCase):
-                    setattr(case, method, _running_coroutines(getattr(case, method)))
-                cases.append(case)
+        elif isinstance(value, type) and issubclass(value, unittest.TestCase):
+            cases += _cases_of_class(value)
+        elif isinstance(value, type) and name.startswith("Test"):
+            cases += _cases_of_class(_test_case(value))
+
+
+def _cases_of_class(kind: type[unittest.TestCase]) -> list[unittest.TestCase]:
+    """Returns a case for each test method of a class."""
+    cases = []
+    for method in unittest.defaultTestLoader.getTestCaseNames(kind):
+        case = kind(method)
+        if not issubclass(kind, unittest.IsolatedAsyncioTestCase):  # which runs its coroutines itself
+            setattr(case, method, _running_coroutines(getattr(case, method)))
+        cases.append(case)
+    return cases
 
 
 _FIXTURES = {
@@ -387,11 +433,11 @@ def _test_case(kind: type) -> type[unittest.TestCase]:
     return type(kind.__name__, (kind, unittest.TestCase), {"__module__": TESTS, **fixtures})
 
 
-def _running_coroutines(test: Callable[..., Any]) -> Callable[..., None]:
+def _running_coroutines(test: Callable[..., object]) -> Callable[..., None]:
     """Wraps a test so that a coroutine it returns is run. A generator fails, since nothing would run it."""
 
     @functools.wraps(test)
-    def run(*args: Any) -> None:
+    def run(*args: object) -> None:
         returned = test(*args)
         if inspect.iscoroutine(returned):
             asyncio.run(returned)
@@ -401,7 +447,7 @@ def _running_coroutines(test: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
-def _error_of(tested: Answer, work: Callable[..., object], *args: Any) -> str:
+def _error_of(tested: Answer, work: Callable[[*Arguments], object], *args: *Arguments) -> str:
     """Runs `work` and returns the reason of its failure, "" if it succeeds."""
     tested.begin_test()
     try:
@@ -429,5 +475,6 @@ def _become_main(name: str) -> types.ModuleType:
     return module
 
 
-def _short(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)).strip()[-ERROR_CHARACTERS:]
+def _short(error: BaseException | None) -> str:
+    """Returns the end of an exception's type and message. unittest's type of an exception includes None."""
+    return "".join(traceback.format_exception_only(error)).strip()[-ERROR_CHARACTERS:]

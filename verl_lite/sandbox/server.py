@@ -21,17 +21,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from verl_lite.machine.process_tree import ForkedProcess
 from verl_lite.sandbox import programs
 from verl_lite.sandbox.confine import Limits, confine
+from verl_lite.sandbox.values import JobRequest, ProcessReport
 
 FILES = ("stdin", "stdout", "stderr", "task", "reply")
 """Files of each process, which become its descriptors 0 to 4. Descriptor 5 connects tests to the tested code."""
 
 _WATCH_S = 0.1
 _GRACE_S = 1.0
+"""Additional wall-clock time of the tests: if both processes wait, the tested code reaches its limit first."""
 _PREFIX = "verl_lite-sandbox-"
 _LEAST_FILE_BYTES = 1 << 12
 _FIRST_SPARE_FD = 64
@@ -43,21 +44,30 @@ def main(control: int, readable: Sequence[str]) -> None:
     programs.prepare()
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # usually added by the module `site`
     connection = socket.socket(fileno=control)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `_run_job` can wait for it
     gc.collect()
     gc.freeze()  # otherwise the collector would touch, and so copy, the memory shared with forked processes
     while True:
         body, fds, _, _ = socket.recv_fds(connection, 1 << 16, 2 * len(FILES))
         if not body:
             return
-        connection.send(json.dumps(_run_job(json.loads(body), fds, connection, readable)).encode())
+        reports = _run_job(json.loads(body), fds, connection, readable)
+        connection.send(json.dumps(reports).encode())
 
 
-def _run_job(request: dict[str, Any], fds: list[int], connection: socket.socket, readable: Sequence[str]) -> list[Any]:
+def _run_job(
+    request: JobRequest, fds: list[int], connection: socket.socket, readable: Sequence[str]
+) -> list[ProcessReport]:
     """Runs a job until its last process ends, then kills its other processes.
 
-    request: {"limits", "total_s", "programs"}. fds: five files for each program. Returns for each process {"met":
-    exceeded limit or "", "exit": exit code, or minus the signal}.
+    Args:
+        request: the programs, one or two, and their limits.
+        fds: the `FILES` of each program.
+        connection: the connection to the parent.
+        readable: folders from which programs may import.
+
+    Returns:
+        One report per program.
     """
     limits = Limits(**request["limits"])
     deadline = time.monotonic() + request["total_s"]
@@ -66,12 +76,15 @@ def _run_job(request: dict[str, Any], fds: list[int], connection: socket.socket,
     try:
         for number, program in enumerate(request["programs"]):
             files = fds[number * len(FILES) : (number + 1) * len(FILES)]
-            if len(request["programs"]) > 1:  # functions and tests, with a connection between them
-                end = connection_ends[number].fileno()
-                files = [*files[:4], end] if number == 0 else [*files, end]
+            has_connection = len(request["programs"]) > 1
+            if has_connection and number == 0:  # the tested functions, which reply to the tests instead of the parent
+                files[-1] = connection_ends[0].fileno()
+            elif has_connection:
+                files.append(connection_ends[1].fileno())
             processes.append(_Process(program, files, limits, number * _GRACE_S, readable))
         for end_of_connection in connection_ends:
             end_of_connection.close()
+
         reply_size = 0
         while not processes[-1].has_ended():
             if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
@@ -120,7 +133,8 @@ class _Process:
     def _exceeded_limit(self, deadline: float) -> str:
         """Returns the name of the first limit that is exceeded, or an empty string."""
         cpu_s, threads = self._usage()
-        if time.monotonic() > min(self._deadline, deadline) or cpu_s - self._cpu_before > self._limits.cpu_s:
+        is_late = time.monotonic() > min(self._deadline, deadline)
+        if is_late or cpu_s - self._cpu_before > self._limits.cpu_s:
             return "time"
         if threads > self._limits.threads:
             return "threads"
@@ -130,7 +144,7 @@ class _Process:
             return "files"
         return ""
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> ProcessReport:
         """Kills the process if it still runs, removes its folder and reports how the process ended."""
         self._kill()  # and its group, before the kernel can reuse its number
         exit_code = self._process.wait()
@@ -158,8 +172,12 @@ class _Process:
     def _usage(self) -> tuple[float, int]:
         """Returns the processor time in seconds, and the number of threads."""
         with open(f"/proc/{self._process.pid}/stat") as file:
+            # the fields of proc(5) from the third one on; the second one, a name in brackets, can contain anything
             fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[17])
+        user_ticks = int(fields[11])
+        system_ticks = int(fields[12])
+        num_threads = int(fields[17])
+        return (user_ticks + system_ticks) / _TICKS, num_threads
 
 
 def _run_confined(program: str, files: list[int], limits: Limits, folder: str, readable: Sequence[str]) -> int:
@@ -167,11 +185,15 @@ def _run_confined(program: str, files: list[int], limits: Limits, folder: str, r
     code = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+        # first to high numbers, since the final numbers 0, 1, 2 ... may belong to other files of the list
         duplicates = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_SPARE_FD) for fd in files]
         os.closerange(3, _FIRST_SPARE_FD)
         for target, fd in enumerate(duplicates):
             os.dup2(fd, target, inheritable=False)
         os.closerange(_FIRST_SPARE_FD, 4096)
+
+        # Python's streams of the server have other descriptors
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # type: ignore[misc]
         sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]

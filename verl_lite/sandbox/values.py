@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice
-from typing import IO, Any
+from typing import IO, Any, TypedDict
+
+from verl_lite.json_types import JsonMapping, JsonObject, JsonValue
 
 MESSAGE_BYTES_MAX = 16 << 20
 ITERATOR_ITEMS_MAX = 10_000
@@ -43,14 +45,32 @@ class Unreadable(ValueError):
     """A received message or a value to be sent does not fit the format of this module."""
 
 
-def encode(value: Any, depth: int = 0) -> Any:
+class JobRequest(TypedDict):
+    """What the parent asks of the fork server: to run `programs` of `verl_lite.sandbox.programs` at the same time.
+
+    limits: fields of `Limits`. total_s: wall-clock time of the whole job.
+    """
+
+    limits: JsonObject
+    total_s: float
+    programs: list[str]
+
+
+class ProcessReport(TypedDict):
+    """How a confined process ended. met: the exceeded limit, or "". exit: exit code, or minus the signal."""
+
+    met: str
+    exit: int
+
+
+def encode(value: object, depth: int = 0) -> JsonValue:
     """Encodes a value as JSON types. Raises Unreadable if an object is not plain or is nested too deeply."""
     if depth > DEPTH_MAX:
         raise Unreadable("a value is nested too deeply")
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return str.__str__(value)  # a subclass may override __str__
     if isinstance(value, int):
         return int(value) if value.bit_length() <= _LONG_NUMBER_BITS else {"int": hex(value)}
     if isinstance(value, float):
@@ -61,7 +81,7 @@ def encode(value: Any, depth: int = 0) -> Any:
         if isinstance(value, kind):
             return {name: encode(_arguments(value, kind), depth + 1)}
     if isinstance(value, Iterator):
-        items = list(islice(value, ITERATOR_ITEMS_MAX + 1))
+        items = list(islice(value, ITERATOR_ITEMS_MAX + 1))  # an iterator may have no end
         if len(items) > ITERATOR_ITEMS_MAX:
             raise Unreadable(f"an iterator has more than {ITERATOR_ITEMS_MAX} items")
         return {"iterator": encode(items, depth + 1)}
@@ -71,8 +91,11 @@ def encode(value: Any, depth: int = 0) -> Any:
     raise Unreadable(f"not a plain value: {type(value).__name__}")
 
 
-def decode(data: Any, depth: int = 0) -> Any:
-    """Decodes a value from the output of `encode`. Raises Unreadable for other data."""
+def decode(data: JsonValue, depth: int = 0) -> Any:
+    """Decodes a value of any type from the output of `encode`. Raises Unreadable for other data.
+
+    Only the types in `_KINDS` are constructed, each from arguments of a checked form: the sender may be hostile.
+    """
     if depth > DEPTH_MAX:
         raise Unreadable("a value is nested too deeply")
     if isinstance(data, list):
@@ -80,8 +103,9 @@ def decode(data: Any, depth: int = 0) -> Any:
     if not isinstance(data, dict):
         return data
     try:
-        [(name, content)] = data.items()
-        kind, content = _KINDS.get(name), decode(content, depth + 1)
+        [(name, encoded)] = data.items()
+        kind = _KINDS.get(name)
+        content = decode(encoded, depth + 1)
         match content:
             case str() if name == "int":
                 return int(content, 16)
@@ -101,10 +125,10 @@ def decode(data: Any, depth: int = 0) -> Any:
     raise Unreadable(f"not a value of the kind {name}")
 
 
-def fields(message: Any, **kinds: type) -> list[Any] | None:
+def fields(message: object, **kinds: type) -> list[Any] | None:
     """Returns the values of a message that has exactly these keys, with values of exactly these types, else None.
 
-    The type `object` matches any value.
+    The type `object` matches any value. Types are compared exactly: with `isinstance`, true would be a number.
     """
     if type(message) is not dict or message.keys() != kinds.keys():
         return None
@@ -121,7 +145,7 @@ def send(fd: int, line: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def as_line(message: dict[str, Any]) -> bytes:
+def as_line(message: JsonMapping) -> bytes:
     """Encodes a message as a line of JSON. Raises Unreadable if it is too long."""
     line = json.dumps(message).encode() + b"\n"
     if len(line) > MESSAGE_BYTES_MAX:
@@ -129,11 +153,14 @@ def as_line(message: dict[str, Any]) -> bytes:
     return line
 
 
-def read_line(file: IO[bytes]) -> dict[str, Any]:
+def read_line(file: IO[bytes]) -> JsonObject:
     """Waits for a message. Raises EOFError at the end of the file, Unreadable for an invalid message."""
     line = file.readline(MESSAGE_BYTES_MAX)
-    if not line.endswith(b"\n"):
-        raise EOFError("the connection is closed") if len(line) < MESSAGE_BYTES_MAX else Unreadable("too long")
+    is_complete = line.endswith(b"\n")
+    if not is_complete and len(line) < MESSAGE_BYTES_MAX:
+        raise EOFError("the connection is closed")
+    if not is_complete:
+        raise Unreadable("too long")
     try:
         message = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -143,9 +170,12 @@ def read_line(file: IO[bytes]) -> dict[str, Any]:
     return message
 
 
-def _arguments(value: Any, kind: type) -> list[Any]:
+def _arguments(value: Any, kind: type) -> list[object]:
+    """Returns the arguments of the constructor of `kind` that rebuild a value of this type."""
     if kind in _ATTRIBUTES:
         return [getattr(value, name) for name in _ATTRIBUTES[kind].split()]
     if kind is Decimal:
         return [str(value)]
-    return [[[key, entry] for key, entry in value.items()] if kind is dict else list(value)]
+    if kind is dict:
+        return [[[key, entry] for key, entry in value.items()]]  # pairs, because keys of JSON are always text
+    return [list(value)]

@@ -12,11 +12,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError, printable
+from verl_lite.json_types import JsonMapping
 from verl_lite.registry import import_modules
 from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward, load_scorer
 from workers.pool.channel import Reply
@@ -167,9 +167,7 @@ class RewardPool:
                 self._expected.discard(key)
                 self._results.pop(key, None)
 
-    def dry_run(
-        self, rows: Iterable[Mapping[str, Any]], data_sources: Iterable[str] = ()
-    ) -> list[dict[str, float | str]]:
+    def dry_run(self, rows: Iterable[JsonMapping], data_sources: Iterable[str] = ()) -> list[dict[str, float | str]]:
         """Scores dataset rows with their ground truth as the answer, to find errors before the run starts.
 
         The score is not checked, because a bare ground truth need not be a complete answer.
