@@ -249,7 +249,7 @@ def train(
     try:
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
-            from trainer.launch.build import run_ppo
+            from trainer.launch.ppo_job import run_ppo
 
             named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
             callback_objects = [callback for callback in callbacks if not isinstance(callback, str)]

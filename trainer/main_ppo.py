@@ -13,7 +13,7 @@ from verl_lite.config.loader import DEFAULT_RECIPE
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    return start("trainer.launch.build:PPOJob", PPOConfig, argv, DEFAULT_RECIPE)
+    return start("trainer.launch.ppo_job:PPOJob", PPOConfig, argv, DEFAULT_RECIPE)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
 
 def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     """Repeats the failed step alone."""
-    from trainer.launch.build import run_ppo
+    from trainer.launch.ppo_job import run_ppo
     from trainer.recipe import recipe_overrides, trainer_of
     from verl_lite.config import load_config
     from verl_lite.protocol import DataProto

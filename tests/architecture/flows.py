@@ -83,7 +83,7 @@ def wrap(owner: Any, name: str, around: Callable[[], Any]) -> None:
 
 def measure(folder: Path) -> dict[str, list[str]]:
     """Runs two steps in this process; gives the files of each flow."""
-    import trainer.launch.build  # noqa: F401  imports all that reads the command line
+    import trainer.launch.ppo_job  # noqa: F401  imports all that reads the command line
     import verl_lite.config
     from tests.tiny_run import TinyTask
     from trainer.main_ppo import main

@@ -48,7 +48,7 @@ def run(folder: Path, function: str, at_once: int, rounds: int) -> dict[str, flo
     function: of the reward file. at_once: samples that it can work on at one time.
     """
     from trainer.launch import build
-    from trainer.launch.build import run_ppo
+    from trainer.launch.ppo_job import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.protocol import DataProto
     from verl_lite.rewards import RewardItem, RewardResult

@@ -199,7 +199,7 @@ def measure(argv: list[str], log: str) -> dict[str, Any]:
     from trainer.cli import prepare_driver
 
     prepare_driver()
-    from trainer.launch.build import run_ppo
+    from trainer.launch.ppo_job import run_ppo
     from trainer.observe.tracking import METRICS, read_metrics
     from trainer.planner.accelerators import ACCELERATORS, with_measured_rate
     from trainer.planner.memory import memory_plan

@@ -17,7 +17,7 @@ def main() -> None:
     from trainer.cli import prepare_driver
 
     prepare_driver()
-    from trainer.launch.build import run_ppo
+    from trainer.launch.ppo_job import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.protocol import DataProto
 

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny_run import ROOT, TinyTask
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.main_eval import main as main_eval
 from trainer.main_generate import main as main_generate
 

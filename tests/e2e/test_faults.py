@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.faulty_parts import DYING
 from tests.tiny_run import TinyTask
 from trainer.cli import failure_text
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from verl_lite.config import RayInitConfig
 from verl_lite.errors import WorkerDiedError, circumstances
 

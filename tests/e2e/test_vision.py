@@ -12,7 +12,7 @@ from tests.tiny_run import write_rows
 from tests.tiny_vision import image_file, tiny_vision_model
 from tests.trainer.tiny_run import options_of, run, samples
 from trainer.export import main as export
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.main_eval import main as evaluate
 from verl_lite.errors import UserError
 

@@ -37,7 +37,7 @@ from tests.fuzz.datasets import draw_dataset
 ROOT = str(Path(__file__).resolve().parents[2])
 MEMORY_BYTES = 16 << 30
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([*PRELOADED, "trainer.launch.build"])
+CONTEXT.set_forkserver_preload([*PRELOADED, "trainer.launch.ppo_job"])
 TIME_LIMIT_S = 120.0  # of a case, past which it hangs
 
 
@@ -127,17 +127,17 @@ def in_child(folder: str, argv: list[str], connection: Connection) -> None:
     from trainer.cli import prepare_driver
 
     prepare_driver()
-    import trainer.launch.build
+    import trainer.launch.ppo_job
     from workers.engines.base import resolve_engine_name
 
-    build = trainer.launch.build.build_trainer
+    build = trainer.launch.ppo_job.build_trainer
 
     def build_or_stop(config: Any, *rest: Any) -> Any:
         if config.trainer.backend == "ray" or resolve_engine_name(config.rollout.name) == "vllm":
             raise Planned
         return build(config, *rest)
 
-    trainer.launch.build.build_trainer = build_or_stop
+    trainer.launch.ppo_job.build_trainer = build_or_stop
     connection.send(run(argv))
     os._exit(0)
 
@@ -145,7 +145,7 @@ def in_child(folder: str, argv: list[str], connection: Connection) -> None:
 def run(argv: list[str]) -> Result:
     """What became of the command. A run ends after its first step."""
     from trainer.cli import INTERRUPTED, WRONG_INPUT, run_command
-    from trainer.launch.build import run_ppo
+    from trainer.launch.ppo_job import run_ppo
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.errors import UserError
 

@@ -24,7 +24,7 @@ from recipes.agentic_frozen_lake.data import (
 )
 from recipes.agentic_sokoban.worlds import room_player
 from recipes.embedded import byte_tokenizer
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.observe.tracking import read_metrics
 from trainer.recipe import recipe_overrides
 from verl_lite.config import PPOConfig, load_config

@@ -13,7 +13,7 @@ import pytest
 from recipes.quickstart import recipe as quickstart
 from recipes.quickstart.data import add_questions, sort_questions
 from recipes.reward_model import pairs, recipe
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 
 # -------------------------------------------------------------------------------------------------------------- pairs
 

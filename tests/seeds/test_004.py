@@ -23,7 +23,7 @@ from recipes.agentic_frozen_lake.data import write_model
 from recipes.agentic_frozen_lake.roll_loop import RollLoop
 from trainer.agentic.episode_metrics import compute_data_metrics
 from trainer.agentic.roll import AgenticPipeline, BasePipeline, get_score_normalize_fn
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.observe.final_report import FitResult
 from trainer.observe.tracking import read_metrics
 from trainer.recipe import load_recipe

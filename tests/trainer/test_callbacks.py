@@ -26,7 +26,7 @@ from trainer.callbacks import (
     require_callbacks,
 )
 from trainer.checkpoint.files import saved_steps
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.observe.final_report import read_early_end
 from trainer.observe.tracking import read_metrics
 from trainer.ray_trainer import RayPPOTrainer

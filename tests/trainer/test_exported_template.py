@@ -13,7 +13,7 @@ from tests.tiny_model import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import write_rows
 from tests.trainer.tiny_run import options_of, write_files
 from trainer import export, main_sft
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

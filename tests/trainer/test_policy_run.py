@@ -18,8 +18,9 @@ from tests.tiny_model import tiny_qwen2
 from tests.trainer import tiny_run
 from trainer import main_sft
 from trainer.export import main as export
-from trainer.launch.build import run_ppo, sampling_notes, worker_classes
+from trainer.launch.build import worker_classes
 from trainer.launch.engine_checks import check_experts
+from trainer.launch.ppo_job import run_ppo, sampling_notes
 from trainer.observe.tracking import read_metrics
 from trainer.planner.batch import launch_table
 from trainer.planner.networks import checkpoint_bytes

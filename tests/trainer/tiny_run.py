@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.tiny_model import tiny_qwen2
 from tests.tiny_run import REWARD, good_row, write_rows
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.ray_trainer import RayPPOTrainer
 
 

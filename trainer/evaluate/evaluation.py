@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.checkpoint.files import write_atomically
 from trainer.evaluate.answering import CHUNKS, FOLDER, AnsweringTrainer, answer_settings, answering_config
 from trainer.evaluate.targets import Target, find_targets, titles
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.observe.console import Console
 from trainer.observe.final_report import FitResult, validation_table
 from trainer.observe.tracking import read_metrics

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainer.evaluate.answering import CHUNKS, FOLDER, AnsweringTrainer, answer_settings, answering_config
 from trainer.evaluate.targets import find_targets
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.observe.final_report import FitResult
 from trainer.validation.sample import Sample, samples_of
 from trainer.validation.sample_files import table_of, write_table

@@ -93,7 +93,7 @@ def replace_answers(batch: Any, given: Mapping[str, Sequence[Any]], pad_token_id
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    from trainer.launch.build import run_ppo
+    from trainer.launch.ppo_job import run_ppo
 
     return run_ppo(argv[1:], trainer_class=same_answers_trainer(Path(argv[0])))
 

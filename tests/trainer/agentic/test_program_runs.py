@@ -15,7 +15,7 @@ import torch
 from tests.trainer import tiny_run
 from tests.workers.agents.endpoint.programs import ask
 from trainer.agentic.agent_trainer import AgentTrainer, EpisodeFilter
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.ppo.roles import ActorRole
 from trainer.rollout.group_sources import program_groups
 from trainer.rollout.scheduler import Group, Rows

@@ -16,7 +16,7 @@ from tests.trainer import tiny_run
 from tests.workers.counting_env import Counting
 from trainer import main_rm, main_sft
 from trainer.inspect import main as inspect
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.slow

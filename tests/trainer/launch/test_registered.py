@@ -14,7 +14,7 @@ from tests.tiny_run import good_row, write_rows
 from tests.trainer import tiny_run
 from tests.trainer.made_clips import grey_frames, write_folder
 from tests.workers.diffusion.tiny_wan import tiny_pipeline
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.main_reward_flow import main as main_reward_flow
 from trainer.observe.tracking import TRACKERS
 from trainer.recipe import load_recipe

@@ -25,12 +25,15 @@ from tests.trainer import tiny_run
 from trainer import main_sft
 from trainer.cli import failure_text, file_mask
 from trainer.data.prompts import PromptDataset
-from trainer.launch import build, run
-from trainer.launch.build import check_context, check_vocabulary, request_of, run_ppo
+from trainer.launch import ppo_job, run
+from trainer.launch.build import request_of
 from trainer.launch.engine_checks import check_engine
+from trainer.launch.ppo_data import check_vocabulary
+from trainer.launch.ppo_job import run_ppo
 from trainer.launch.run import HeldFolder, locked_folder, make_run_dir
 from trainer.loop.steps import StepCounter
 from trainer.plan import main as plan
+from trainer.planner.batch import check_context
 from verl_lite.config import DataConfig, ModelConfig, PPOConfig, load_config
 from verl_lite.config.checks import section_problems
 from verl_lite.config.diffusion import RewardFlowConfig
@@ -292,7 +295,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> Tries:
 
         monkeypatch.setattr(run, "train", train)
         monkeypatch.setattr(run, "guarded", nullcontext)
-        assert build.run_ppo([*ARGV, f"trainer.max_retries={retries}", *options]) == 0
+        assert ppo_job.run_ppo([*ARGV, f"trainer.max_retries={retries}", *options]) == 0
         return modes
 
     return run_with
@@ -318,7 +321,7 @@ def test_after_a_lost_worker_and_a_lost_cluster_the_process_starts_again_with_wh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A program that is not the command's own is not started again."""
-    name = build.PPOJob.module if is_command else "somebodys_program"
+    name = ppo_job.PPOJob.module if is_command else "somebodys_program"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=name))
     with pytest.raises(ClusterLostError) as caught:
         tries(WorkerDiedError("one"), ClusterLostError("two"), retries=retries, options=options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.launch import build, resources, start
+from trainer.launch import ppo_job, resources, start
 from trainer.observe.console import Console
 from verl_lite.config import load_config
 from verl_lite.single_controller import ClassWithInitArgs
@@ -55,8 +55,8 @@ def test_the_template_imports_the_engine_that_the_run_has(
     engine: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
-    monkeypatch.setattr(build, "preload", lambda *modules: names.extend(modules))
+    monkeypatch.setattr(ppo_job, "preload", lambda *modules: names.extend(modules))
     (file := tmp_path / "t.jsonl").touch()
     words = f"model.path=m data.train_files={file} trainer.n_gpus_per_node=1 rollout.name={engine} rollout.n=2"
-    build.PPOJob(load_config(words.split()).config, 1, Console(verbosity="quiet")).check(None)
+    ppo_job.PPOJob(load_config(words.split()).config, 1, Console(verbosity="quiet")).check(None)
     assert names == ["workers.roles.actor_rollout", *more]

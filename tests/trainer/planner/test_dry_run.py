@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import TinyTask
-from trainer.launch import build
-from trainer.launch.build import run_ppo
+from trainer.launch import ppo_job
+from trainer.launch.ppo_job import run_ppo
 from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
@@ -21,7 +21,7 @@ def test_it_checks_and_plans_and_writes_all_options(
     def build_nothing(*_: object) -> None:
         raise AssertionError("a dry run builds no trainer")
 
-    monkeypatch.setattr(build, "build_trainer", build_nothing)
+    monkeypatch.setattr(ppo_job, "build_trainer", build_nothing)
     task, run_dir = TinyTask(tmp_path), tmp_path / "run"
     assert run_ppo([*task.options, *FEW, f"trainer.default_local_dir={run_dir}"]) == 0
     text = capsys.readouterr().out

@@ -11,7 +11,7 @@ from transformers import AutoModelForTokenClassification
 
 from tests.trainer import tiny_run
 from trainer.export import main as export
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.observe.tracking import read_metrics
 from trainer.ray_trainer import RayPPOTrainer
 from verl_lite.protocol import DataProto

@@ -20,7 +20,7 @@ from trainer.checkpoint.files import saved_steps
 from trainer.cli import failure_text, run_command
 from trainer.evaluate.scoring import score
 from trainer.export import main as export
-from trainer.launch.build import run_ppo
+from trainer.launch.ppo_job import run_ppo
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.report import main as report
 from trainer.rewards.failures import RewardFailure

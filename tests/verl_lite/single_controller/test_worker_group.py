@@ -232,7 +232,7 @@ def test_wrong_registrations_are_refused() -> None:
         ("verl_lite.single_controller.worker_group", ("ray", "tensordict")),
         ("trainer.sweeps.tuning", ("transformers", "tensordict")),
         ("trainer.launch.start", ("torch", "transformers", "ray", "vllm")),
-        ("trainer.launch.build", ("openai", "matplotlib", "pandas", "datasets", "peft", "ray", "vllm", "tensordict")),
+        ("trainer.launch.ppo_job", ("openai", "matplotlib", "pandas", "datasets", "peft", "ray", "vllm", "tensordict")),
     ],
 )
 def test_a_process_imports_no_more_than_it_needs(module: str, absent: tuple[str, ...]) -> None:
