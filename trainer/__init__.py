@@ -1,7 +1,7 @@
 """The driver process: commands, the training loop, and everything that a run needs besides its workers.
 
 Read `ray_trainer.py` first: `fit` is the training loop, and each stage is one method. The files beside it are the
-commands (`python -m trainer.NAME`), the Python API (`trainer.train`) and what a user's code imports. The folders,
+commands (`main_ppo.py` and others), the Python API (`trainer.train`) and what a user's code imports. The folders,
 from top to bottom: `launch/` starts a run from its options; `agentic/`, `supervised/` and `diffusion/` have the other
 trainers; `rollout/`, `ppo/` and `loop/` are the parts of a trainer; `evaluate/`, `sweeps/` and `planner/` belong to
 commands of these names; `observe/`, `validation/`, `rewards/`, `data/` and `checkpoint/` are used by all of them.

@@ -103,7 +103,7 @@ def measure(folder: Path) -> dict[str, list[str]]:
     def counted_fit(trainer: RayPPOTrainer) -> Any:
         for name in ("resume", "model_update", "validate", "log_step", "save"):
             wrap(trainer, name, lambda: prompt.counting(False))
-        wrap(trainer.rollout.weight_sync, "start", lambda: prompt.counting(False))
+        wrap(trainer.weight_sync, "start", lambda: prompt.counting(False))
         update = trainer.actor.update
 
         def last(*args: Any, **kwargs: Any) -> Any:

@@ -37,8 +37,8 @@ study.COMMAND = ({str(FAKE)!r},)
 sweep_checks.load, sweep_checks.problem = lambda *_: config, lambda *_: ""
 sweep_checks.check_sweep = lambda *_: None
 log = study.Study._log
-def killed(self, **event):
-    log(self, **event)
+def killed(self, event):
+    log(self, event)
     if event.get("prune") and "KILLED" in os.environ:
         os.kill(os.getpid(), 9)
 study.Study._log = killed
