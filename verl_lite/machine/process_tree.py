@@ -3,8 +3,8 @@
 Everything that runs code of users, of answers or of a sweep uses this module:
 
 - `ProcessTree` starts a program: the processes of a pool, the commands of agents, the fork server of the sandbox, the
-  runs of a sweep, and a run's guard and worker template.
-- `ForkedProcess` forks this process: the confined programs of the sandbox, and the renderer of chat templates.
+  renderer of chat templates, the runs of a sweep, and a run's guard and worker template.
+- `ForkedProcess` forks this process: the confined programs of the sandbox.
 - `become_subreaper`, `die_with_parent` and `hide_memory` are called by a process for itself.
 - `end_below`, `end_marked`, `end_adopted` and `end_processes` end processes that others have started.
 
@@ -179,6 +179,9 @@ class ProcessTree:
 
 class ForkedProcess:
     """A fork of this process that runs one function and exits. pid: its id.
+
+    Only for a process with one thread that has used neither torch nor Ray: a fork removes what the other threads hold,
+    and the destructors of native libraries can then wait for threads that the fork does not have.
 
     The function may call `os.setsid`; then the processes of its process group belong to it. `kill` and `wait` must be
     called. Unlike a `ProcessTree`, it does not find descendants in other groups: the function must prevent them.

@@ -1,27 +1,28 @@
-"""Renders chats with a tokenizer's chat template, in a child process whose time and memory the kernel limits.
+"""Renders chats with a tokenizer's chat template, in a process whose time and memory the kernel limits.
 
 A chat template is a program by the author of the model's folder. Jinja's sandbox blocks access to files and to the
 network, but does not stop loops that take hours, `9**9**9`, or texts that fill the memory.
 """
 
-import functools
-import gc
 import json
 import os
 import pickle
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import psutil
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.errors import UserError
-from verl_lite.machine.process_tree import ForkedProcess
+from verl_lite.machine.process_tree import ProcessTree
 
 SECONDS, SECONDS_PER_CHAT = 10.0, 0.05
 """Limits of processor time: seconds in total, plus seconds per chat. A chat usually takes 0.0002 s."""
@@ -34,27 +35,73 @@ class ChatTemplateError(UserError):
     """The chat template rejected a chat or failed on it. The message begins with the type of the original error."""
 
 
-class _Child:
-    """A fork of this process that renders with the current `tokenizer` and exits when the connection closes."""
+@dataclass(frozen=True)
+class _Template:
+    """What rendering needs of a tokenizer. Unlike a tokenizer, it travels to the renderer in a few kilobytes.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.template, self.parent = tokenizer, tokenizer.chat_template, os.getpid()
-        self.connection, theirs = Pipe()
-        self.process = ForkedProcess(functools.partial(_serve, tokenizer, theirs))
-        theirs.close()
+    The methods are those of transformers; with `tokenize=False` they read nothing but the two attributes.
+    """
 
-    def fits(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """True if the child renders with this tokenizer and its current template, and is a child of this process."""
-        return self.tokenizer is tokenizer and self.template == tokenizer.chat_template and self.parent == os.getpid()
+    chat_template: str | dict[str, str] | None
+    special_tokens_map: dict[str, Any]
+
+    apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
+    get_chat_template = PreTrainedTokenizerBase.get_chat_template
+
+
+class _Request(NamedTuple):
+    """A call of the renderer.
+
+    Attributes:
+        template: the template. A renderer charges the processor time of all calls with the same template together.
+        chats: messages of each chat.
+        arguments: arguments of the template.
+        seconds, seconds_per_chat, memory_bytes: limits, see the constants of this module.
+    """
+
+    template: _Template
+    chats: list[Sequence[Mapping[str, object]]]
+    arguments: dict[str, Any]
+    seconds: float
+    seconds_per_chat: float
+    memory_bytes: int
+
+
+class _Renderer:
+    """A process that renders one request at a time. It ends when this process ends or closes the connection.
+
+    The process is a new interpreter, not a fork. A fork of a process that trains can hang: in the fork, Python removes
+    the data of all other threads, and with them what torch's DTensor keeps there. The destructor of a Gloo process
+    group then waits for threads that a fork does not have.
+    """
+
+    def __init__(self) -> None:
+        self.parent = os.getpid()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            program = f"from workers.policy.chat_template import serve; serve({theirs.fileno()})"
+            self._tree = ProcessTree(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
+                {**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+
+    def render(self, message: bytes) -> "_Reply":
+        """Sends a pickled request and returns the reply. Raises EOFError or OSError if the process ends."""
+        self._connection.send_bytes(message)
+        reply: _Reply = self._connection.recv()
+        return reply
 
     def end(self) -> int:
-        """Kills the child if it is still running. Returns its exit code, or the negative number of a signal."""
-        self.connection.close()
-        self.process.kill()
-        return self.process.wait()
+        """Ends the process if it is still running. Returns its exit code, or the negative number of a signal."""
+        self._connection.close()
+        self._tree.end()
+        return int(self._tree.process.returncode)
 
 
-_child: _Child | None = None
+_renderer: _Renderer | None = None
 _rendering = threading.Lock()
 
 
@@ -64,35 +111,18 @@ def render_chats(
     """Renders chats to texts, with the result of `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)`.
 
     Tool calls are written as the template reads them (`CallForm`): their arguments as values or as JSON text, and the
-    content of a message without text as null or as an empty text.
+    content of a message without text as null or as an empty text. A tokenizer whose class replaces
+    `apply_chat_template` renders in this process, because its code is no template of the model's folder.
 
     Raises:
         ChatTemplateError: the template rejects a chat or fails on it.
         UserError: the template takes too much time or memory, or writes too much.
     """
-    global _child
-    message = pickle.dumps((list(chats), arguments))  # fails for deeply nested arguments, before a child is in use
-    with _rendering:
-        child = _child
-        _child = None  # if this call is interrupted, no later call reads its reply
-        if child is not None and not child.fits(tokenizer):
-            if child.parent == os.getpid():
-                child.end()
-            child = None
-        if child is None:
-            child = _Child(tokenizer)
-
-        try:
-            child.connection.send_bytes(message)
-            reply: _Reply = child.connection.recv()
-        except (EOFError, OSError):
-            code = child.end()
-            excess = f"ended the process that renders it (exit code {code})"
-            if code == -signal.SIGPROF:
-                excess = f"took more than {SECONDS + SECONDS_PER_CHAT * len(chats):g} s of processor time"
-            reply = _Reply(excess=excess)
-        else:
-            _child = child
+    if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+        template = _Template(tokenizer.chat_template, dict(tokenizer.special_tokens_map))
+        reply = _rendered_outside(_Request(template, list(chats), arguments, SECONDS, SECONDS_PER_CHAT, MEMORY_BYTES))
+    else:
+        reply = _rendered(tokenizer, chats, arguments, {})
 
     if reply.excess:
         problem = f"The chat template of {tokenizer.name_or_path!r} (or data.chat_template) {reply.excess}"
@@ -105,28 +135,56 @@ def render_chats(
     return reply.texts
 
 
-def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> int:
-    """Runs the child: drops the parent's files, signal handlers and garbage, sets the limits, and renders chats."""
-    gc.freeze()
-    os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, 1 << 16)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles these and ends this process
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    most = psutil.Process().memory_info().vms + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    left = SECONDS
+def _rendered_outside(request: _Request) -> "_Reply":
+    """Renders with the renderer of this process, and starts one if there is none."""
+    global _renderer
+    message = pickle.dumps(request)  # fails for deeply nested arguments, before a renderer is in use
+    with _rendering:
+        renderer = _renderer
+        _renderer = None  # if this call is interrupted, no later call reads its reply
+        if renderer is None or renderer.parent != os.getpid():  # a fork of this process leaves its parent's alone
+            renderer = _Renderer()
+        try:
+            reply = renderer.render(message)
+        except (EOFError, OSError):
+            code = renderer.end()
+            if code != -signal.SIGPROF:
+                return _Reply(excess=f"ended the process that renders it (exit code {code})")
+            limit_s = request.seconds + request.seconds_per_chat * len(request.chats)
+            return _Reply(excess=f"took more than {limit_s:g} s of processor time")
+        except BaseException:  # such as Ctrl-C: the renderer would answer the next request with this one's reply
+            renderer.end()
+            raise
+        _renderer = renderer
+    return reply
+
+
+def serve(connection_fd: int) -> None:
+    """Runs the renderer: answers the requests of a connection until the other side closes it."""
+    connection = Connection(connection_fd)
+    memory_at_start = psutil.Process().memory_info().vms
+    _, memory_hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    template: _Template | None = None
+    seconds_left = 0.0
     forms: dict[str, CallForm] = {}
     while True:
         try:
             message = connection.recv_bytes()
-        except EOFError:
-            return 0
-        chats, arguments = pickle.loads(message)
-        signal.setitimer(signal.ITIMER_PROF, min(SECONDS, left) + SECONDS_PER_CHAT * len(chats))
+        except (EOFError, ConnectionResetError):
+            return
+        request: _Request = pickle.loads(message)
+        if request.template != template:
+            template = request.template
+            seconds_left = request.seconds
+            forms = {}
+
+        memory_limit = memory_at_start + request.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_hard_limit))
+        seconds = min(request.seconds, seconds_left) + request.seconds_per_chat * len(request.chats)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever runs
         most_characters = max(MOST_CHARACTERS, MOST_GROWTH * len(message))
-        reply = _rendered(tokenizer, chats, arguments, forms, most_characters)
-        left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+        reply = _rendered(template, request.chats, request.arguments, forms, most_characters, request.memory_bytes)
+        seconds_left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
         connection.send(reply)
 
 
@@ -145,20 +203,22 @@ class _Reply(NamedTuple):
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: list[list[dict[str, Any]]],
+    template: "_Template | PreTrainedTokenizerBase",
+    chats: Sequence[Sequence[Mapping[str, Any]]],
     arguments: dict[str, Any],
     forms: dict[str, "CallForm"],
-    most_characters: int,
+    most_characters: int = sys.maxsize,
+    memory_bytes: int = sys.maxsize,
 ) -> _Reply:
     """Renders chats.
 
     Args:
-        tokenizer: the tokenizer with its template.
+        template: the template, or a tokenizer that renders with code of its own.
         chats: messages of each chat.
         arguments: arguments of the template.
         forms: the forms of tool calls found so far, by the arguments of the template; the call adds to them.
         most_characters: limit of characters in all texts.
+        memory_bytes: limit of memory, which the caller has set.
     """
     texts: list[str] = []
     written = 0
@@ -168,15 +228,15 @@ def _rendered(
             if any(message.get("tool_calls") for message in chat):
                 key = repr(arguments)
                 if key not in forms:
-                    forms[key] = find_call_form(tokenizer, arguments)
+                    forms[key] = find_call_form(template, arguments)
                 messages = [forms[key].apply(message) for message in chat]
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+            text = str(template.apply_chat_template(messages, tokenize=False, **arguments))
             texts.append(text)
             written += len(text)
             if written > most_characters:
                 return _Reply(excess=f"wrote {written:,} characters, more than the {most_characters:,} allowed,")
     except MemoryError:
-        return _Reply(excess=f"needed more than {MEMORY_BYTES >> 30} GiB of memory")
+        return _Reply(excess=f"needed more than {memory_bytes >> 30} GiB of memory")
     except Exception as error:  # the template is code of the model's folder and may raise any exception
         return _Reply(error=f"{type(error).__name__}: {error}")
     return _Reply(texts)
@@ -250,12 +310,12 @@ _CALL_FORMS = (CallForm(None, False), CallForm("", False), CallForm(None, True),
 _PROBE_NAME, _PROBE_KEY = "verlliteprobe", "verllitekey"
 
 
-def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> CallForm:
+def find_call_form(template: _Template | PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> CallForm:
     """Returns the first form of `_CALL_FORMS` that the template renders with the call's name, and without the word None
     or a Python dict. If there is none, the template does not show calls, and they become content.
 
     Args:
-        tokenizer: the tokenizer with its template.
+        template: the template, or a tokenizer that renders with code of its own.
         arguments: arguments of the template.
     """
     function = {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: "value"}}
@@ -264,20 +324,22 @@ def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     system = {"role": "system", "content": "s"}
     question = {"role": "user", "content": "q"}
     for beginning in ([question], [system, question]):  # few templates need a system message, some refuse it
-        without_calls = _probe(tokenizer, [*beginning, {"role": "assistant", "content": "a"}], arguments)
+        without_calls = _probe(template, [*beginning, {"role": "assistant", "content": "a"}], arguments)
         for form in _CALL_FORMS:
             message = form.apply({"role": "assistant", "content": "", "tool_calls": [call]})
-            text = _probe(tokenizer, [*beginning, message], arguments)
+            text = _probe(template, [*beginning, message], arguments)
             shows_python = f"'{_PROBE_KEY}'" in text or text.count("None") > without_calls.count("None")
             if _PROBE_NAME in text and not shows_python:
                 return form
     return CallForm("", False, writes_calls=True)
 
 
-def _probe(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+def _probe(
+    template: _Template | PreTrainedTokenizerBase, chat: list[dict[str, Any]], arguments: Mapping[str, Any]
+) -> str:
     """Returns the text of a chat, or "" if the template fails on it."""
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments))
+        return str(template.apply_chat_template(chat, tokenize=False, **arguments))
     except MemoryError:
         raise
     except Exception:  # the template is code of the model's folder and may raise any exception
