@@ -30,9 +30,14 @@ class RewardFailure(RuntimeError):
 class FailureLog:
     """Counts the failures in recent batches and compares them with a limit.
 
-    what: name of the kind of failed item. option: configuration key of max_error_rate, the limit. error: exception
-    that is raised above the limit. path: jsonl file of the failures. show: called with the first failure as text.
-    least: smallest number of items over which the share is computed.
+    Attributes:
+        what: Name of the kind of failed item, for messages.
+        option: Configuration key of the limit.
+        max_error_rate: The limit, a share of the items.
+        error: Exception that is raised above the limit.
+        path: The jsonl file of the failures.
+        show: Called with the first failure as text.
+        least: Smallest number of items over which the share is computed.
     """
 
     what: str
@@ -67,6 +72,7 @@ class FailureLog:
         if not failed:
             return
 
+        # written before the limit is checked, so that the file also explains an error that ends the run
         where = self._write(rows)
         failures = sum(batch_failed for batch_failed, _ in self._recent)
         items = sum(batch_total for _, batch_total in self._recent)
@@ -92,7 +98,8 @@ class FailureLog:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-        except OSError as error:  # a full disk does not end a run
+        # a full disk does not end a run
+        except OSError as error:
             return f"They could not be written to {self.path} ({error.strerror})"
         return f"See {self.path}"
 
@@ -127,15 +134,20 @@ def note_failed_rewards(
         RewardFailure: if more than `max_error_rate` of the rewards failed; see `FailureLog.note`.
     """
     failed_rows = [row for row, result in enumerate(results) if result.failed]
-    entries = []
-    for row in failed_rows[:_LOGGED_PER_BATCH]:
-        entries.append(_entry(batch, row, results[row], decode))
+    entries = [_entry(batch, row, results[row], decode) for row in failed_rows[:_LOGGED_PER_BATCH]]
     first = _first_failure(entries[0]) if entries else None
     log.note(len(failed_rows), len(results), entries, first)
 
 
 def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[list[int]], str]) -> JsonObject:
-    """Returns the entry of a failed row in the file."""
+    """Returns the entry of a failed row in the file.
+
+    Args:
+        batch: Scored rows.
+        row: Index of the failed row.
+        result: Its result.
+        decode: Converts the token ids of an answer to text.
+    """
     columns = batch.non_tensor_batch
     reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
     is_answer = batch.batch["response_mask"][row].bool()
