@@ -95,11 +95,13 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     run_settings = {}
     if run is not None:
         run_settings = _run_settings(run, replaces_reward=bool(short_names))
+    # as a file, which the options of the command line override
     with tempfile.TemporaryDirectory() as folder:
         OmegaConf.save(OmegaConf.create(run_settings), Path(folder) / "run.yaml")
         config = load_schema(["--config", f"{folder}/run.yaml", *options], ScoreConfig).config
     if config.recipe is not None:
-        load_recipe(config.recipe)  # importing it registers its rewards
+        # importing it registers its rewards
+        load_recipe(config.recipe)
 
     problems = [*section_problems(config), *reward_problems(config.reward)]
     if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
@@ -123,7 +125,12 @@ def _reward_options(name: str) -> list[str]:
 
 
 def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, object]:
-    """Returns the settings of a run that apply to saved answers. replaces_reward: True to leave out its reward."""
+    """Returns the settings of a run that apply to saved answers.
+
+    Args:
+        run: configuration of the run.
+        replaces_reward: True to leave out its reward. Other settings, such as time limits, stay.
+    """
     left_out: tuple[str, ...] = _ONLY_TRAINING
     if replaces_reward:
         left_out += _REWARD_CHOICE
@@ -146,6 +153,7 @@ def _output_file(target: Path, config: ScoreConfig) -> Path:
     if config.out:
         return Path(config.out).expanduser()
     stem = target / "answers" if target.is_dir() else target.with_suffix("")
+    # random digits, because two commands can start in the same second
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     return Path(f"{stem}-scored-{stamp}.parquet").expanduser()
 
@@ -154,6 +162,7 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
     """Scores the items in reward processes. Raises UserError if a data source has no reward."""
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     try:
+        # an unknown data source ends the command before the first reward is computed
         sources = {item.data_source for item in items}
         pool.dry_run([], sorted(sources))
         pool.submit(items)
@@ -164,7 +173,7 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The saved and the new score of an answer; None: there is none, or the reward failed."""
+    """The saved and the new score of an answer; None: the answer has no such score, or the reward failed."""
 
     before: float | None
     now: float | None
@@ -219,7 +228,7 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
     Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
     and reward/<name> for each further value that the reward returned.
     """
-    columns = {
+    columns: dict[str, Sequence[object] | pyarrow.Array] = {
         "uid": [as_text(answer.uid) for answer in answers],
         "step": [answer.step for answer in answers],
         "data_source": [as_text(answer.item.data_source) for answer in answers],
@@ -231,4 +240,5 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
         "timed_out": [result.timed_out for result in results],
         "error": [as_text(result.error) for result in results],
     }
-    write_table(pyarrow.table(columns | reward_columns([result.extra for result in results])), path)
+    columns |= reward_columns([result.extra for result in results])
+    write_table(pyarrow.table(columns), path)

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 class ValSampling:
     """Sampling of the validation prompts with `n` answers each.
 
-    prefix: prefix of the metric names. purpose: prefix of the sample ids.
+    Attributes:
+        prefix: Prefix of the metric names.
+        purpose: Prefix of the sample ids.
+        n: Number of answers to each prompt.
+        params: Parameters of the sampling.
     """
 
     prefix: str
@@ -46,6 +50,7 @@ def val_samplings(config: PPOConfig) -> list[ValSampling]:
 
 
 def _sampling(config: PPOConfig, prefix: str, is_greedy: bool) -> ValSampling:
+    """Returns a sampling; a greedy one has a single answer, because further ones would be equal."""
     options = config.rollout.val_kwargs
     params = SamplingParams(
         temperature=0.0 if is_greedy else options.temperature,
@@ -63,6 +68,12 @@ def chunk_size(config: PPOConfig, prompts: int, engines: int, are_stored: bool) 
 
     It is data.val_batch_size; if that is null, all prompts, or as many as fill the engines once if answers are stored
     by chunk.
+
+    Args:
+        config: Configuration of the run.
+        prompts: Number of all prompts.
+        engines: Number of rollout engines.
+        are_stored: True if chunks are stored, so that smaller ones lose less when the run is killed.
     """
     size = config.data.val_batch_size
     if size is None and are_stored:
@@ -99,10 +110,12 @@ def generate_in_chunks(
 
     for start in range(0, len(unanswered), size):
         for sampling in samplings:
+            # a killed run may have stored the chunk of one sampling and not of the other
             positions = answers.missing(sampling, unanswered[start : start + size])
             if positions:
                 batch = generate(prompts.__getitems__(positions), sampling)
                 answers.add_unfinished(_Chunk(sampling, positions, batch))
+            # the rewards of the previous chunk are computed while this one is generated, so at most two chunks are lost
             if store is not None and answers.num_unfinished > 1:
                 answers.finish_first()
     while answers.num_unfinished:
@@ -112,7 +125,13 @@ def generate_in_chunks(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Generated answers that are not finished. positions: positions of their prompts in the dataset."""
+    """Generated answers that are not finished.
+
+    Attributes:
+        sampling: How they were generated.
+        positions: Positions of their prompts in the dataset.
+        batch: The answers; those to one prompt are adjacent.
+    """
 
     sampling: ValSampling
     positions: list[int]
@@ -164,6 +183,7 @@ class _Answers:
         chunk = self._unfinished.popleft()
         answers = []
         for number, sample in enumerate(self._finish(chunk.batch)):
+            # each prompt has n adjacent rows
             position = chunk.positions[number // chunk.sampling.n]
             answers.append(StoredAnswer(chunk.sampling.prefix, position, sample))
         self._finished += answers
