@@ -173,6 +173,7 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
             f"{column}: its last message is of role {messages[-1]['role']!r}; expected 'assistant', because an answer "
             "is the assistant's"
         )
+    # text, or a list that continues the prompt; any other list is a complete chat
     if messages[0]["role"] == "assistant":
         prompt = _column(row, config.prompt_key, "prompt_key", where)
         messages = [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *messages]
@@ -234,6 +235,7 @@ def encode_answer(
             # without the text that the template writes after the end, such as a newline
             response = response[:end]
         else:
+            # the template writes no end, so it is added, as in `sft_dataset.encode_chat`
             response = [*response, ends_of_answers(tokenizer, arguments)[0]]
     return Example(prompt, response, [1] * len(response))
 

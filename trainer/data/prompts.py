@@ -94,11 +94,9 @@ class PromptDataset:
                 self._tokens[row] = images.expand(tokens, self._image_tokens.get(row, ()), self._describe(row))
 
         self._index, self.report = self._fit_to_limit(config)
+        # after too long prompts are dropped, so that the number is exact
         if split == "val" and 0 < max_samples < len(self._index):
-            # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared. The
-            # positions are sorted, so that rows of a file are read in order
-            drawn = np.random.default_rng(_SUBSET_SEED).choice(len(self._index), max_samples, replace=False)
-            self._index = self._index[np.sort(drawn)]
+            self._index = _random_subset(self._index, max_samples)
             self.report += f"; {max_samples} of them are taken, at random (data.val_max_samples)"
         logger.info(self.report)
 
@@ -373,3 +371,10 @@ class PromptDataset:
         """Names a row by its file and its number in that file."""
         file_number = int(np.searchsorted(self._starts, row_number, side="right")) - 1
         return f"row {row_number - self._starts[file_number]} of {self._files[file_number].path}"
+
+
+def _random_subset(index: np.ndarray, size: int) -> np.ndarray:
+    """Returns `size` of the row numbers, in their order."""
+    # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
+    drawn = np.random.default_rng(_SUBSET_SEED).choice(len(index), size, replace=False)
+    return index[np.sort(drawn)]

@@ -143,6 +143,7 @@ class RowSchema:
 
     def _row(self, raw: Row, table: RowTable, where: str) -> PromptRow:
         """Returns a row in the schema. Raises UserError if it is unusable."""
+        # media that are not read would be missing in the prompt without an error
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name) and name not in self._image_columns:
                 remedy = f"if it has images, set data.image_key={name}"
@@ -277,6 +278,7 @@ class RowSchema:
             if not chat:
                 raise _wrong(column, "only an assistant message", "a prompt before it")
 
+        # a chat with a system message of its own keeps it
         system = self._config.system_prompt
         if system is not None and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": system}, *chat]

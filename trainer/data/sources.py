@@ -322,6 +322,7 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(f"{where}: not a readable folder of datasets.save_to_disk ({error})") from error
+    # `wanted` has one name if the user chose a split, which a single dataset does not have
     if isinstance(loaded, datasets.DatasetDict):
         return loaded[_choose_split(list(loaded), where, wanted)]
     if len(wanted) == 1:
@@ -340,6 +341,7 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
         split = _choose_split([str(available_split) for available_split in available], where, wanted)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
+    # that of `_choose_split`, which is also a ValueError
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -102,10 +102,8 @@ def _encode_with_cache(
         "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
         "tools": [prompt.tools for prompt in prompts],
     }
-    content = json.dumps([_identity(tokenizer, kwargs), columns])
-    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    cache = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute()
-    folder = cache / "tokens"
+    cache_file = _cache_file(_identity(tokenizer, kwargs), columns)
+    folder = cache_file.parent
 
     input_features = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
     rows = datasets.Dataset.from_dict(dict(columns), features=input_features)
@@ -115,21 +113,34 @@ def _encode_with_cache(
         batched=True,
         remove_columns=list(columns),
         features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
-        new_fingerprint=digest,  # otherwise `datasets` would pickle and hash the tokenizer
+        new_fingerprint=cache_file.stem,  # otherwise `datasets` would pickle and hash the tokenizer
     )
     num_processes = workers if workers > 1 else None
     datasets.disable_progress_bars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _arrays(tokenize(cache_file_name=str(folder / f"{digest}.arrow"), num_proc=num_processes))
+        return _arrays(tokenize(cache_file_name=str(cache_file), num_proc=num_processes))
     # a damaged file, or a folder that cannot be written: the cache only saves time, so the run continues without it
     except (OSError, pyarrow.ArrowInvalid) as error:
         logger.warning("the prompt tokens in %s cannot be used (%s): tokenizing without the cache", folder, error)
         if folder.is_dir():
             # also the files of single processes, whose names have a suffix; the next run would read them again
-            for damaged_file in folder.glob(f"{digest}*"):
+            for damaged_file in folder.glob(f"{cache_file.stem}*"):
                 damaged_file.unlink(missing_ok=True)
         return _arrays(tokenize(keep_in_memory=True))
+
+
+def _cache_file(identity: Sequence[str], columns: _PromptColumns) -> Path:
+    """Returns the path of the cache file, whose name is a digest of everything that the tokens depend on.
+
+    Args:
+        identity: See `_identity`.
+        columns: The prompts.
+    """
+    content = json.dumps([identity, columns])
+    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    cache = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute()
+    return cache / "tokens" / f"{digest}.arrow"
 
 
 def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
@@ -138,7 +149,9 @@ def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
     for chunk in rows.data.column("tokens").chunks:
         # the offsets of a chunk can be those of a longer array, of which it is a part
         boundaries = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
-        arrays += np.split(chunk.flatten().to_numpy(), boundaries[1:-1])
+        all_tokens = chunk.flatten().to_numpy()
+        # np.split expects the boundaries between parts, without the beginning and the end
+        arrays += np.split(all_tokens, boundaries[1:-1])
     return arrays
 
 
@@ -167,9 +180,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments) -> l
     ]
 
 
-def _encode(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments
-) -> list[list[int]]:
+def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments) -> list[list[int]]:
     """Returns the token ids of each prompt."""
     texts: list[str] = []
     # prompts with the same tools are rendered by one call, which compiles the template once

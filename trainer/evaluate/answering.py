@@ -24,9 +24,11 @@ CHUNKS = "answers"
 """Folder of the stored answers in a run folder."""
 FOLDER = "trainer.default_local_dir="
 
-# prefixes of option keys, see `_is_relevant`
+# the answers depend on these sections, except for the keys that no result of a run depends on (`is_bound`) ...
 _SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
+# ... on these keys, which may differ when a training resumes, but not when its answers are continued ...
 _ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
+# ... and not on those that concern the training alone: prefixes, and whole keys
 _TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
 _TRAINING_ALONE = tuple(f"rollout.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
 

@@ -143,6 +143,8 @@ class Evaluation(AnsweringTrainer):
     def fit(self) -> FitResult:
         """Validates, and writes the step of the weights and all metrics to results.json."""
         result = super().fit()
+        # the only validation is the one before the training, which does not follow
         results = {"step": self.steps.global_step, "metrics": result.before}
+        # atomically, because the file also tells that the evaluation is complete
         write_atomically(self.run_dir / RESULTS, json.dumps(results, indent=1, default=float))
         return result

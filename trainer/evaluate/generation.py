@@ -91,6 +91,7 @@ class Generation(AnsweringTrainer):
         self.resume()
         self.weight_sync.start()
         [answers] = self.generate_validation_set().values()
+        # the inverse of `folder_of`
         write_table(table_of(answers), self.run_dir.with_suffix(""))
         # only now, because the chunks are the only copy of the answers until the file is complete
         self.answer_store().clear()

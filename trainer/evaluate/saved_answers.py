@@ -50,6 +50,7 @@ def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list
     """
     answers: list[SavedAnswer] = []
     for file in _files(target, run):
+        # samples/images next to samples/train and samples/val; absent for other files
         images = file.parent.parent / IMAGES
         for number, row in enumerate(_rows(file)):
             answers += _answers_of_row(row, len(answers), f"row {number} of {file}", config, images)
@@ -128,6 +129,8 @@ def _answers_of_row(row: Row, key: int, where: str, config: ScoreConfig, images:
 
     scored_row = _scored_row(row, where, config)
     encoded_images = _encoded_images(row, images)
+
+    # another program may use the names of optional entries for something else
     step = row.get("step")
     if not isinstance(step, int):
         step = None

@@ -26,7 +26,9 @@ from verl_lite.rewards import RewardItem, RewardResult, reward_modules
 from workers.rewards.reward_pool import RewardPool
 
 SHORT = "reward="
+# options of section reward that change the scores of training, not the reward itself
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
+# options that choose the reward, which reward=NAME replaces
 _REWARD_CHOICE = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
 _TOLERANCE = 1e-6
 """Scores with a smaller difference count as equal, because scores are saved in single precision."""
@@ -104,11 +106,15 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
         load_recipe(config.recipe)
 
     problems = [*section_problems(config), *reward_problems(config.reward)]
-    if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
+    if config.out is not None and not _is_new_parquet(config.out):
         problems.append(f"--out {config.out}: expected the name of a new .parquet file")
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _is_new_parquet(path: str) -> bool:
+    return path.endswith(".parquet") and not Path(path).expanduser().exists()
 
 
 def _reward_options(name: str) -> list[str]:
@@ -140,10 +146,13 @@ def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, object]:
 
 def _note_differences(console: Console, answers: Sequence[SavedAnswer], run: PPOConfig | None) -> None:
     """Notes inputs that the reward would have in training and that are not saved."""
-    for name, meaning in (("prompt", "prompt as chat messages"), ("ground_truth", "ground truth")):
-        num_lacking = sum(getattr(answer.item, name) is None for answer in answers)
+    num_lacking_by_input = {
+        "prompt as chat messages": sum(answer.item.prompt is None for answer in answers),
+        "ground truth": sum(answer.item.ground_truth is None for answer in answers),
+    }
+    for name, num_lacking in num_lacking_by_input.items():
         if num_lacking:
-            console.note(f"{num_lacking} answers have no {meaning}: a reward that reads it gets None")
+            console.note(f"{num_lacking} answers have no {name}: a reward that reads it gets None")
     if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
         console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
 

@@ -64,6 +64,7 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
         UserError: for any other text, and for a run without a complete checkpoint.
     """
     path = Path(text).expanduser().absolute()
+    # a complete checkpoint has this file
     if (path / "data.pt").exists():
         return [_checkpoint(path)]
     if (path / "config.yaml").exists():
@@ -72,6 +73,7 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
         newest_first = list(islice(whole_steps(path, print), count))
         if not newest_first:
             raise UserError(f"{path} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
+        # oldest first, so that the lines of the table are in the order of training
         return [_checkpoint(folder) for folder in reversed(newest_first)]
     if all_checkpoints:
         raise UserError(f"{path}: --all-checkpoints requires a run folder, but there is no config.yaml in it")

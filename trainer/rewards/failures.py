@@ -134,7 +134,9 @@ def note_failed_rewards(
         RewardFailure: if more than `max_error_rate` of the rewards failed; see `FailureLog.note`.
     """
     failed_rows = [row for row, result in enumerate(results) if result.failed]
-    entries = [_entry(batch, row, results[row], decode) for row in failed_rows[:_LOGGED_PER_BATCH]]
+    entries = []
+    for row in failed_rows[:_LOGGED_PER_BATCH]:
+        entries.append(_entry(batch, row, results[row], decode))
     first = _first_failure(entries[0]) if entries else None
     log.note(len(failed_rows), len(results), entries, first)
 

@@ -34,6 +34,7 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
     path = str(config.reward_model.model.path)
     try:
         model = load_model_config(config.reward_model.model)
+    # the message begins with model.path, which is also the name of the policy's option
     except UserError as error:
         raise UserError(f"reward_model.{error}") from error
     check_sequence_classifier(model, path)

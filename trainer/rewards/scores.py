@@ -87,8 +87,8 @@ class RewardManager:
         if self.pool is None or self.model is not None:
             return np.zeros(len(batch), dtype=bool)
         keys = list(batch.non_tensor_batch["sample_id"])
-        ready = self.pool.call("ready", keys)
-        return np.array([key in ready for key in keys], dtype=bool)
+        ready_keys = self.pool.call("ready", keys)
+        return np.array([key in ready_keys for key in keys], dtype=bool)
 
     def submit(self, batch: DataProto) -> None:
         """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
@@ -308,7 +308,9 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     result = batch.select()
     scores = batch.batch["token_level_scores"].clone()
     result.batch["outcomes"] = scores.sum(1)
-    scores[torch.arange(len(batch)), (lengths - 1).clamp(min=0)] += penalty
+    # the score of an answer is on its last token; an empty answer gets the penalty 0 on its first position
+    last_tokens = (lengths - 1).clamp(min=0)
+    scores[torch.arange(len(batch)), last_tokens] += penalty
     result.batch["token_level_scores"] = scores
     if not options.log:
         return result, {}

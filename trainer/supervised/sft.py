@@ -32,7 +32,8 @@ def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.T
         outputs: log_probs (B, R).
     """
     mask = data.batch["response_mask"]
-    negative_log_likelihood = -(outputs["log_probs"] * mask).sum()
+    trained_log_probs = outputs["log_probs"] * mask
+    negative_log_likelihood = -trained_log_probs.sum()
     metrics = {"loss": Metric.mean(float(negative_log_likelihood.detach()), int(mask.sum()))}
 
     # not divided by the tokens of this micro-batch, so that the gradient does not depend on how rows are packed

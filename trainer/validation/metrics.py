@@ -15,7 +15,7 @@ to Evals, 2024).
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import TypeGuard
@@ -80,13 +80,25 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
     for source, variables in results.items():
         core = "acc" if "acc" in variables else "reward"
         for variable, metrics in variables.items():
-            largest = max((_samples_of(metric) for metric in metrics), default=0)
+            headlines = set()
+            # with a prefix, the answers are not those by which a run is judged
+            if variable == core and not prefix:
+                headlines = _headlines(metrics)
             for metric, value in metrics.items():
-                is_headline = metric.startswith(("mean", "best", "maj")) and _samples_of(metric) == largest
-                is_core = variable == core and is_headline and not prefix and not metric.endswith(INTERVAL)
-                section = "val-core" if is_core else "val-aux"
+                section = "val-core" if metric in headlines else "val-aux"
                 flat[f"{section}/{source}/{prefix}{variable}/{metric}"] = value
     return flat
+
+
+def _headlines(metrics: Collection[str]) -> set[str]:
+    """Returns those of a variable's metrics that are mean, best or maj of the largest number of answers."""
+    largest = max((_samples_of(metric) for metric in metrics), default=0)
+    headlines = set()
+    for metric in metrics:
+        is_headline = metric.startswith(("mean", "best", "maj")) and not metric.endswith(INTERVAL)
+        if is_headline and _samples_of(metric) == largest:
+            headlines.add(metric)
+    return headlines
 
 
 def process_validation_metrics(
@@ -349,6 +361,7 @@ def student_t(degrees: int) -> float:
     It is exact for 1 and 2 degrees of freedom. For more, Hill's expansion about the normal quantile (Abramowitz and
     Stegun 26.7.5) is within 0.3%.
     """
+    # the closed forms, because the expansion is inaccurate for few degrees of freedom
     if degrees == 1:
         return math.tan(math.pi * LEVEL / 2)
     if degrees == 2:

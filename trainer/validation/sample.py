@@ -95,6 +95,7 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
 
     samples = []
     for row in range(len(batch)):
+        # rows that only fill a batch up have no answer
         if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
             continue
         columns: Row = {name: values[row] for name, values in batch.non_tensor_batch.items()}
