@@ -64,7 +64,17 @@ def render(
 
 
 def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
-    """Raises UserError if the template's text of a chat is the same without its tools."""
+    """Checks that the template shows the tools of a chat.
+
+    Args:
+        chat: the messages.
+        tokenizer: the tokenizer, with its chat template.
+        where: place of the row, for messages.
+        arguments: arguments of the template, among them `tools`.
+
+    Raises:
+        UserError: if the text of the chat is the same without the tools.
+    """
     without_tools = {name: value for name, value in arguments.items() if name != "tools"}
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     if whole == _text_if_accepted(chat, tokenizer, where, without_tools):
@@ -75,9 +85,18 @@ def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
 
 
 def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
-    """Raises UserError if the template's text of a chat is the same without its tool calls or its messages of tools.
+    """Checks that the template shows the tool calls and the results of tools of a chat.
 
-    An answer that only calls a tool would be learnt as an empty answer.
+    Otherwise, an answer that only calls a tool would be learnt as an empty answer.
+
+    Args:
+        chat: the messages.
+        tokenizer: the tokenizer, with its chat template.
+        where: place of the row, for messages.
+        arguments: arguments of the template.
+
+    Raises:
+        UserError: if the text of the chat is the same without its tool calls, or without its messages of tools.
     """
     parts = {}
     if any("tool_calls" in message for message in chat):
@@ -193,7 +212,10 @@ def end_of_answer(
 def _last_special(
     tokens: Sequence[int], start: int, stop: int, special: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """Returns the index of the last special token in a range of tokens, or None if other text follows it."""
+    """Returns the index of the last special token in tokens[start:stop], or None if other text follows it.
+
+    Text that consists of blanks, such as a newline, may follow it.
+    """
     for index in range(stop - 1, start - 1, -1):
         if tokens[index] in special:
             return index
@@ -263,7 +285,13 @@ def _writes_end(tokenizer: PreTrainedTokenizerBase, template: str, arguments: st
 
 @functools.lru_cache(maxsize=16)
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, arguments: str) -> int | None:
-    """Returns `end_of_turn`, which renders several chats. template: part of the key, because it can be replaced."""
+    """Returns `end_of_turn`, which renders several chats and is therefore called once per template.
+
+    Args:
+        tokenizer: the tokenizer.
+        template: its chat template, as a part of the cache's key, because it can be replaced.
+        arguments: see `_key_of`.
+    """
     return end_of_turn(tokenizer, json.loads(arguments))
 
 
@@ -304,6 +332,12 @@ def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: Pr
 
     A token may have all bytes of a character and the first bytes of the next one; its reported end is then that of the
     former. A tokenizer with a Unicode normal form may join a combining mark to the character before it.
+
+    Args:
+        cut: position in the text.
+        text: the text.
+        last_tokens: the last tokens before the cut, enough for one character.
+        tokenizer: the tokenizer.
     """
     if cut < len(text) and unicodedata.combining(text[cut]):
         return True

@@ -177,6 +177,7 @@ class ImageProcessor:
         return list(self._threads.map(self._tokens_of_row, rows, locations))
 
     def _tokens_of_row(self, files: Sequence[bytes], where: str) -> tuple[int, ...]:
+        """Returns the number of tokens of each image of a row."""
         counts = []
         for number, data in enumerate(files):
             try:
@@ -213,10 +214,15 @@ class ImageProcessor:
         return token_ids.repeat(repeats)
 
     def inputs(self, rows: Sequence[tuple[Sequence[bytes], np.ndarray]]) -> list[ImageInputs]:
-        """Prepares the images of several prompts. rows: image files and expanded token ids of each prompt."""
+        """Prepares the images of several prompts.
+
+        Args:
+            rows: The image files of each prompt, and its token ids as `expand` returns them.
+        """
         return list(self._threads.map(lambda row: self._inputs_of_row(*row), rows))
 
     def _inputs_of_row(self, files: Sequence[bytes], token_ids: np.ndarray) -> ImageInputs:
+        """Returns the model's inputs for the images of one prompt."""
         processed = self._processor(images=[open_image(data) for data in files], return_tensors="pt")
         grid = processed["image_grid_thw"].long()
         positions, following = prompt_positions(self._network, torch.from_numpy(token_ids.astype(np.int64)), grid)

@@ -176,6 +176,7 @@ class MixtureBatches(BatchOrder):
         return self._shuffled(self.positions[name], zlib.crc32(name.encode()), pass_number)
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
+        """Yields full batches whose slots the sources share; see the class."""
         while self.served < self.rows:
             # all shares of the batch first, so that each slot sees how far a source is behind at the end of the batch
             for name, share in self.shares.items():
@@ -234,6 +235,11 @@ class SamplerBatches(BatchOrder):
         self.name = type(sampler).__name__
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
+        """Yields the positions of one iteration of the sampler, in batches.
+
+        Raises:
+            UserError: If the sampler yields another number of positions than its length, or an invalid position.
+        """
         # the epoch was complete when its state was saved: no new iteration of the sampler is started
         if self.served >= self.rows:
             return

@@ -188,7 +188,17 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
 
 
 def _column(row: Row, key: str, option: str, where: str) -> object:
-    """Returns the value of a column. Raises UserError, which names its option, if the row lacks it."""
+    """Returns the value of a column.
+
+    Args:
+        row: The row.
+        key: Name of the column.
+        option: The option of section `data` that names the column, for the message.
+        where: Location of the row, for the message.
+
+    Raises:
+        UserError: If the row lacks the column.
+    """
     if row.get(key) is None:
         raise UserError(
             f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "

@@ -337,7 +337,13 @@ class PromptDataset:
         return index, report
 
     def _cut(self, row_numbers: Sequence[int], limit: int, truncation: str) -> None:
-        """Shortens the tokens of these rows to `limit`. truncation: the part to remove, left, right or middle."""
+        """Shortens the tokens of rows.
+
+        Args:
+            row_numbers: The rows.
+            limit: Number of tokens that remain.
+            truncation: The part that is removed: left, right or middle.
+        """
         head_size = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
         tail_size = limit - head_size
         for row_number in row_numbers:

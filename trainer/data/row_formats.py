@@ -133,6 +133,13 @@ class RowSchema:
                     )
 
     def _not_understood(self, where: str, ours: str, columns: Collection[str]) -> UserError:
+        """Returns the error about a required value that is missing.
+
+        Args:
+            where: Location of the row or table.
+            ours: The schema's name of the column.
+            columns: Names of the existing columns.
+        """
         theirs = ", ".join(self._theirs[ours]) or ours
         return UserError(
             f"{where}: there is no {ours} (column {theirs!r}); columns found: {', '.join(columns)}. Map the columns, "

@@ -174,7 +174,17 @@ def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[Row, str]]:
 
 
 def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, where: str) -> Example:
-    """Returns the sequence of a row of any format. Raises UserError if the row is unusable."""
+    """Returns the sequence of a row of any format.
+
+    Args:
+        row: The row.
+        tokenizer: The tokenizer, with its chat template.
+        config: Section `data` of the options.
+        where: Location of the row, for messages.
+
+    Raises:
+        UserError: If the row is unusable.
+    """
     has_chat = value_at(row, config.messages_key) is not None or value_at(row, config.prompt_key) is not None
     if not has_chat and row.get(TEXT) is not None:
         if config.completion_only_loss:
@@ -561,6 +571,12 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, side: str) -> torch.Tensor:
-    """Returns the rows as a (B, longest) tensor of int64. side: "left" or "right", where `value` is added."""
+    """Returns the rows as a (B, longest) tensor of int64.
+
+    Args:
+        rows: Token ids or mask values of each row.
+        value: The padding.
+        side: "left" or "right", the side on which it is added.
+    """
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

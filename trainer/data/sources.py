@@ -331,7 +331,17 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
 
 
 def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[str]) -> datasets.Dataset:
-    """Loads a dataset of the hub (without network, from the cache of `datasets`), or a copy of a hub repository."""
+    """Loads a dataset of the hub (without network, from the cache of `datasets`), or a copy of a hub repository.
+
+    Args:
+        name: Name on the hub, or folder of the copy.
+        config: Config of the dataset; None: the only one.
+        where: The entry of the option, for messages.
+        wanted: Accepted names of the split, in order of preference.
+
+    Raises:
+        UserError: If the dataset cannot be loaded or lacks the split.
+    """
     import datasets
 
     try:
@@ -356,7 +366,17 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
 def _rows_of_class(
     entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
 ) -> RowTable:
-    """Returns the rows of data.custom_cls. The class is constructed with those of verl's arguments that it accepts."""
+    """Returns the rows of data.custom_cls, which is constructed with those of verl's arguments that it accepts.
+
+    Args:
+        entries: The entries of data.train_files or data.val_files, which only the class interprets.
+        config: Section `data` of the options.
+        tokenizer: The policy's tokenizer.
+        split: "train" or "val".
+
+    Raises:
+        UserError: If the class is no sequence of rows, or a row is no dict of columns.
+    """
     custom = config.custom_cls
     row_class = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
     arguments: dict[str, object] = {

@@ -41,7 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompt:
-    """The chat template's input for one row. tools: tool schemas as json text, or None."""
+    """The chat template's input for one row.
+
+    Attributes:
+        messages: Chat messages.
+        tools: Tool schemas as json text, or None.
+    """
 
     messages: list[dict[str, str]]
     tools: str | None = None
@@ -72,7 +77,7 @@ def encode_prompts(
 
 
 class _PromptColumns(TypedDict):
-    """The fields of `Prompt` as columns of a dataset. messages: json texts."""
+    """The fields of `Prompt` as columns of a dataset, the messages as json text."""
 
     messages: list[str]
     tools: list[str | None]
@@ -193,7 +198,17 @@ def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwarg
 def _render(
     tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: KeywordArguments
 ) -> list[str]:
-    """Returns the texts of chats with the same tools. Raises UserError about the chat that the template refuses."""
+    """Returns the texts of chats with the same tools.
+
+    Args:
+        tokenizer: The tokenizer, with its chat template.
+        chats: The messages of each chat.
+        tools: Tool schemas as json text, or None.
+        kwargs: Arguments of the chat template.
+
+    Raises:
+        UserError: If the template refuses a chat, about the first such chat.
+    """
     try:
         return render_chats(tokenizer, chats, add_generation_prompt=True, **_with_tools(kwargs, tools))
     except ChatTemplateError as error:
@@ -219,6 +234,12 @@ def _check_shown(
     """Checks that the template shows all parts of prompts, with the first prompt that has such a part.
 
     A template ignores parts that it does not know without an error, and training would then run without them.
+
+    Args:
+        prompts: The prompts.
+        tokenizer: The tokenizer, with its chat template.
+        config: Section `data` of the options, with the system prompt.
+        kwargs: Arguments of the chat template.
 
     Raises:
         UserError: If the template's output ignores a prompt's tools, tool calls, results of tools, or

@@ -219,7 +219,11 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         return result
 
     def train_step(self, data: int) -> DataProto:
-        """Takes one optimizer step. data: number of the step, which determines its rows."""
+        """Takes one optimizer step.
+
+        Args:
+            data: Number of the step, which determines its rows.
+        """
         rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
@@ -384,6 +388,7 @@ class SupervisedJob(Job[Options]):
         return Situation(self.config, devices=self.slots, rows=self.num_rows)
 
     def read_data(self) -> int:
+        """Reads the rows, checks their tokens and plans the steps. Returns the number of steps of the whole run."""
         self.task = self.read_task()
         self.device = launch_device(self.config)
         data: SupervisedDataConfig = self.config.data

@@ -114,11 +114,11 @@ def generate_in_chunks(
             positions = answers.missing(sampling, unanswered[start : start + size])
             if positions:
                 batch = generate(prompts.__getitems__(positions), sampling)
-                answers.add_unfinished(_Chunk(sampling, positions, batch))
+                answers.unfinished.append(_Chunk(sampling, positions, batch))
             # the rewards of the previous chunk are computed while this one is generated, so at most two chunks are lost
-            if store is not None and answers.num_unfinished > 1:
+            if store is not None and len(answers.unfinished) > 1:
                 answers.finish_first()
-    while answers.num_unfinished:
+    while answers.unfinished:
         answers.finish_first()
     return answers.by_sampling()
 
@@ -139,7 +139,15 @@ class _Chunk:
 
 
 class _Answers:
-    """The answers of a validation: finished ones, from the store or from this process, and unfinished chunks."""
+    """The answers of a validation.
+
+    Args:
+        samplings, finish, store, log: See `generate_in_chunks`.
+        num_prompts: Number of prompts of the dataset.
+
+    Attributes:
+        unfinished: Chunks that are generated and not finished, in the order of generation.
+    """
 
     def __init__(
         self,
@@ -153,17 +161,12 @@ class _Answers:
         self._store = store
         self._num_prompts = num_prompts
         self._log = log
-        self._unfinished: deque[_Chunk] = deque()
+        self.unfinished: deque[_Chunk] = deque()
         self._finished: list[StoredAnswer] = [] if store is None else store.load()
         self._answered: dict[ValSampling, set[int]] = {}  # positions of the prompts whose answers are stored
         for sampling in samplings:
             of_sampling = [answer for answer in self._finished if answer.prefix == sampling.prefix]
             self._answered[sampling] = {answer.position for answer in of_sampling}
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of chunks that are generated and not finished."""
-        return len(self._unfinished)
 
     def unanswered(self) -> list[int]:
         """Returns the positions of the prompts that lack the stored answers of a sampling."""
@@ -174,13 +177,9 @@ class _Answers:
         """Returns those of the positions whose answers of a sampling are not stored."""
         return [position for position in positions if position not in self._answered[sampling]]
 
-    def add_unfinished(self, chunk: _Chunk) -> None:
-        """Adds a generated chunk."""
-        self._unfinished.append(chunk)
-
     def finish_first(self) -> None:
         """Finishes the chunk that was generated first, and stores its answers."""
-        chunk = self._unfinished.popleft()
+        chunk = self.unfinished.popleft()
         answers = []
         for number, sample in enumerate(self._finish(chunk.batch)):
             # each prompt has n adjacent rows

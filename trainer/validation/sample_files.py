@@ -141,7 +141,7 @@ class SampleFiles:
                 file.unlink()
 
     def _write(self, kind: str, name: str, samples: Sequence[Sample]) -> None:
-        """Writes one parquet file. kind: TRAIN or VAL."""
+        """Writes samples to the parquet file `name` in the folder `kind`, TRAIN or VAL."""
         if not self.max_bytes or not samples:
             return
         folder = self.folder / kind
@@ -175,7 +175,7 @@ class SampleFiles:
         return sorted((self.folder / kind).glob("*.parquet"))
 
     def _append(self, folder: str | None, samples: Sequence[Sample], step: int) -> None:
-        """Appends samples to the jsonl file of a step. folder: None writes nothing."""
+        """Appends samples to the jsonl file of a step in a folder. Without a folder, writes nothing."""
         if folder is None:
             return
         lines = []
