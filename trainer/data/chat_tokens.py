@@ -175,7 +175,10 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
         # the part before the cut is tokenized alone, as generation does with a prompt; tokens before earlier cuts stay
         tokens += new_tokens[:num_exact]
         part = text[last_exact_cut:crossed_cut]
-        tokens += encode_text(part, tokenizer) if last_exact_cut == 0 else _encode_continuation(part, tokenizer)
+        if last_exact_cut == 0:
+            tokens += encode_text(part, tokenizer)
+        else:
+            tokens += _encode_continuation(part, tokenizer)
         counts.append(len(tokens))
         start = crossed_cut
 
@@ -320,9 +323,9 @@ def _tokens_before(
             return None
         return len(prompt)
     count = bisect_right(ends, cut)
+    last_end = ends[count - 1] if count else 0
     # a blank that no token shows belongs to the next token, so the tokens before the cut must end exactly there
-    is_exact = cut == (ends[count - 1] if count else 0)
-    if not is_exact or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
+    if last_end != cut or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
         return None
     return count
 

@@ -515,12 +515,11 @@ class _Texts:
         """Returns the text of the first messages."""
         chat = self._chat[:count]
         text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
-        if tokenizer_end := self._tokenizer.eos_token:
-            # some templates end every chat with this token, as those of Phi-3; it is not part of the message
-            shorter = text.removesuffix(tokenizer_end)
-            if not self.whole.startswith(text) and self.whole.startswith(shorter):
-                return shorter
-        return text
+        if self.whole.startswith(text):
+            return text
+        # some templates end every chat with the end-of-text token, as those of Phi-3; it is not part of the message
+        text_without_end = text.removesuffix(self._tokenizer.eos_token or "")
+        return text_without_end if self.whole.startswith(text_without_end) else text
 
 
 def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:

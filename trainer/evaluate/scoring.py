@@ -200,12 +200,17 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
         table.add_column(name, justify="right")
 
     by_source: dict[str, list[_Comparison]] = {}
-    for answer, result in zip(answers, results, strict=True):
-        comparison = _Comparison(answer.score, None if result.failed else result.score)
+    for answer, new_score in zip(answers, _new_scores(results), strict=True):
+        comparison = _Comparison(answer.score, new_score)
         by_source.setdefault(answer.item.data_source, []).append(comparison)
     for source, comparisons in sorted(by_source.items()):
         table.add_row(source, *_line(comparisons))
     return table
+
+
+def _new_scores(results: Sequence[RewardResult]) -> list[float | None]:
+    """Returns the score of each result; None if the reward failed."""
+    return [None if result.failed else result.score for result in results]
 
 
 def _line(comparisons: Sequence[_Comparison]) -> list[str]:
@@ -221,14 +226,18 @@ def _line(comparisons: Sequence[_Comparison]) -> list[str]:
     num_lower = len(changes) - num_same - num_higher
     return [
         str(len(comparisons)),
-        f"{fmean(before):.4f}" if before else "-",
-        f"{fmean(now):.4f}" if now else "-",
+        _mean_as_text(before),
+        _mean_as_text(now),
         f"{num_same} ({num_same / len(changes):.1%})" if changes else "-",
         str(num_higher),
         str(num_lower),
         str(len(comparisons) - len(before)),
         str(len(comparisons) - len(now)),
     ]
+
+
+def _mean_as_text(scores: Sequence[float]) -> str:
+    return f"{fmean(scores):.4f}" if scores else "-"
 
 
 def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> None:
@@ -244,7 +253,7 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
         "response": [as_text(answer.item.solution_str) for answer in answers],
         "ground_truth": [as_text(answer.item.ground_truth) for answer in answers],
         "score_before": [answer.score for answer in answers],
-        "score": [None if result.failed else result.score for result in results],
+        "score": _new_scores(results),
         "failed": [result.failed for result in results],
         "timed_out": [result.timed_out for result in results],
         "error": [as_text(result.error) for result in results],

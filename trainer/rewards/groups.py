@@ -81,7 +81,7 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
         scores = outcome_scores(batch.batch["token_level_scores"], mask).double()
 
     is_accuracy = metric in (None, ACCURACY)
-    name = f"reward/{ACCURACY if is_accuracy else metric}"
+    name = f"reward/{ACCURACY}" if is_accuracy else f"reward/{metric}"
     if metric == SCORE or (is_accuracy and name not in batch):
         return scores, is_answered
 

@@ -235,7 +235,9 @@ def _counted_rows(batch: DataProto) -> np.ndarray:
 
 def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
     """Returns a column `reward/<name>` (B,) for each further entry of the results; None in rows without it."""
-    names = {name for result in results for name in result.extra}
+    names: set[str] = set()
+    for result in results:
+        names.update(result.extra)
     columns = {}
     for name in sorted(names):
         columns[f"reward/{name}"] = as_column([result.extra.get(name) for result in results])

@@ -263,8 +263,10 @@ def _messages_as_text(prompt: Sequence[Mapping[str, object]]) -> list[dict[str, 
 
 def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pyarrow.Array]:
     """Returns a column reward/NAME for each additional entry of the rewards; a text column if any value is text."""
+    names: set[str] = set()
+    for extra in extras:
+        names.update(extra)
     columns = {}
-    names = {name for extra in extras for name in extra}
     for name in sorted(names):
         values = [extra.get(name) for extra in extras]
         if any(isinstance(value, str) for value in values):
