@@ -76,6 +76,7 @@ class FailureLog:
         where = self._write(rows)
         failures = sum(batch_failed for batch_failed, _ in self._recent)
         items = sum(batch_total for _, batch_total in self._recent)
+        # while there are fewer items than `least`, the share is one of `least` items
         allowed = self.max_error_rate * max(self.least, items)
         if failures > allowed:
             failure = self.error(

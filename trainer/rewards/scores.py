@@ -114,17 +114,22 @@ class RewardManager:
             self.pool.call("cancel", sample_ids)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Computes or waits for the batch's rewards.
+        """Computes the rewards of a batch, or waits for them, and returns them as columns.
 
-        Reads sample_id, response_mask and the reward model's inputs. Writes token_level_scores (B, R) with the score on
-        the last valid token, reward_failed and reward_timed_out (B,), and additional entries of the reward function's
-        result as `reward/<name>` (B,). With a reward model, also writes the unweighted scores `reward/model` and
-        `reward/function`.
+        Reads sample_id, response_mask and the reward model's inputs.
 
-        Metrics: reward/<name>/mean of each numeric entry over the sampled answers that have it; reward/error_rate, and
-        the part of it that timed out, reward/timeout_rate; reward/processes_replaced, since the start of the run.
+        Returns:
+            - token_level_scores (B, R) with the score on the last valid token.
+            - reward_failed and reward_timed_out (B,).
+            - reward/<name> (B,), additional entries of the reward function's result.
+            - With a reward model, the unweighted scores reward/model and reward/function (B,).
+            - The metrics reward/<name>/mean of each numeric entry over the sampled answers that have it;
+              reward/error_rate, and the part of it that timed out, reward/timeout_rate; reward/processes_replaced,
+              since the start of the run.
 
-        Raises RewardFailure if too many rewards failed, and UserError if an entry has the name of a written column.
+        Raises:
+            RewardFailure: if too many rewards failed.
+            UserError: if an entry has the name of a written column.
         """
         sources = self._collect(batch)
         results = _weighted_sums(sources, len(batch))

@@ -100,7 +100,8 @@ class DPOWorker(SupervisedWorker):
     def rows(self, data: DataProto) -> DataProto:
         """Returns the texts of the pairs, one per row, with ref_log_prob (2n, R)."""
         texts = texts_of(data)
-        # `train` and `measure` then enter the trained engine, so that only one of the two is on the device
+        # Computed in each step, so that a checkpoint holds nothing of the reference and a resume is exact. `train` and
+        # `measure` then enter the trained engine, so that only one of the two is on the device.
         self.phases.enter(self.reference)
         with self._as_reference():
             texts.batch["ref_log_prob"] = self.reference.infer(texts, **self.options)["log_probs"]
