@@ -241,12 +241,9 @@ class PromptDataset:
                 source = row["data_source"]
                 answers_of_source = config.sources.get(source, {}).get("n")
                 source_of_row[row_number] = source_codes.setdefault(source, len(source_codes))
+                # the number of the row has priority, then that of its source; 0 without a default
                 answers_of_row[row_number] = row["n"] or answers_of_source or answers or 0
-                # templates write their image tokens for typed parts only
-                messages = message_parts(row["prompt"]) if image_tokens else row["prompt"]
-                # json text, so that prompts with the same tools can be grouped by comparing it
-                tools = json.dumps(row["tools"]) if row["tools"] else None
-                prompts.append(Prompt(messages, tools))
+                prompts.append(_prompt_of(row, has_images=bool(image_tokens)))
 
         # validation files may lack a source that data.sources configures for training
         unknown = sorted(config.sources.keys() - source_codes.keys()) if self.split == "train" else []
@@ -377,6 +374,15 @@ class PromptDataset:
         """Names a row by its file and its number in that file."""
         file_number = int(np.searchsorted(self._starts, row_number, side="right")) - 1
         return f"row {row_number - self._starts[file_number]} of {self._files[file_number].path}"
+
+
+def _prompt_of(row: PromptRow, *, has_images: bool) -> Prompt:
+    """Returns the chat template's input for a row."""
+    # templates write their image tokens for typed parts only
+    messages = message_parts(row["prompt"]) if has_images else row["prompt"]
+    # json text, so that prompts with the same tools can be grouped by comparing it
+    tools = json.dumps(row["tools"]) if row["tools"] else None
+    return Prompt(messages, tools)
 
 
 def _random_subset(index: np.ndarray, size: int) -> np.ndarray:
