@@ -75,9 +75,8 @@ def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
     Raises:
         UserError: if the text of the chat is the same without the tools.
     """
-    without_tools = {name: value for name, value in arguments.items() if name != "tools"}
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
-    if whole == _text_if_accepted(chat, tokenizer, where, without_tools):
+    if whole == _text_if_accepted(chat, tokenizer, where, _without_tools(arguments)):
         raise UserError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} does not show tools: set another template with "
             "data.chat_template, or leave the tools out (data.tools_key=null, data.tools_path=null)"
@@ -121,6 +120,10 @@ def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
         return render(chat, tokenizer, where, is_question=False, arguments=arguments)
     except UserError:
         return None
+
+
+def _without_tools(arguments: Arguments) -> Arguments:
+    return {name: value for name, value in arguments.items() if name != "tools"}
 
 
 def _without_calls(message: Message) -> Message:
@@ -276,8 +279,7 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
 
 def _key_of(arguments: Arguments) -> str:
     """Returns the arguments without tools as json text, because a cache needs a key that can be hashed."""
-    without_tools = {name: value for name, value in arguments.items() if name != "tools"}
-    return json.dumps(without_tools, sort_keys=True, default=str)
+    return json.dumps(_without_tools(arguments), sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=16)

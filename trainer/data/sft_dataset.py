@@ -350,19 +350,19 @@ def encode_chat(
             turns follow, or if no token is in the loss.
     """
     may_be_learnt, chat = split_loss_mask(chat, where)
-    texts = _Texts(chat, tokenizer, where, arguments)
+    chat_text = _ChatText(chat, tokenizer, where, arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
     answers = []
     left_out = []
     for index, message in enumerate(chat):
         if message["role"] == "assistant" and index >= first:
-            answers.append(_Span(texts.question(index), texts.end(index), may_be_learnt[index]))
+            answers.append(_Span(chat_text.answer_start(index), chat_text.message_end(index), may_be_learnt[index]))
         # other messages need no border if only answers are learnt; many templates refuse a chat that ends there
         if not may_be_learnt[index] and not assistant_only:
-            left_out.append(_Span(texts.end(index - 1), texts.end(index), is_learnt=False))
-    learnt_from = len(texts.whole) if assistant_only else texts.beginning(first)
+            left_out.append(_Span(chat_text.message_end(index - 1), chat_text.message_end(index), is_learnt=False))
+    learnt_from = len(chat_text.whole) if assistant_only else chat_text.message_start(first)
 
-    tokens, mask = _encode_spans(texts.whole, learnt_from, answers, left_out, tokenizer, arguments)
+    tokens, mask = _encode_spans(chat_text.whole, learnt_from, answers, left_out, tokenizer, arguments)
     # at least 1, because nothing predicts the first token
     first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)
     if first_learnt == len(mask):
@@ -421,6 +421,7 @@ def _encode_spans(
             missing_ends.append((stop, int(answer.is_learnt)))
         if answer.is_learnt:
             mask[start:end] = [1] * (end - start)
+    # after the answers, because parts that are left out are never in the loss
     for span in left_out:
         start = token_index[span.start]
         stop = token_index[span.stop]
@@ -433,7 +434,7 @@ def _encode_spans(
     return tokens, mask
 
 
-class _Texts:
+class _ChatText:
     """Positions of the messages of a chat in its text.
 
     A template renders only whole chats. The end of a message is therefore found by rendering the chat up to this
@@ -456,7 +457,7 @@ class _Texts:
         self._arguments = arguments
         self.whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
 
-    def question(self, index: int) -> int:
+    def answer_start(self, index: int) -> int:
         """Returns the position at which the answer in message `index` begins: behind the generation prompt.
 
         A greeting, which no prompt precedes, begins with its own content.
@@ -464,7 +465,7 @@ class _Texts:
         if index > 0:
             return self._length(index, is_question=True)
         # a template cannot render a chat without messages, so the content itself is searched
-        end = self.end(0)
+        end = self.message_end(0)
         content = (self._chat[0]["content"] or "").strip()
         start = self.whole.rfind(content, 0, end) if content else end
         if start < 0:
@@ -475,7 +476,7 @@ class _Texts:
             )
         return start
 
-    def end(self, index: int) -> int:
+    def message_end(self, index: int) -> int:
         """Returns the position at which a message ends; 0 for -1."""
         if index < 0:
             return 0
@@ -485,20 +486,20 @@ class _Texts:
             return self._length(index + 1, is_question=False)
 
         # a template may write an answer differently at the end of a chat, such as Qwen3 with an empty think block
-        start = self.question(index)
+        start = self.answer_start(index)
         text = self._text(index + 1, is_question=False)
         length = rewritten_length(text[start:], self.whole[start:])
         if length is None:
             return self._length(index + 1, is_question=False)
         return start + length
 
-    def beginning(self, index: int) -> int:
+    def message_start(self, index: int) -> int:
         """Returns the position at which a message begins; for an answer, behind the generation prompt."""
         if index == 0:
             return 0
         if self._chat[index]["role"] == "assistant":
-            return self.question(index)
-        return self.end(index - 1)
+            return self.answer_start(index)
+        return self.message_end(index - 1)
 
     def _length(self, count: int, *, is_question: bool) -> int:
         """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""

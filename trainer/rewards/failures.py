@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_lite.errors import add_circumstances, printable
 from verl_lite.json_types import JsonMapping, JsonObject
@@ -24,6 +25,13 @@ _SHOWN_CHARACTERS = 1000
 
 class RewardFailure(RuntimeError):
     """Raised if too many rewards failed. Contains the first failure of the batch."""
+
+
+class _BatchCounts(NamedTuple):
+    """The number of failed items and of all items of a batch."""
+
+    failed: int
+    total: int
 
 
 @dataclass
@@ -47,7 +55,7 @@ class FailureLog:
     path: Path
     show: Callable[[str], None]
     least: int = LEAST_REWARDS
-    _recent: deque[tuple[int, int]] = field(default_factory=deque)  # (failed, total) of the last batches
+    _recent: deque[_BatchCounts] = field(default_factory=deque)
     _has_shown: bool = False
 
     def note(self, failed: int, total: int, rows: Iterable[JsonMapping], first: str | None) -> None:
@@ -65,17 +73,17 @@ class FailureLog:
         Raises:
             The error of the log: if the share of failures is above the limit.
         """
+        self._recent.append(_BatchCounts(failed, total))
+        items = sum(counts.total for counts in self._recent)
         # the oldest batch leaves as soon as the others are enough: the share follows the present state of the run
-        self._recent.append((failed, total))
-        while sum(items for _, items in self._recent) - self._recent[0][1] >= self.least:
-            self._recent.popleft()
+        while items - self._recent[0].total >= self.least:
+            items -= self._recent.popleft().total
         if not failed:
             return
 
         # written before the limit is checked, so that the file also explains an error that ends the run
         where = self._write(rows)
-        failures = sum(batch_failed for batch_failed, _ in self._recent)
-        items = sum(batch_total for _, batch_total in self._recent)
+        failures = sum(counts.failed for counts in self._recent)
         # while there are fewer items than `least`, the share is one of `least` items
         allowed = self.max_error_rate * max(self.least, items)
         if failures > allowed:
