@@ -253,6 +253,7 @@ class RowSchema:
         if self._config.image_folder is not None:
             return Path(self._config.image_folder).expanduser()
         source = Path(table.path).expanduser()
+        # a saved dataset must read only images in its own folder
         if source.is_dir():
             return source
         return source.parent if source.is_file() else None

@@ -256,6 +256,7 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         if config:
             return [RowTable(text, _load_prepared(str(path), config, where, splits))]
         return [read_data_file(str(file), option) for file in _files_of_split(path, where, splits)]
+    # with one of the suffixes, the entry names a file, also if the file does not exist
     if HUB_NAME.fullmatch(text) and path.suffix not in SUFFIXES:
         return [RowTable(text, _load_prepared(base, config or None, where, splits), data_source=base)]
     return [read_data_file(text, option)]

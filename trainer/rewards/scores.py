@@ -209,6 +209,7 @@ def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardR
                 break
             score += source.weight * result.score
             extra |= result.extra
+        # `scored` fails a sum that float32 cannot hold: as a tensor it would be infinite, and the whole step lost
         if failure is None:
             sums.append(RewardResult.scored("The weighted sum of reward function and reward model", score, extra))
         else:

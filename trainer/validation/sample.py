@@ -28,6 +28,7 @@ _IMAGE_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.jpg")
 
 def is_prediction(name: str) -> bool:
     """Returns True if an entry of a reward's result is a prediction, which is not a metric even if it is a number."""
+    # the entries of a part of the reward are named PART.NAME
     return name.split(".")[-1] == PREDICTION
 
 
