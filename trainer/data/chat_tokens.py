@@ -13,13 +13,13 @@ import json
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.row_formats import Chat, Message
 from verl_lite.errors import UserError
+from verl_lite.json_types import KeywordArguments
 from workers.agents.conversation import end_of_turn, writes_end_of_turn
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
@@ -28,7 +28,7 @@ _TAG = re.compile(r"<[^<>]*>")
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 MOST_BYTES = 4  # of a character in UTF-8, and so the largest number of its tokens
-Arguments = Mapping[str, Any]
+Arguments = KeywordArguments
 """Arguments of the chat template: data.apply_chat_template_kwargs, and the row's `tools` if it has some."""
 
 
@@ -64,10 +64,19 @@ def render(
 
 
 def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
-    """Raises UserError if the template's text of a chat is the same without its tools."""
-    without = {name: value for name, value in arguments.items() if name != "tools"}
+    """Checks that the template shows the tools of a chat.
+
+    Args:
+        chat: the messages.
+        tokenizer: the tokenizer, with its chat template.
+        where: place of the row, for messages.
+        arguments: arguments of the template, among them `tools`.
+
+    Raises:
+        UserError: if the text of the chat is the same without the tools.
+    """
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
-    if whole == _text_if_accepted(chat, tokenizer, where, without):
+    if whole == _text_if_accepted(chat, tokenizer, where, _without_tools(arguments)):
         raise UserError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} does not show tools: set another template with "
             "data.chat_template, or leave the tools out (data.tools_key=null, data.tools_path=null)"
@@ -75,8 +84,19 @@ def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
 
 
 def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
-    """Raises UserError if the template's text of a chat is the same without its tool calls, or without the messages of
-    tools. An answer that only calls a tool would be learnt as an empty answer."""
+    """Checks that the template shows the tool calls and the results of tools of a chat.
+
+    Otherwise, an answer that only calls a tool would be learnt as an empty answer.
+
+    Args:
+        chat: the messages.
+        tokenizer: the tokenizer, with its chat template.
+        where: place of the row, for messages.
+        arguments: arguments of the template.
+
+    Raises:
+        UserError: if the text of the chat is the same without its tool calls, or without its messages of tools.
+    """
     parts = {}
     if any("tool_calls" in message for message in chat):
         parts["tool_calls of a message"] = [_without_calls(message) for message in chat]
@@ -102,9 +122,14 @@ def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
         return None
 
 
+def _without_tools(arguments: Arguments) -> Arguments:
+    return {name: value for name, value in arguments.items() if name != "tools"}
+
+
 def _without_calls(message: Message) -> Message:
     result = {name: value for name, value in message.items() if name != "tool_calls"}
-    result["content"] = message["content"] or ""  # a template may refuse a null without tool calls
+    # a template may refuse a null without tool calls
+    result["content"] = message["content"] or ""
     return result
 
 
@@ -118,6 +143,9 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Tokenizes a text such that no token crosses one of the cuts.
 
+    The text is tokenized as a whole. At the first cut that a token crosses, the part before the cut is tokenized alone,
+    and the part after it as a continuation, for which this is repeated.
+
     Args:
         text: the text of a chat.
         cuts: ascending positions of characters.
@@ -126,33 +154,36 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
     Returns:
         The tokens, and for each cut the number of tokens before it.
     """
-    tokens: list[int] = []
+    tokens: list[int] = []  # of text[:start]
     counts: list[int] = []
     start = 0
-    cuts = list(cuts)
     while True:
         rest = text[start:]
         new_tokens = encode_text(rest, tokenizer) if start == 0 else _encode_continuation(rest, tokenizer)
         ends = _token_ends(rest, new_tokens, tokenizer, is_continuation=start > 0)
-        crossed = None
-        kept = 0  # new tokens before the last cut that no token crosses
-        kept_until = start
+        crossed_cut = None
+        num_exact = 0  # new tokens before the last cut that no token crosses
+        last_exact_cut = start
         for cut in cuts[len(counts) :]:
             count = _tokens_before(cut - start, rest, new_tokens, ends, tokenizer, check_prompt=not counts)
             if count is None:
-                crossed = cut
+                crossed_cut = cut
                 break
             counts.append(len(tokens) + count)
-            kept, kept_until = count, cut
-        if crossed is None:
+            num_exact = count
+            last_exact_cut = cut
+        if crossed_cut is None:
             return tokens + new_tokens, counts
 
         # the part before the cut is tokenized alone, as generation does with a prompt; tokens before earlier cuts stay
-        tokens += new_tokens[:kept]
-        part = text[kept_until:crossed]
-        tokens += encode_text(part, tokenizer) if kept_until == 0 else _encode_continuation(part, tokenizer)
+        tokens += new_tokens[:num_exact]
+        part = text[last_exact_cut:crossed_cut]
+        if last_exact_cut == 0:
+            tokens += encode_text(part, tokenizer)
+        else:
+            tokens += _encode_continuation(part, tokenizer)
         counts.append(len(tokens))
-        start = crossed
+        start = crossed_cut
 
 
 def end_of_answer(
@@ -166,10 +197,11 @@ def end_of_answer(
         tokenizer: the tokenizer, with its chat template.
         arguments: arguments of the chat template.
     """
+    # searched from the end, because an answer can contain the token earlier; the template may write text after it
     for end in ends_of_answers(tokenizer, arguments):
-        for place in range(stop - 1, start - 1, -1):
-            if tokens[place] == end:
-                return place + 1
+        for index in range(stop - 1, start - 1, -1):
+            if tokens[index] == end:
+                return index + 1
 
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     if not _ends_with_next_message(tokenizer, arguments):
@@ -177,19 +209,23 @@ def end_of_answer(
         last = _last_special(tokens, start, stop, special, tokenizer)
         if last is not None:
             return last + 1
+    # the token that begins the next message ends the answer, as in the templates of GLM
     if stop < len(tokens) and tokens[stop] in special:
-        return stop + 1  # the token that begins the next message ends the answer, as in the templates of GLM
+        return stop + 1
     return None
 
 
 def _last_special(
     tokens: Sequence[int], start: int, stop: int, special: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> int | None:
-    """Returns the index of the last special token in a range of tokens, or None if other text follows it."""
-    for place in range(stop - 1, start - 1, -1):
-        if tokens[place] in special:
-            return place
-        if str(tokenizer.decode([tokens[place]])).strip():
+    """Returns the index of the last special token in tokens[start:stop], or None if other text follows it.
+
+    Text that consists of blanks, such as a newline, may follow it.
+    """
+    for index in range(stop - 1, start - 1, -1):
+        if tokens[index] in special:
+            return index
+        if str(tokenizer.decode([tokens[index]])).strip():
             return None
     return None
 
@@ -204,11 +240,13 @@ def rewritten_length(last: str, earlier: str) -> int | None:
     Returns:
         The length in `earlier`, or None if more than tags, such as an empty think block, are left out there.
     """
-    for left_out in range(len(last)):
-        kept = last[left_out:]
-        if earlier.startswith(kept):
-            text_left_out = _TAG.sub("", last[:left_out])
-            return None if text_left_out.strip() else len(kept)
+    # the longest common rest: an empty think block stands at the beginning of the answer
+    for num_left_out in range(len(last)):
+        remainder = last[num_left_out:]
+        if earlier.startswith(remainder):
+            # without its thinking, an earlier answer would be learnt otherwise than the model writes the last one
+            text_left_out = _TAG.sub("", last[:num_left_out])
+            return None if text_left_out.strip() else len(remainder)
     return None
 
 
@@ -226,6 +264,7 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
         UserError: if there is no such token.
     """
     end_of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
+    # the template's end comes first: the tokenizer's can differ, as that of Gemma, and the first one is what is added
     ends = []
     for token in (end_of_template, tokenizer.eos_token_id):
         if token is not None and token not in ends:
@@ -240,8 +279,7 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
 
 def _key_of(arguments: Arguments) -> str:
     """Returns the arguments without tools as json text, because a cache needs a key that can be hashed."""
-    without_tools = {name: value for name, value in arguments.items() if name != "tools"}
-    return json.dumps(without_tools, sort_keys=True, default=str)
+    return json.dumps(_without_tools(arguments), sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=16)
@@ -252,7 +290,13 @@ def _writes_end(tokenizer: PreTrainedTokenizerBase, template: str, arguments: st
 
 @functools.lru_cache(maxsize=16)
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, arguments: str) -> int | None:
-    """Returns `end_of_turn`, which renders several chats. template: part of the key, because it can be replaced."""
+    """Returns `end_of_turn`, which renders several chats and is therefore called once per template.
+
+    Args:
+        tokenizer: the tokenizer.
+        template: its chat template, as a part of the cache's key, because it can be replaced.
+        arguments: see `_key_of`.
+    """
     return end_of_turn(tokenizer, json.loads(arguments))
 
 
@@ -267,9 +311,13 @@ def _tokens_before(
     """Returns the number of tokens before a cut, or None if a token crosses it.
 
     Args:
+        cut: position in the text.
+        text: the text of `tokens`.
+        tokens: tokens of the text.
         ends: position in the text at which each token ends; None if the tokenizer does not tell.
         check_prompt: True to require that the text before the cut alone has the same tokens. This is exact, but takes
             as long as tokenizing that text.
+        tokenizer: the tokenizer.
     """
     if ends is None or check_prompt:
         prompt = encode_text(text[:cut], tokenizer)
@@ -277,18 +325,24 @@ def _tokens_before(
             return None
         return len(prompt)
     count = bisect_right(ends, cut)
+    last_end = ends[count - 1] if count else 0
     # a blank that no token shows belongs to the next token, so the tokens before the cut must end exactly there
-    is_exact = cut == (ends[count - 1] if count else 0)
-    if not is_exact or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
+    if last_end != cut or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
         return None
     return count
 
 
 def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if the tokens before a cut end inside of a character.
+    """Returns True if the tokens before a cut end inside of a character.
 
     A token may have all bytes of a character and the first bytes of the next one; its reported end is then that of the
     former. A tokenizer with a Unicode normal form may join a combining mark to the character before it.
+
+    Args:
+        cut: position in the text.
+        text: the text.
+        last_tokens: the last tokens before the cut, enough for one character.
+        tokenizer: the tokenizer.
     """
     if cut < len(text) and unicodedata.combining(text[cut]):
         return True
@@ -299,9 +353,17 @@ def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: Pr
 def _token_ends(
     text: str, tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, is_continuation: bool
 ) -> list[int] | None:
-    """Returns the position at which each token ends, in ascending order, or None if the tokenizer does not tell."""
+    """Returns the position at which each token ends, in ascending order, or None if the tokenizer does not tell.
+
+    Args:
+        text: a text.
+        tokens: its tokens.
+        tokenizer: the tokenizer.
+        is_continuation: True if the text follows another one, see `_encode_continuation`.
+    """
     if not text:
         return []
+    # only the tokenizers of the library `tokenizers` report positions
     if not tokenizer.is_fast:
         return None
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -315,11 +377,15 @@ def _token_ends(
 
 
 def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenizes a text that follows another one. Tokenizers in the manner of SentencePiece add a blank before a text;
-    here they must not, so the text is tokenized behind a special token, which is then removed."""
+    """Tokenizes a text that follows another one.
+
+    Tokenizers in the manner of SentencePiece add a blank before a text. Here they must not, so the text is tokenized
+    behind a special token, which is then removed.
+    """
     if not text:
         return []
     anchor = tokenizer.eos_token
+    # the special token is usable only if it remains one token, and if the text behind it keeps its characters
     if anchor is not None and encode_text(anchor, tokenizer) == [tokenizer.eos_token_id]:
         tokens = encode_text(anchor + text, tokenizer)
         decoded = str(tokenizer.decode(tokens[1:], clean_up_tokenization_spaces=False))

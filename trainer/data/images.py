@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import AutoImageProcessor
 from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
 from verl_lite.images import open_image, rgb_image
+from verl_lite.json_types import ChatMessage
 from verl_lite.machine.host import cpu_count
 from workers.policy.loading import empty_network, load_model_config
 from workers.policy.model_errors import user_error_on_failure
@@ -29,6 +30,26 @@ from workers.policy.vision import ImageInputs, has_vision, prompt_positions
 PLACEHOLDER = "<image>"
 """The text that stands for an image in a message, as in verl."""
 _MOST_THREADS = 8
+
+
+class _HuggingFaceProcessor(Protocol):
+    """The image processor of Qwen2.5-VL and Qwen3-VL, as far as this module uses it.
+
+    Attributes:
+        size: Limits of the number of pixels, shortest_edge and longest_edge.
+        merge_size: Patches per token along each side.
+    """
+
+    size: dict[str, int]
+    merge_size: int
+
+    def __call__(self, images: Sequence[Image], return_tensors: str) -> Mapping[str, torch.Tensor]:
+        """Returns pixel_values and image_grid_thw of the images."""
+        ...
+
+    def get_number_of_image_patches(self, height: int, width: int) -> int:
+        """Returns the number of patches of an image with this size in pixels."""
+        ...
 
 
 def read_image(entry: object, folder: Path | None, where: str) -> bytes:
@@ -42,7 +63,9 @@ def read_image(entry: object, folder: Path | None, where: str) -> bytes:
     Raises:
         UserError: If the entry is none of these, or if its file cannot be read.
     """
-    while isinstance(entry, dict):  # of `datasets` (bytes, path), of verl and of Qwen's message parts (image)
+    # dicts of `datasets` (bytes, path), of verl and of Qwen's message parts (image); the value can be a dict again.
+    # The bytes come first, because next to them the path of `datasets` is only a name
+    while isinstance(entry, dict):
         values = [entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None]
         if not values:
             entry = f"a dict with {', '.join(map(str, entry))}"
@@ -51,8 +74,8 @@ def read_image(entry: object, folder: Path | None, where: str) -> bytes:
 
     if isinstance(entry, bytes):
         return entry
-    if hasattr(entry, "save") and hasattr(entry, "convert"):
-        return _encoded(cast(Image, entry), where)
+    if isinstance(entry, Image):
+        return _encoded(entry, where)
     if not isinstance(entry, str) or "://" in entry.removeprefix("file://") or entry.startswith("data:"):
         raise UserError(
             f"{where}: found {entry!r:.200}, expected the bytes or the path of an image file; download images before "
@@ -67,7 +90,8 @@ def _encoded(image: Image, where: str) -> bytes:
     """Returns a PIL image as a file."""
     try:
         rgb = rgb_image(image)
-    except (ValueError, OSError, SyntaxError) as error:  # PIL decodes an image that it has opened only here
+    # PIL decodes an image that it has opened only here
+    except (ValueError, OSError, SyntaxError) as error:
         raise UserError(f"{where}: {error}. Replace or remove it") from error
     file = io.BytesIO()
     rgb.save(file, "PNG")
@@ -77,13 +101,16 @@ def _encoded(image: Image, where: str) -> bytes:
 def _read_below(folder: Path, entry: str, where: str) -> bytes:
     """Reads an image file by its path, which must be inside the folder: a dataset must not read other files."""
     try:
+        # resolved, because a link or ".." could lead out of the folder
         path = (folder / entry.removeprefix("file://")).resolve()
         is_inside = path.is_relative_to(folder.resolve())
         if is_inside:
-            if path.exists() and not path.is_file():  # reading a pipe would wait
+            # reading a pipe would wait
+            if path.exists() and not path.is_file():
                 raise OSError("not a file")
             return path.read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # also for null bytes and circles of links
+    # ValueError: null bytes in the path; RuntimeError: a circle of links
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{where}: {entry!r:.200} cannot be read ({error}); expected a file in {folder}") from error
     raise UserError(
         f"{where}: {entry!r:.200} is outside of the folder {folder.absolute()}; set data.image_folder to the "
@@ -91,9 +118,9 @@ def _read_below(folder: Path, entry: str, where: str) -> bytes:
     )
 
 
-def message_parts(messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+def message_parts(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Returns messages with typed parts, as chat templates expect them, in place of `PLACEHOLDER` in their texts."""
-    converted: list[dict[str, Any]] = []
+    converted: list[ChatMessage] = []
     for message in messages:
         parts: list[dict[str, str]] = []
         texts = (message["content"] or "").split(PLACEHOLDER)
@@ -123,56 +150,62 @@ class ImageProcessor:
         self._image_token = load_model_config(model).image_token_id
         remedy = "expected preprocessor_config.json in that folder, as Hugging Face writes it"
         with user_error_on_failure(f"model.path={model.path!r}: its image processor cannot be read", remedy):
-            self._processor: Any = AutoImageProcessor.from_pretrained(
+            # on PIL, which needs no torchvision
+            self._processor: _HuggingFaceProcessor = AutoImageProcessor.from_pretrained(
                 model.path,
                 backend="pil",
                 trust_remote_code=model.trust_remote_code,
             )
+        # a limit below the model's smallest size lowers that, too; small images would be enlarged beyond the limit
         if data.max_pixels is not None:
             least_pixels = min(data.max_pixels, self._processor.size["shortest_edge"])
             self._processor.size = {"shortest_edge": least_pixels, "longest_edge": data.max_pixels}
         self._network = empty_network(model)
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, cpu_count()), "images")
 
-    def token_counts(self, rows: Sequence[Sequence[bytes]], places: Sequence[str]) -> list[tuple[int, ...]]:
+    def token_counts(self, rows: Sequence[Sequence[bytes]], locations: Sequence[str]) -> list[tuple[int, ...]]:
         """Decodes the images of several rows, and returns the number of tokens of each image.
 
         Args:
             rows: The image files of each row.
-            places: Locations of the rows for messages.
+            locations: Locations of the rows for messages.
 
         Raises:
             UserError: For an image that cannot be used.
         """
-        return list(self._threads.map(self._tokens_of_row, rows, places))
+        # threads suffice, because PIL decodes without the interpreter's lock
+        return list(self._threads.map(self._tokens_of_row, rows, locations))
 
-    def _tokens_of_row(self, files: Sequence[bytes], place: str) -> tuple[int, ...]:
+    def _tokens_of_row(self, files: Sequence[bytes], where: str) -> tuple[int, ...]:
+        """Returns the number of tokens of each image of a row."""
         counts = []
         for number, data in enumerate(files):
             try:
                 image = open_image(data)
                 patches = self._processor.get_number_of_image_patches(image.height, image.width)
             except ValueError as error:
-                raise UserError(f"{place}: image {number} {error}. Replace or remove it") from error
+                raise UserError(f"{where}: image {number} {error}. Replace or remove it") from error
+            # the model merges a square of patches into one token
             counts.append(patches // self._processor.merge_size**2)
         return tuple(counts)
 
-    def expand(self, token_ids: np.ndarray, counts: Sequence[int], place: str) -> np.ndarray:
+    def expand(self, token_ids: np.ndarray, counts: Sequence[int], where: str) -> np.ndarray:
         """Repeats the image token of each image as often as the image has tokens.
 
         Args:
             token_ids: Tokens of a prompt, with one image token for each image.
             counts: Number of tokens of each image.
-            place: Location of the prompt for messages.
+            where: Location of the prompt for messages.
 
         Raises:
-            UserError: If the number of image tokens is another one, for example because the text contains one.
+            UserError: If the number of image tokens differs, for example because the text contains one, or if no other
+                token separates two images or follows the last one.
         """
         is_image = token_ids == self._image_token
         are_adjacent = is_image[1:] & is_image[:-1]
         if is_image.sum() != len(counts) or are_adjacent.any() or (counts and is_image[-1]):
             raise UserError(
-                f"{place}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected "
+                f"{where}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected "
                 "one for each image, with other tokens between and after them. The chat template of the model must "
                 "show images (data.chat_template), and the text must not contain the model's image token itself"
             )
@@ -181,10 +214,15 @@ class ImageProcessor:
         return token_ids.repeat(repeats)
 
     def inputs(self, rows: Sequence[tuple[Sequence[bytes], np.ndarray]]) -> list[ImageInputs]:
-        """Prepares the images of several prompts. rows: files and token ids of each prompt."""
+        """Prepares the images of several prompts.
+
+        Args:
+            rows: The image files of each prompt, and its token ids as `expand` returns them.
+        """
         return list(self._threads.map(lambda row: self._inputs_of_row(*row), rows))
 
     def _inputs_of_row(self, files: Sequence[bytes], token_ids: np.ndarray) -> ImageInputs:
+        """Returns the model's inputs for the images of one prompt."""
         processed = self._processor(images=[open_image(data) for data in files], return_tensors="pt")
         grid = processed["image_grid_thw"].long()
         positions, following = prompt_positions(self._network, torch.from_numpy(token_ids.astype(np.int64)), grid)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -23,10 +23,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.data.prompts import PromptDataset
 from verl_lite.config import DataConfig, PPOConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 from verl_lite.protocol import DataProto
 from verl_lite.registry import accepts, load_object
 
-OrderState = dict[str, Any]
+OrderState = JsonObject
 """The state of an order in a checkpoint, including that of a user's sampler."""
 
 
@@ -50,16 +51,23 @@ class Sampler(Protocol):
 
     def __iter__(self) -> Iterator[int]: ...
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> object: ...
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state: object) -> None: ...
 
 
 class BatchOrder:
     """Batches in which every prompt occurs once per epoch. The order depends only on (seed, epoch).
 
     One pass of the iterator is one epoch, or the rest of the epoch after `load_state_dict`. The last batch of an epoch
-    may be short.
+    may be short. The order of an epoch is computed again after a resume instead of being stored.
+
+    Args:
+        rows: Prompts per epoch.
+        batch_size: Prompts per batch.
+        seed: Seed of the shuffles.
+        fingerprint: See the attribute.
+        shuffle: False to keep the order of the dataset.
 
     Attributes:
         rows: Prompts per epoch.
@@ -97,6 +105,7 @@ class BatchOrder:
     def _shuffled(self, values: np.ndarray, *stream: int) -> np.ndarray:
         if not self.shuffle:
             return values
+        # a separate generator for each stream, so that a resumed run need not repeat earlier shuffles
         return np.random.default_rng([self.seed, *stream]).permutation(values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -107,6 +116,7 @@ class BatchOrder:
         return {"epoch": self.epoch, "served": self.served, "dataset": [self.rows, self.fingerprint]}
 
     def load_state_dict(self, state: OrderState) -> None:
+        """Restores a state. Raises UserError if it belongs to another dataset, in which positions differ."""
         dataset = [self.rows, self.fingerprint]
         if state["dataset"] != dataset:
             raise UserError(
@@ -144,6 +154,7 @@ class MixtureBatches(BatchOrder):
         fingerprint: str,
         shuffle: bool = True,
     ) -> None:
+        # a short last batch would not have the shares
         rows_of_full_batches = math.ceil(rows / batch_size) * batch_size
         super().__init__(rows_of_full_batches, batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
         self.positions = sources
@@ -151,6 +162,7 @@ class MixtureBatches(BatchOrder):
         # fractions, because the error of floating-point shares would add up over the batches
         exact_weights = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
         total_weight = sum(exact_weights.values())
+        # sorted by name, because of equally late sources the first is drawn, whatever the order of the options
         self.shares = {name: exact_weights[name] / total_weight for name in sorted(exact_weights)}
         # by source: its share of all prompts so far, minus the prompts drawn from it
         self.behind = dict.fromkeys(self.shares, Fraction(0))
@@ -159,10 +171,14 @@ class MixtureBatches(BatchOrder):
         self._order_in_pass = functools.lru_cache(maxsize=len(self.shares))(self._shuffled_source)
 
     def _shuffled_source(self, name: str, pass_number: int) -> np.ndarray:
+        """Returns the positions of a source in the order of one pass over it."""
+        # crc32 of the name, because Python's hash of a text differs between processes
         return self._shuffled(self.positions[name], zlib.crc32(name.encode()), pass_number)
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
+        """Yields full batches whose slots the sources share; see the class."""
         while self.served < self.rows:
+            # all shares of the batch first, so that each slot sees how far a source is behind at the end of the batch
             for name, share in self.shares.items():
                 self.behind[name] += share * self.batch_size
             batch = np.array([self._draw() for _ in range(self.batch_size)])
@@ -180,6 +196,7 @@ class MixtureBatches(BatchOrder):
     def state_dict(self) -> OrderState:
         sources = {}
         for name in self.shares:
+            # as text, which keeps a fraction exact
             sources[name] = {"behind": str(self.behind[name]), "drawn": self.drawn[name]}
         return super().state_dict() | {"sources": sources}
 
@@ -218,8 +235,14 @@ class SamplerBatches(BatchOrder):
         self.name = type(sampler).__name__
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
+        """Yields the positions of one iteration of the sampler, in batches.
+
+        Raises:
+            UserError: If the sampler yields another number of positions than its length, or an invalid position.
+        """
+        # the epoch was complete when its state was saved: no new iteration of the sampler is started
         if self.served >= self.rows:
-            return  # the epoch was complete when its state was saved: no new iteration of the sampler is started
+            return
         positions = iter(self.sampler)
         while self.served < self.rows:
             count = min(self.batch_size, self.rows - self.served)
@@ -227,7 +250,8 @@ class SamplerBatches(BatchOrder):
             # one more request at the end of an epoch detects surplus positions and runs the code after the last `yield`
             is_last = self.served + count == self.rows
             has_surplus = is_last and next(positions, None) is not None
-            if has_surplus or len(batch) < count or not all(self._is_position(value) for value in batch):
+            are_positions = all(self._is_position(value) for value in batch)
+            if has_surplus or len(batch) < count or not are_positions:
                 yielded = "more" if has_surplus else self.served + len(batch)
                 raise UserError(
                     f"data.sampler: an epoch of {self.name} yielded {yielded} positions, in the last step "
@@ -239,6 +263,7 @@ class SamplerBatches(BatchOrder):
         return isinstance(value, int | np.integer) and bool(0 <= value < self.positions)
 
     def update(self, batch: DataProto) -> dict[str, float]:
+        """Passes a finished batch to the sampler, if it has `update`. Returns its numbers as sampler/<name>."""
         if not hasattr(self.sampler, "update"):
             return {}
         metrics = self.sampler.update(batch) or {}
@@ -266,6 +291,7 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     weights = {name: entry["weight"] for name, entry in options.sources.items() if entry.get("weight") is not None}
 
     order: BatchOrder
+    # a sampler replaces data.shuffle
     if options.sampler.class_path is not None:
         sampler = _make_sampler(data, replace(options, seed=seed))
         order = SamplerBatches(
@@ -292,6 +318,7 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
 
 def _check_weights(weights: Mapping[str, float], positions: Mapping[str, np.ndarray], options: DataConfig) -> None:
     """Raises UserError unless the sources with a weight are those with prompts."""
+    # the names in only one of the two
     incomplete = sorted(positions.keys() ^ weights.keys())
     if not incomplete:
         return
@@ -304,33 +331,44 @@ def _check_weights(weights: Mapping[str, float], positions: Mapping[str, np.ndar
 
 
 def _make_sampler(data: PromptDataset, options: DataConfig) -> Sampler:
+    """Returns the sampler configured with data.sampler. Raises UserError if its class does not fit `Sampler`."""
     path = options.sampler.class_path or ""
     name = options.sampler.class_name or ""
     sampler_class = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
     sampler = None
     if accepts(sampler_class, "data_source") and accepts(sampler_class, "data_config"):
         sampler = sampler_class(data_source=data, data_config=options)
-    if not all(hasattr(sampler, method) for method in ("__len__", "__iter__", "state_dict", "load_state_dict")):
+    if not _is_sampler(sampler):
         raise UserError(
             f"data.sampler.class_name={name}: expected {name}(data_source=..., data_config=...) with __len__ and "
             "__iter__ (the positions of one epoch), and state_dict() and load_state_dict(state), so that a resumed run "
             "continues exactly where it was interrupted"
         )
-    return cast(Sampler, sampler)
+    return sampler
+
+
+def _is_sampler(value: object) -> TypeGuard[Sampler]:
+    return all(hasattr(value, method) for method in ("__len__", "__iter__", "state_dict", "load_state_dict"))
 
 
 def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder | None = None) -> StatefulDataLoader:
     """Returns a loader of training batches with data.train_batch_size prompts each.
 
-    A batch is a `DataProto`, see `PromptDataset.__getitems__`. Each iteration of the loader is one epoch of `order`
-    (None: the configured order). A new loader with the `state_dict()` saved after a batch continues with the next one.
+    A batch is a `DataProto`, see `PromptDataset.__getitems__`. Each iteration of the loader is one epoch of `order`. A
+    new loader with the `state_dict()` saved after a batch continues with the next batch.
+
+    Args:
+        data: The training prompts.
+        config: Configuration of the run.
+        order: Order of the prompts; None: the configured order.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torchdata itself calls a deprecated function
+        # torchdata itself calls a deprecated function
+        warnings.simplefilter("ignore", UserWarning)
         return StatefulDataLoader(
             data,
             batch_sampler=order or build_order(data, config),
             num_workers=0,
-            collate_fn=lambda batch: batch,
+            collate_fn=lambda batch: batch,  # `__getitems__` already returns a batch
             generator=torch.Generator(),  # a separate one, so that new iterators draw nothing from the global generator
         )

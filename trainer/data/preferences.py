@@ -47,7 +47,10 @@ PairDataConfig = PreferenceDataConfig | SFTDataConfig
 class Pair:
     """Two sequences to score, with a mask of 1 on every token of the answers.
 
-    margin: the amount by which the loss requires the chosen score to exceed the rejected score.
+    Attributes:
+        chosen: The question and the better answer.
+        rejected: The question and the worse answer.
+        margin: The amount by which the loss requires the chosen score to exceed the rejected score.
     """
 
     chosen: Example
@@ -99,6 +102,7 @@ def load_pairs(
         arguments = template_arguments(row, tokenizer, config, chosen_chat, where)
         chosen = encode_answer(chosen_chat, tokenizer, score_at, where, arguments)
         rejected = encode_answer(rejected_chat, tokenizer, score_at, where, arguments)
+        # tokens are compared, because a template can write different messages alike
         if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
         pair = Pair(chosen, rejected, _margin(row, where))
@@ -124,6 +128,7 @@ def _margin(row: Row, where: str) -> float:
     """Returns the row's value in TRL's column `margin`, or 0 without that column."""
     margin = row.get(MARGIN, 0.0)
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    # json and parquet can hold NaN and infinity, with which no loss is finite
     if not is_number or not math.isfinite(margin):
         raise UserError(f"{where}, column {MARGIN!r}: found {margin!r}, expected a finite number; leave the column out")
     return float(margin)
@@ -134,6 +139,14 @@ def read_pair(row: Row, config: PairDataConfig, where: str) -> tuple[Chat, Chat]
 
     An answer is text or a list of messages. Text, and a list that begins with an assistant message, continue the row's
     prompt (text or messages), which is then required. Any other list is a complete chat; a prompt column is ignored.
+
+    Args:
+        row: The row.
+        config: Section `data` of the options.
+        where: Location of the row, for messages.
+
+    Raises:
+        UserError: If a column is missing or holds anything else, or if an answer has loss_mask 0.
     """
     chosen = _chat(row, config.chosen_key, "chosen_key", config, where)
     rejected = _chat(row, config.rejected_key, "rejected_key", config, where)
@@ -141,7 +154,15 @@ def read_pair(row: Row, config: PairDataConfig, where: str) -> tuple[Chat, Chat]
 
 
 def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -> Chat:
-    """Returns the chat that ends with the answer in column `key`, which the option data.`option` names."""
+    """Returns the chat that ends with the answer in a column.
+
+    Args:
+        row: The row.
+        key: Name of the column.
+        option: The option of section `data` that names the column, for messages.
+        config: Section `data` of the options.
+        where: Location of the row, for messages.
+    """
     column = f"{where}, column {key!r}"
     answer = _column(row, key, option, where)
     if isinstance(answer, str):
@@ -152,12 +173,13 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
             f"{column}: its last message is of role {messages[-1]['role']!r}; expected 'assistant', because an answer "
             "is the assistant's"
         )
+    # text, or a list that continues the prompt; any other list is a complete chat
     if messages[0]["role"] == "assistant":
         prompt = _column(row, config.prompt_key, "prompt_key", where)
         messages = [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *messages]
 
-    are_learnt, chat = split_loss_mask(messages, column)
-    if not are_learnt[-1]:
+    may_be_learnt, chat = split_loss_mask(messages, column)
+    if not may_be_learnt[-1]:
         raise UserError(
             f"{column}: the answer has {' or '.join(LOSS_MASKS)} 0, and the loss compares whole answers; leave the row "
             "out"
@@ -166,6 +188,17 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
 
 
 def _column(row: Row, key: str, option: str, where: str) -> object:
+    """Returns the value of a column.
+
+    Args:
+        row: The row.
+        key: Name of the column.
+        option: The option of section `data` that names the column, for the message.
+        where: Location of the row, for the message.
+
+    Raises:
+        UserError: If the row lacks the column.
+    """
     if row.get(key) is None:
         raise UserError(
             f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
@@ -186,7 +219,7 @@ def encode_answer(
     Args:
         chat: checked messages.
         tokenizer: the tokenizer, with its chat template.
-        score_at: "end_of_turn" ends the answer at that token.
+        score_at: "end_of_turn" ends the answer at that token, without the text that the template writes after it.
         where: place of the row, for messages.
         arguments: arguments of the chat template.
 
@@ -197,6 +230,7 @@ def encode_answer(
     question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
+    # the answer is sampled after exactly the tokens of the question
     if not whole.startswith(question):
         raise UserError(
             f"{where}: the chat template renders the question differently when an answer follows, so training "
@@ -208,15 +242,20 @@ def encode_answer(
     if score_at == "end_of_turn":
         end = end_of_answer(response, 0, len(response), tokenizer, arguments)
         if end is not None:
-            response = response[:end]  # without what the template writes after the end, such as a newline
+            # without the text that the template writes after the end, such as a newline
+            response = response[:end]
         else:
+            # the template writes no end, so it is added, as in `sft_dataset.encode_chat`
             response = [*response, ends_of_answers(tokenizer, arguments)[0]]
     return Example(prompt, response, [1] * len(response))
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
-    """Collates pairs into a batch with the columns of `trainer.data.sft_dataset.collate`. Each row holds the chosen
-    sequence followed by the rejected sequence, so rows are twice as wide. `texts_of` separates the two."""
+    """Collates pairs into a batch with the columns of `trainer.data.sft_dataset.collate`.
+
+    Each row holds the chosen sequence followed by the rejected sequence, so rows are twice as wide. `texts_of`
+    separates the two. A pair is one row, because the plan of a batch never divides a row between micro-batches.
+    """
     texts: list[Example] = []
     for pair in pairs:
         texts += pair.texts
@@ -227,8 +266,10 @@ def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
 
 
 def texts_of(data: DataProto) -> DataProto:
-    """Splits a planned batch of n pairs into 2n sequences, chosen and rejected alternately. Both sequences of a pair
-    are in the same micro-batch, because the pair was planned as one row."""
+    """Splits a planned batch of n pairs into 2n sequences, chosen and rejected alternately.
+
+    Both sequences of a pair are in the same micro-batch, because the pair was planned as one row.
+    """
     columns: dict[str, torch.Tensor] = {}
     for name in map(str, data.batch.keys()):
         column = data.batch[name]

@@ -24,25 +24,32 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 
-_SUBSET_SEED = 1
+_SUBSET_SEED = 1  # not data.seed, so that runs with different seeds validate on the same rows
 _DECODED_AT_ONCE = 256  # rows whose images are decoded together while the dataset is read
 
 logger = logging.getLogger(__name__)
 
 
 class PromptDataset:
-    """The prompts of one split, tokenised with the model's chat template and at most data.max_prompt_length long.
+    """The prompts of one split, tokenized with the model's chat template and at most data.max_prompt_length long.
 
-    `report` is a sentence with the number of prompts and how many were dropped or cut.
+    The tokens of all prompts are in memory. Their other columns are read again for each batch, so that a dataset on
+    disk need not fit into memory.
+
+    Attributes:
+        report: A sentence with the number of prompts and how many were dropped or cut.
 
     Args:
         files: The value of data.train_files or data.val_files.
+        tokenizer: The policy's tokenizer, with its chat template.
+        config: Section `data` of the options.
         split: "train" or "val". It selects the options and begins each row's uid, "{split}-{index}", where index
             counts the rows of all files, including dropped rows.
         needs_ground_truth: True if a reward function compares answers with reward_model["ground_truth"].
         answers: Default number of answers per prompt (rollout.n), for rows without `n` whose data source has no
             data.sources.NAME.n. None ignores both settings.
         images: The image processor of a vision-language model; None for a model of text.
+
     Raises:
         UserError: If a file, row or prompt is unusable.
     """
@@ -69,24 +76,27 @@ class PromptDataset:
         self._schema = RowSchema(config, split, needs_ground_truth, images is not None)
         self._files = open_sources(paths, config, tokenizer, split=split)
         self._schema.check_columns(self._files)
-        self._starts = np.cumsum([0, *(len(file) for file in self._files)])
+        file_sizes = [len(file) for file in self._files]
+        self._starts = np.cumsum([0, *file_sizes])  # number of each file's first row
         total = int(self._starts[-1])
         if total == 0:
             raise UserError(f"data.{split}_files={paths}: the dataset has no rows; expected at least one")
 
         # the first rows for training, which the order shuffles; a random subset for validation, below
-        row_count = total if max_samples < 0 or split == "val" else min(max_samples, total)
+        row_count = total
+        if split == "train" and max_samples >= 0:
+            row_count = min(max_samples, total)
         prompts = self._read(row_count, config, answers)
         self._tokens = encode_prompts(prompts, tokenizer, config)
+        # before the lengths are checked, so that an image counts with all its tokens
         if images is not None:
             for row, tokens in enumerate(self._tokens):
                 self._tokens[row] = images.expand(tokens, self._image_tokens.get(row, ()), self._describe(row))
 
         self._index, self.report = self._fit_to_limit(config)
+        # after too long prompts are dropped, so that the number is exact
         if split == "val" and 0 < max_samples < len(self._index):
-            # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
-            drawn = np.random.default_rng(_SUBSET_SEED).choice(len(self._index), max_samples, replace=False)
-            self._index = self._index[np.sort(drawn)]
+            self._index = _random_subset(self._index, max_samples)
             self.report += f"; {max_samples} of them are taken, at random (data.val_max_samples)"
         logger.info(self.report)
 
@@ -100,26 +110,31 @@ class PromptDataset:
 
     def __getitem__(self, position: int) -> DataProto:
         """Returns one prompt as a batch of one row."""
+        # a range accepts negative positions and raises IndexError at the end, which stops iteration
         return self.__getitems__([range(len(self))[position]])
 
     def __getitems__(self, positions: Sequence[int]) -> DataProto:
         """Returns a batch of the prompts at these positions. PyTorch data loaders call this method by its name.
 
         Tensors: prompts (B, P), left-padded; prompt_mask (B, P); answers_per_prompt (B,), only if a row of the dataset
-        requests another number of answers than `answers`. Non-tensors, each (B,): raw_prompt, data_source,
-        reward_model, extra_info, uid and index, and multi_modal_inputs if a row of the dataset has images. Repeated
-        prompts in a batch get different uids, so that the answers to each occurrence form their own group.
+        requests another number of answers than `answers`.
+
+        Non-tensors, each (B,): raw_prompt, data_source, reward_model, extra_info, uid and index, and multi_modal_inputs
+        if a row of the dataset has images. Repeated prompts in a batch get different uids, so that the answers to each
+        occurrence form their own group.
         """
         index = self._index[np.asarray(positions, dtype=np.int64)]
         rows = self._rows(index)
 
+        # all batches have the same width, as in verl
         width = self._max_prompt_length
         prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
         prompt_mask = torch.zeros_like(prompts)
         for line, row_number in enumerate(index):
             tokens = torch.from_numpy(self._tokens[row_number].astype(np.int64))
-            prompts[line, width - len(tokens) :] = tokens
-            prompt_mask[line, width - len(tokens) :] = 1
+            start = width - len(tokens)
+            prompts[line, start:] = tokens
+            prompt_mask[line, start:] = 1
         tensors = {"prompts": prompts, "prompt_mask": prompt_mask}
         if self._answers is not None:
             tensors["answers_per_prompt"] = torch.from_numpy(self._answers[index])
@@ -152,11 +167,14 @@ class PromptDataset:
         self, processor: ImageProcessor, index: np.ndarray, rows: Sequence[PromptRow]
     ) -> list[ImageInputs | None]:
         """Returns the model's inputs for the images of each row; None for a row without images."""
+        # by row number, so that a row that is repeated is processed once
         images_by_row = {}
         for row_number, row in zip(index.tolist(), rows, strict=True):
             if row["images"]:
-                images_by_row[row_number] = row["images"]  # a row that is repeated is processed once
-        inputs = processor.inputs([(images, self._tokens[number]) for number, images in images_by_row.items()])
+                images_by_row[row_number] = row["images"]
+
+        images_and_tokens = [(images, self._tokens[row_number]) for row_number, images in images_by_row.items()]
+        inputs = processor.inputs(images_and_tokens)
         inputs_by_row = dict(zip(images_by_row, inputs, strict=True))
         return [inputs_by_row.get(row_number) for row_number in index.tolist()]
 
@@ -186,9 +204,10 @@ class PromptDataset:
         return positions_by_source
 
     def fingerprint(self) -> str:
-        """Returns a digest of the token ids of all prompts, in order."""
+        """Returns a digest of the token ids of all prompts, in order. A checkpoint contains it."""
         digest = hashlib.blake2b(digest_size=8)
         for row_number in self._index:
+            # the separator makes tokens that move from one prompt to the next change the digest
             digest.update(self._tokens[row_number].tobytes() + b"|")
         return digest.hexdigest()
 
@@ -197,7 +216,18 @@ class PromptDataset:
         return max(int(tokens.max()) for tokens in self._tokens)
 
     def _read(self, row_count: int, config: DataConfig, answers: int | None) -> list[Prompt]:
-        """Reads and checks the first rows of the files; stores their data sources and requested numbers of answers."""
+        """Reads and checks the first rows of the files, and returns their prompts.
+
+        Sets the attributes for the data source and the requested number of answers of each row.
+
+        Args:
+            row_count: Number of rows to read, over all files.
+            config: Section `data` of the options.
+            answers: Default number of answers per prompt, see `PromptDataset`.
+
+        Raises:
+            UserError: If a row is unusable, or if data.sources names a source that the training files lack.
+        """
         source_codes: dict[str, int] = {}
         prompts: list[Prompt] = []
         source_of_row = np.zeros(row_count, dtype=np.int32)
@@ -211,10 +241,9 @@ class PromptDataset:
                 source = row["data_source"]
                 answers_of_source = config.sources.get(source, {}).get("n")
                 source_of_row[row_number] = source_codes.setdefault(source, len(source_codes))
+                # the number of the row has priority, then that of its source; 0 without a default
                 answers_of_row[row_number] = row["n"] or answers_of_source or answers or 0
-                messages = message_parts(row["prompt"]) if image_tokens else row["prompt"]
-                tools = json.dumps(row["tools"]) if row["tools"] else None
-                prompts.append(Prompt(messages, tools))
+                prompts.append(_prompt_of(row, has_images=bool(image_tokens)))
 
         # validation files may lack a source that data.sources configures for training
         unknown = sorted(config.sources.keys() - source_codes.keys()) if self.split == "train" else []
@@ -234,6 +263,7 @@ class PromptDataset:
         """Yields the first rows of a file, each with the number of tokens of each of its images."""
         rows = self._schema.rows(file, range(row_count))
         first_row = 0
+        # in chunks, whose images are decoded in parallel without holding those of the whole file in memory
         while chunk := list(itertools.islice(rows, _DECODED_AT_ONCE)):
             image_tokens: list[tuple[int, ...]] = [()] * len(chunk)
             if self._images is not None:
@@ -248,7 +278,7 @@ class PromptDataset:
         """Returns the rows with these numbers, which count over all files."""
         file_of_row = np.searchsorted(self._starts, index, side="right") - 1
         row_by_number: dict[int, PromptRow] = {}
-        # each file is read once, because a file reads many rows much faster than one at a time
+        # each file is read once, because reading many rows at once is much faster than one at a time
         for file_number in np.unique(file_of_row):
             row_numbers = index[file_of_row == file_number]
             rows_in_file = (row_numbers - self._starts[file_number]).tolist()
@@ -273,11 +303,12 @@ class PromptDataset:
                 "turns into no tokens, so there is nothing to sample from; remove such rows"
             )
 
-        index = np.arange(len(lengths))
+        index = np.arange(len(lengths))  # the numbers of the remaining rows
         overlong = np.flatnonzero(lengths > limit)
         report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
         if not len(overlong):
             return index, report
+        # as in verl, the filter has priority over data.truncation; it must leave at least one prompt
         if config.filter_overlong_prompts and len(overlong) < len(lengths):
             index = index[lengths <= limit]
             return index, f"{report}; {len(overlong)} longer than {limit} were dropped, {len(index)} kept"
@@ -297,14 +328,26 @@ class PromptDataset:
             raise UserError(f"{report}: raise data.max_prompt_length, or lower data.max_pixels")
 
         without_images = [row for row in overlong.tolist() if row not in self._image_tokens]
-        head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]  # tokens kept from the beginning
-        tail = limit - head
-        for row in without_images:
-            tokens = self._tokens[row]
-            self._tokens[row] = np.concatenate([tokens[:head], tokens[len(tokens) - tail :]])
+        self._cut(without_images, limit, config.truncation)
         if without_images:
             report += f"; {len(without_images)} longer than {limit} were cut (data.truncation={config.truncation})"
         return index, report
+
+    def _cut(self, row_numbers: Sequence[int], limit: int, truncation: str) -> None:
+        """Shortens the tokens of rows.
+
+        Args:
+            row_numbers: The rows.
+            limit: Number of tokens that remain.
+            truncation: The part that is removed: left, right or middle.
+        """
+        head_size = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
+        tail_size = limit - head_size
+        for row_number in row_numbers:
+            tokens = self._tokens[row_number]
+            # not tokens[-tail_size:], which would be all tokens for a size of 0
+            tail = tokens[len(tokens) - tail_size :]
+            self._tokens[row_number] = np.concatenate([tokens[:head_size], tail])
 
     def _remedies(self, overlong: np.ndarray, filters: bool) -> str:
         """Returns the options that help against these prompts.
@@ -331,3 +374,19 @@ class PromptDataset:
         """Names a row by its file and its number in that file."""
         file_number = int(np.searchsorted(self._starts, row_number, side="right")) - 1
         return f"row {row_number - self._starts[file_number]} of {self._files[file_number].path}"
+
+
+def _prompt_of(row: PromptRow, *, has_images: bool) -> Prompt:
+    """Returns the chat template's input for a row."""
+    # templates write their image tokens for typed parts only
+    messages = message_parts(row["prompt"]) if has_images else row["prompt"]
+    # json text, so that prompts with the same tools can be grouped by comparing it
+    tools = json.dumps(row["tools"]) if row["tools"] else None
+    return Prompt(messages, tools)
+
+
+def _random_subset(index: np.ndarray, size: int) -> np.ndarray:
+    """Returns `size` of the row numbers, in their order."""
+    # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
+    drawn = np.random.default_rng(_SUBSET_SEED).choice(len(index), size, replace=False)
+    return index[np.sort(drawn)]

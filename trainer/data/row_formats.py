@@ -15,14 +15,14 @@ from trainer.data.sources import Row, RowTable, parse_json
 from verl_lite.config import DataConfig
 from verl_lite.config.loader import is_unicode
 from verl_lite.errors import UserError
+from verl_lite.json_types import ChatMessage, ExtraInfo, JsonObject, ToolSchema
 
-Message = dict[str, Any]
+Message = ChatMessage
 Chat = list[Message]
 """Messages with role and content (text, possibly empty); of an assistant also tool_calls."""
 
-ToolSchema = dict[str, Any]
-ToolCall = dict[str, Any]
-"""Json objects. Models and templates define their keys beyond those that this module checks."""
+ToolCall = JsonObject
+"""A call of a tool. Models and templates define its keys beyond those that this module checks."""
 
 EXAMPLE_ROW: Row = {
     "data_source": "openai/gsm8k",
@@ -32,6 +32,7 @@ EXAMPLE_ROW: Row = {
     "extra_info": {"split": "train", "index": 0},
 }
 
+# columns that data.columns can map; reward_model is read under its own name
 _OURS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _MULTIMODAL = "only images of prompts are supported, for main_ppo with a vision-language model"
@@ -48,8 +49,10 @@ class PromptRow(TypedDict):
     """One row of prompt data.
 
     Attributes:
+        data_source: Name that selects the reward and groups the validation metrics.
         prompt: Chat messages.
         reward_model: verl's dict, with the key ground_truth if the row has a ground truth.
+        extra_info: Further values for the reward, the environment or the agent program.
         tools: Tool schemas for the chat template, or None.
         n: Number of answers to sample, or None if the row has no `n`.
         images: Encoded image files, in the order of their placeholders `<image>` in the messages.
@@ -57,8 +60,8 @@ class PromptRow(TypedDict):
 
     data_source: str
     prompt: Chat
-    reward_model: dict[str, Any]
-    extra_info: dict[str, Any]
+    reward_model: JsonObject
+    extra_info: ExtraInfo
     tools: list[ToolSchema] | None
     n: int | None
     images: list[bytes]
@@ -68,10 +71,12 @@ class RowSchema:
     """Converts rows to `PromptRow` as configured.
 
     Args:
+        config: Section `data` of the options.
         split: "train" or "val", for messages.
         needs_ground_truth: True if a reward function compares answers with reward_model["ground_truth"], so that every
             row must have a ground truth.
         accepts_images: True if the model reads images.
+
     Raises:
         UserError: If the file data.tools_path is unreadable or contains no tool schemas.
     """
@@ -95,10 +100,12 @@ class RowSchema:
 
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
+        # only the columns that are used, because others would be converted to Python objects for nothing
         wanted = ["reward_model", *self._image_columns, *_MEDIA_COLUMNS, *table.media]
         for names in self._theirs.values():
             for name in names:
-                wanted += [name, name.partition(".")[0]]  # a dotted name can also be that of a column
+                wanted.append(name)  # a dotted name can also be that of a column
+                wanted.append(name.partition(".")[0])
         columns = [name for name in table.columns if name in wanted]
 
         for start in range(0, len(indices), _ROWS_AT_ONCE):
@@ -114,8 +121,9 @@ class RowSchema:
             if len(table) and _first_found(self._theirs["prompt"], table.columns) is None:
                 raise self._not_understood(f"{self._option}: {table.path}", "prompt", table.columns)
 
+        # validation files may have fewer columns
         if self._option != "data.train_files":
-            return  # validation files may have fewer columns
+            return
         for ours, theirs in self._config.columns.items():
             for name in self._theirs[ours]:
                 if not _first_found([name], all_columns):
@@ -125,6 +133,13 @@ class RowSchema:
                     )
 
     def _not_understood(self, where: str, ours: str, columns: Collection[str]) -> UserError:
+        """Returns the error about a required value that is missing.
+
+        Args:
+            where: Location of the row or table.
+            ours: The schema's name of the column.
+            columns: Names of the existing columns.
+        """
         theirs = ", ".join(self._theirs[ours]) or ours
         return UserError(
             f"{where}: there is no {ours} (column {theirs!r}); columns found: {', '.join(columns)}. Map the columns, "
@@ -134,6 +149,8 @@ class RowSchema:
         )
 
     def _row(self, raw: Row, table: RowTable, where: str) -> PromptRow:
+        """Returns a row in the schema. Raises UserError if it is unusable."""
+        # media that are not read would be missing in the prompt without an error
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name) and name not in self._image_columns:
                 remedy = f"if it has images, set data.image_key={name}"
@@ -146,6 +163,8 @@ class RowSchema:
         reward_model = self._reward_model(raw, answer, where)
         if self._needs_ground_truth and "ground_truth" not in reward_model:
             raise self._not_understood(where, "ground_truth", table.columns)
+
+        # the row's own tools have priority over those of data.tools_path
         tools = self._tools
         own_tools, column = self._value("tools", raw, where)
         if own_tools:
@@ -171,7 +190,7 @@ class RowSchema:
             raise _wrong(column, source, "a name")
         return source
 
-    def _value(self, ours: str, raw: Row, where: str) -> tuple[Any, str]:
+    def _value(self, ours: str, raw: Row, where: str) -> tuple[object, str]:
         """Returns the first non-null value among the row's columns mapped to `ours`, and its location for messages."""
         names = self._theirs[ours]
         column = _first_found(names, raw)
@@ -180,6 +199,7 @@ class RowSchema:
         location = f"{where}, column {column!r}"
         for name in names:
             value = value_at(raw, name)
+            # null counts as missing, because the rows of a parquet file have the columns of all rows
             if value is not None:
                 return value, location
         return None, location
@@ -193,8 +213,19 @@ class RowSchema:
         return []
 
     def _read_images(self, prompt: Chat, images: list[object], table: RowTable, where: str) -> list[bytes]:
-        """Returns the files of the images. Puts placeholders before the first user message of a prompt that has none,
-        as TRL does. Raises UserError if the numbers of images and placeholders differ."""
+        """Returns the encoded image files of a prompt.
+
+        Puts placeholders before the first user message of a prompt that has none, as TRL does.
+
+        Args:
+            prompt: The messages, which this method changes.
+            images: Entries of the image column and of the messages' parts.
+            table: The row's source, whose folder has the files.
+            where: Location of the row for messages.
+
+        Raises:
+            UserError: If the numbers of images and placeholders differ, or if an image is unreadable.
+        """
         if not self._accepts_images:
             if images:
                 raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
@@ -215,20 +246,32 @@ class RowSchema:
         return [read_image(entry, folder, f"{where}, image {number}") for number, entry in enumerate(images)]
 
     def _image_folder(self, table: RowTable) -> Path | None:
-        """Returns the folder to which paths of images refer: data.image_folder, else that of the source, if it is a
-        file or a folder."""
+        """Returns the folder to which paths of images refer.
+
+        This is data.image_folder, else the folder of the source. A source of the hub has none.
+        """
         if self._config.image_folder is not None:
             return Path(self._config.image_folder).expanduser()
         source = Path(table.path).expanduser()
+        # a saved dataset must read only images in its own folder
         if source.is_dir():
             return source
         return source.parent if source.is_file() else None
 
     def _prompt(self, raw: Row, where: str, images: list[object]) -> tuple[Chat, str | None]:
-        """Returns the prompt's messages and, for a mapped chat that ends with an assistant message, that answer. Adds
-        images inside the messages to `images`."""
+        """Returns the prompt's messages, and the answer that ends a mapped chat, if there is one.
+
+        Args:
+            raw: The row as it was read.
+            where: Location of the row for messages.
+            images: Receives the images inside the messages.
+
+        Raises:
+            UserError: If the column is neither text nor chat messages.
+        """
         value, column = self._value("prompt", raw, where)
         if isinstance(value, str):
+            # it would be sampled from as one user message with the text of the json
             if value.startswith('[{"role"'):
                 raise _wrong(column, value, "chat messages or plain text, not messages written as json text")
             template = self._config.prompt_template or "{prompt}"
@@ -243,14 +286,26 @@ class RowSchema:
             if not chat:
                 raise _wrong(column, "only an assistant message", "a prompt before it")
 
+        # a chat with a system message of its own keeps it
         system = self._config.system_prompt
         if system is not None and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": system}, *chat]
         return chat, answer
 
-    def _reward_model(self, raw: Row, answer: str | None, where: str) -> dict[str, Any]:
-        """Returns the row's reward_model dict with its ground truth, if the row has one: from the column mapped with
-        data.columns.ground_truth, else from reward_model, the column ground_truth, or the answer that ends the chat."""
+    def _reward_model(self, raw: Row, answer: str | None, where: str) -> JsonObject:
+        """Returns the row's reward_model dict with its ground truth, if the row has one.
+
+        The ground truth is the first that exists of: the column mapped with data.columns.ground_truth; the entry of
+        reward_model; the column ground_truth; the answer that ends the chat.
+
+        Args:
+            raw: The row as it was read.
+            answer: The answer that ends a mapped chat.
+            where: Location of the row for messages.
+
+        Raises:
+            UserError: If reward_model is not a dict, or data.ground_truth_regex matches nothing.
+        """
         own = raw.get("reward_model")
         if own is not None and not isinstance(own, dict):
             raise _wrong(f"{where}, column 'reward_model'", own, f"a dict like {EXAMPLE_ROW['reward_model']}")
@@ -258,7 +313,8 @@ class RowSchema:
 
         truth, column = self._value("ground_truth", raw, where)
         match truth:
-            case [{"role": "assistant", "content": str(text)}]:  # an answer stored as a chat with one message
+            # TRL's conversational form of a completion: a chat with one message
+            case [{"role": "assistant", "content": str(text)}]:
                 truth = text
         is_mapped = "ground_truth" in self._config.columns
         if truth is not None and (is_mapped or "ground_truth" not in reward_model):
@@ -271,25 +327,33 @@ class RowSchema:
             reward_model["ground_truth"] = _last_group(self._regex, reward_model["ground_truth"], location)
         return reward_model
 
-    def _extra_info(self, raw: Row, where: str) -> dict[str, Any]:
+    def _extra_info(self, raw: Row, where: str) -> ExtraInfo:
+        """Returns the row's extra_info, or a dict of the columns that data.columns.extra_info lists."""
         if isinstance(self._config.columns.get("extra_info"), list):
             return {name: value_at(raw, name) for name in self._theirs["extra_info"]}
         value, column = self._value("extra_info", raw, where)
-        if value is not None and not isinstance(value, dict):
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
             raise _wrong(column, value, "a dict (data.columns.extra_info=[...] builds a dict from several columns)")
-        return value or {}
+        return value
 
     def _answers(self, raw: Row, where: str) -> int | None:
+        """Returns the number of answers that the row requests, or None if it requests none."""
         value, column = self._value("n", raw, where)
         if value is None:
             return None
-        if type(value) is not int or value < 1:  # a bool is an int, but no number of answers
+        # not isinstance, because a bool is an int, but no number of answers
+        if type(value) is not int or value < 1:
             raise _wrong(column, value, "a number of answers, at least 1; data.columns.n=null ignores the column")
         return value
 
 
 def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:
-    """Returns the first group that takes part in the last match of data.ground_truth_regex."""
+    """Returns the first group that takes part in the last match of data.ground_truth_regex.
+
+    A pattern with alternatives has a group in each, of which only one takes part.
+    """
     matches = list(regex.finditer(text)) if isinstance(text, str) else []
     if matches:
         for group in matches[-1].groups():
@@ -299,14 +363,12 @@ def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:
 
 
 def _text_of_parts(parts: list[object], images: list[object] | None, where: str) -> str:
-    """Returns the text of a message's typed parts.
-
-    An image part becomes a placeholder.
+    """Returns the text of a message's typed parts, in which an image part becomes a placeholder.
 
     Args:
         parts: The parts of the message.
         images: Receives the images of the parts. None: the model reads only text.
-        where: Location of the message, for messages.
+        where: Location of the message, for error messages.
 
     Raises:
         UserError: For a part that is neither text nor, if the model reads images, an image.
@@ -359,9 +421,11 @@ def read_messages(chat: object, where: str, images: list[object] | None = None) 
 
 
 def _read_message(message: object, where: str, images: list[object] | None) -> Message:
+    """Returns a checked message; see `read_messages`."""
     if not isinstance(message, dict) or "role" not in message:
         raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-    others = without_nulls({key: value for key, value in message.items() if key not in ("role", "content", "refusal")})
+    further_entries = {key: value for key, value in message.items() if key not in ("role", "content", "refusal")}
+    others = without_nulls(further_entries)
     calls = others.pop("tool_calls", None)
     if calls:
         others["tool_calls"] = _read_tool_calls(calls, where)
@@ -386,8 +450,10 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
 
 
 def _checked_text(text: object, where: str) -> str:
+    """Returns a text that can be encoded. Raises UserError for any other value."""
     if not isinstance(text, str):
         raise _wrong(where, text, "text")
+    # json can contain half a surrogate pair, which UTF-8, and so a tokenizer or a file, cannot
     if not is_unicode(text):
         raise _wrong(where, text, "text without half a surrogate pair")
     return text
@@ -395,11 +461,11 @@ def _checked_text(text: object, where: str) -> str:
 
 def _read_tool_calls(calls: object, where: str) -> list[ToolCall]:
     """Returns checked tool calls, given as a list or as JSON text. Each has arguments, a dict or its JSON text."""
-    place = f"{where}, tool_calls"
+    location = f"{where}, tool_calls"
     if isinstance(calls, str) and calls.lstrip().startswith("["):
-        calls = parse_json(calls, place, "a list of tool calls")
+        calls = parse_json(calls, location, "a list of tool calls")
     if not isinstance(calls, list):
-        raise _wrong(place, calls, "a list")
+        raise _wrong(location, calls, "a list")
 
     expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
     checked = []
@@ -407,15 +473,18 @@ def _read_tool_calls(calls: object, where: str) -> list[ToolCall]:
         # OpenAI's form has the function below a key; others have its name and arguments themselves
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(place, call, f"a call like {expected}")
+            raise _wrong(location, call, f"a call like {expected}")
         # a table has null for an empty dictionary, and some clients write an empty text
         arguments = function.get("arguments") or {}
         if not isinstance(arguments, dict | str):
-            raise _wrong(f"{place}, arguments of {function['name']!r}", arguments, "a dict, or its JSON text")
-        _checked_text(json.dumps([call, arguments], ensure_ascii=False, default=str), place)
+            raise _wrong(f"{location}, arguments of {function['name']!r}", arguments, "a dict, or its JSON text")
+        # all texts at once, at any depth
+        _checked_text(json.dumps([call, arguments], ensure_ascii=False, default=str), location)
 
-        checked_function = function | {"arguments": arguments}
-        checked.append(call | {"function": checked_function} if "function" in call else checked_function)
+        checked_call = function | {"arguments": arguments}
+        if "function" in call:
+            checked_call = call | {"function": checked_call}
+        checked.append(checked_call)
     return checked
 
 
@@ -462,26 +531,28 @@ def read_tools_file(path: str | None) -> list[ToolSchema] | None:
     return read_tools(text, f"data.tools_path={path!r}")
 
 
-def _wrong(place: str, value: object, expected: str) -> UserError:
-    return UserError(f"{place}: found {value!r:.200}, expected {expected}")
+def _wrong(where: str, value: object, expected: str) -> UserError:
+    return UserError(f"{where}: found {value!r:.200}, expected {expected}")
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:
+    """Returns the column names in a value of data.columns: one name, several, or null for none."""
     if names is None:
         return []
     return [names] if isinstance(names, str) else list(names)
 
 
 def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
-    """Returns the first name that is a column, or whose first part is (a for the dotted name a.b); None without one."""
+    """Returns the first name that is a column or whose first part is one (a of the dotted name a.b), or None."""
     for name in names:
         if name in columns or name.partition(".")[0] in columns:
             return name
     return None
 
 
-def value_at(raw: Row, name: str) -> Any:
+def value_at(raw: Row, name: str) -> object:
     """Returns the value of a column, or the value inside a dict column for a dotted name a.b; None if missing."""
+    # a column whose own name has dots comes first
     if name in raw or "." not in name:
         return raw.get(name)
     column, _, name_inside = name.partition(".")

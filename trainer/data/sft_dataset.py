@@ -38,8 +38,10 @@ from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedData
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
-COMPLETION, TEXT = "completion", "text"  # TRL's names for the answer column and for plain text
-LOSS_MASKS = ("loss_mask", "weight")
+# TRL's names for the answer column and for plain text
+COMPLETION = "completion"
+TEXT = "text"
+LOSS_MASKS = ("loss_mask", "weight")  # of verl and of OpenAI
 NO_ARGUMENTS: Arguments = MappingProxyType({})
 ALL_TOKENS = "set data.assistant_only_loss=false and data.completion_only_loss=false to train on all tokens"
 
@@ -141,12 +143,8 @@ def row_report(
     """
     unit = "pairs" if len(rows[0].texts) == 2 else "rows"
     lengths = [len(row) for row in rows]
-    loss_tokens = 0
-    for row in rows:
-        loss_tokens += sum(sum(text.mask) for text in row.texts)
-
     report = f"{option}: {len(rows):,} {unit} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in total, "
-    report += f"{loss_tokens / sum(lengths):.1%} of them in the loss"
+    report += f"{count_loss_tokens(rows) / sum(lengths):.1%} of them in the loss"
     dropped = read - len(rows)
     if dropped and config.truncation == "right":
         report += f"; dropped: {dropped:,} (no token in the loss is left within data.max_length={config.max_length})"
@@ -155,6 +153,15 @@ def row_report(
     if cut:
         report += f"; cut off at {config.max_length} tokens: {cut:,} (data.truncation=right)"
     return report
+
+
+def count_loss_tokens(rows: Sequence[TrainingRow]) -> int:
+    """Returns the number of tokens of the rows that are in the loss."""
+    total = 0
+    for row in rows:
+        for text in row.texts:
+            total += sum(text.mask)
+    return total
 
 
 def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[Row, str]]:
@@ -167,7 +174,17 @@ def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[Row, str]]:
 
 
 def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, where: str) -> Example:
-    """Returns the sequence of a row of any format. Raises UserError if the row is unusable."""
+    """Returns the sequence of a row of any format.
+
+    Args:
+        row: The row.
+        tokenizer: The tokenizer, with its chat template.
+        config: Section `data` of the options.
+        where: Location of the row, for messages.
+
+    Raises:
+        UserError: If the row is unusable.
+    """
     has_chat = value_at(row, config.messages_key) is not None or value_at(row, config.prompt_key) is not None
     if not has_chat and row.get(TEXT) is not None:
         if config.completion_only_loss:
@@ -215,8 +232,19 @@ def _tools_of_file(path: str) -> list[ToolSchema] | None:
 
 
 def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
-    """Tokenizes a text for language modeling, as TRL does: with the tokenizer's special tokens and the end-of-sequence
-    token. All tokens are in the loss except the first, which nothing predicts."""
+    """Tokenizes a text for language modeling, as TRL does.
+
+    The tokenizer's special tokens and the end-of-sequence token are added. All tokens are in the loss except the first,
+    which nothing predicts.
+
+    Args:
+        text: Value of the column.
+        tokenizer: The tokenizer.
+        where: Location of the column, for messages.
+
+    Raises:
+        UserError: If the value is no text, or the tokenizer has no end-of-sequence token.
+    """
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: found {text!r:.200}, expected text; remove such rows")
     if tokenizer.eos_token_id is None:
@@ -233,9 +261,18 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
 def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
     """Returns the chat of a row and the index of the first message in the loss.
 
-    The chat is the messages column, or the prompt column followed by the response (or TRL's completion) column. The
-    completion is the last assistant message of the former and the second column of the latter; by default, the loss is
-    on all messages of the former and on the completion of the latter.
+    The chat is one of:
+    - the messages column. By default, all its messages are in the loss; its completion is the last assistant message.
+    - the prompt column followed by the response (or TRL's completion) column. By default, only the latter, which is the
+      completion, is in the loss.
+
+    Args:
+        row: The row.
+        config: Section `data` of the options.
+        where: Location of the row, for messages.
+
+    Raises:
+        UserError: If the row has neither form, or no assistant message although the loss needs one.
     """
     needs_assistant = config.assistant_only_loss
     if row.get(config.messages_key) is not None:
@@ -259,9 +296,11 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
             'A correct row: {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
         )
     question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
-    messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-    answer = _read_answer(messages, f"{where}, column {response_key!r}", needs_assistant)
-    first = 0 if config.completion_only_loss is False else len(question)  # None, the default, means the completion
+    if isinstance(response, str):
+        response = [{"role": "assistant", "content": response}]
+    answer = _read_answer(response, f"{where}, column {response_key!r}", needs_assistant)
+    # `is False`, because None, the default, means the completion
+    first = 0 if config.completion_only_loss is False else len(question)
     return [*question, *answer], first
 
 
@@ -310,21 +349,22 @@ def encode_chat(
         UserError: if the template refuses the chat, leaves out its tool calls, or changes earlier turns when later
             turns follow, or if no token is in the loss.
     """
-    is_kept, chat = split_loss_mask(chat, where)
-    texts = _Texts(chat, tokenizer, where, arguments)
+    may_be_learnt, chat = split_loss_mask(chat, where)
+    chat_text = _ChatText(chat, tokenizer, where, arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
     answers = []
     left_out = []
-    for place, message in enumerate(chat):
-        if message["role"] == "assistant" and place >= first:
-            answers.append(_Span(texts.question(place), texts.end(place), is_kept[place]))
+    for index, message in enumerate(chat):
+        if message["role"] == "assistant" and index >= first:
+            answers.append(_Span(chat_text.answer_start(index), chat_text.message_end(index), may_be_learnt[index]))
         # other messages need no border if only answers are learnt; many templates refuse a chat that ends there
-        if not is_kept[place] and not assistant_only:
-            left_out.append(_Span(texts.end(place - 1), texts.end(place), is_learnt=False))
-    learnt_from = len(texts.whole) if assistant_only else texts.beginning(first)
+        if not may_be_learnt[index] and not assistant_only:
+            left_out.append(_Span(chat_text.message_end(index - 1), chat_text.message_end(index), is_learnt=False))
+    learnt_from = len(chat_text.whole) if assistant_only else chat_text.message_start(first)
 
-    tokens, mask = _encode_spans(texts.whole, learnt_from, answers, left_out, tokenizer, arguments)
-    first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)  # nothing predicts the first token
+    tokens, mask = _encode_spans(chat_text.whole, learnt_from, answers, left_out, tokenizer, arguments)
+    # at least 1, because nothing predicts the first token
+    first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)
     if first_learnt == len(mask):
         raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
     return Example(tokens[:first_learnt], tokens[first_learnt:], mask[first_learnt:])
@@ -360,6 +400,7 @@ def _encode_spans(
     Returns:
         The tokens, and for each of them 1 if it is in the loss, else 0.
     """
+    # tokens are cut at every border, so that no token is partly in the loss
     borders = {learnt_from}
     for span in (*answers, *left_out):
         borders |= {span.start, span.stop}
@@ -369,6 +410,7 @@ def _encode_spans(
     first_learnt = token_index[learnt_from]
     mask = [0] * first_learnt + [1] * (len(tokens) - first_learnt)
 
+    # an answer without its end would teach the model not to stop
     missing_ends: list[tuple[int, int]] = []  # the index of an end to be added, and its mask
     for answer in answers:
         start = token_index[answer.start]
@@ -379,19 +421,30 @@ def _encode_spans(
             missing_ends.append((stop, int(answer.is_learnt)))
         if answer.is_learnt:
             mask[start:end] = [1] * (end - start)
+    # after the answers, because parts that are left out are never in the loss
     for span in left_out:
         start = token_index[span.start]
         stop = token_index[span.stop]
         mask[start:stop] = [0] * (stop - start)
 
-    for index, is_learnt in reversed(missing_ends):  # from the end, so that earlier indices stay valid
+    # from the end, so that earlier indices stay valid
+    for index, is_learnt in reversed(missing_ends):
         tokens.insert(index, ends_of_answers(tokenizer, arguments)[0])
         mask.insert(index, is_learnt)
     return tokens, mask
 
 
-class _Texts:
+class _ChatText:
     """Positions of the messages of a chat in its text.
+
+    A template renders only whole chats. The end of a message is therefore found by rendering the chat up to this
+    message, which has to be the beginning of the text of the whole chat.
+
+    Args:
+        chat: The checked messages.
+        tokenizer: The tokenizer, with its chat template.
+        where: Location of the row, for messages.
+        arguments: Arguments of the chat template.
 
     Attributes:
         whole: the text of the chat under the chat template.
@@ -404,14 +457,15 @@ class _Texts:
         self._arguments = arguments
         self.whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
 
-    def question(self, place: int) -> int:
-        """Returns the position at which the answer number `place` begins: behind the generation prompt.
+    def answer_start(self, index: int) -> int:
+        """Returns the position at which the answer in message `index` begins: behind the generation prompt.
 
         A greeting, which no prompt precedes, begins with its own content.
         """
-        if place > 0:
-            return self._length(place, is_question=True)
-        end = self.end(0)
+        if index > 0:
+            return self._length(index, is_question=True)
+        # a template cannot render a chat without messages, so the content itself is searched
+        end = self.message_end(0)
         content = (self._chat[0]["content"] or "").strip()
         start = self.whole.rfind(content, 0, end) if content else end
         if start < 0:
@@ -422,28 +476,30 @@ class _Texts:
             )
         return start
 
-    def end(self, place: int) -> int:
+    def message_end(self, index: int) -> int:
         """Returns the position at which a message ends; 0 for -1."""
-        if place < 0:
+        if index < 0:
             return 0
-        if place == len(self._chat) - 1:
+        if index == len(self._chat) - 1:
             return len(self.whole)
-        if place == 0 or self._chat[place]["role"] != "assistant":
-            return self._length(place + 1, is_question=False)
+        if index == 0 or self._chat[index]["role"] != "assistant":
+            return self._length(index + 1, is_question=False)
 
         # a template may write an answer differently at the end of a chat, such as Qwen3 with an empty think block
-        start = self.question(place)
-        text = self._text(place + 1, is_question=False)
+        start = self.answer_start(index)
+        text = self._text(index + 1, is_question=False)
         length = rewritten_length(text[start:], self.whole[start:])
         if length is None:
-            return self._length(place + 1, is_question=False)
+            return self._length(index + 1, is_question=False)
         return start + length
 
-    def beginning(self, place: int) -> int:
+    def message_start(self, index: int) -> int:
         """Returns the position at which a message begins; for an answer, behind the generation prompt."""
-        if place == 0:
+        if index == 0:
             return 0
-        return self.question(place) if self._chat[place]["role"] == "assistant" else self.end(place - 1)
+        if self._chat[index]["role"] == "assistant":
+            return self.answer_start(index)
+        return self.message_end(index - 1)
 
     def _length(self, count: int, *, is_question: bool) -> int:
         """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
@@ -460,12 +516,11 @@ class _Texts:
         """Returns the text of the first messages."""
         chat = self._chat[:count]
         text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
-        if tokenizer_end := self._tokenizer.eos_token:
-            # some templates end every chat with this token, as those of Phi-3; it is not part of the message
-            shorter = text.removesuffix(tokenizer_end)
-            if not self.whole.startswith(text) and self.whole.startswith(shorter):
-                return shorter
-        return text
+        if self.whole.startswith(text):
+            return text
+        # some templates end every chat with the end-of-text token, as those of Phi-3; it is not part of the message
+        text_without_end = text.removesuffix(self._tokenizer.eos_token or "")
+        return text_without_end if self.whole.startswith(text_without_end) else text
 
 
 def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
@@ -473,16 +528,17 @@ def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
 
     The entry is `loss_mask` (verl) or `weight` (OpenAI), 0 or 1. Raises UserError for any other value.
     """
-    is_kept = []
+    may_be_learnt = []
     messages = []
     for message in chat:
         values = [message[name] for name in LOSS_MASKS if name in message]
         other_values = [value for value in values if value not in (0, 1)]
         if other_values:
             raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {other_values[0]!r}; expected 0 or 1")
-        is_kept.append(all(value == 1 for value in values))
+        may_be_learnt.append(all(value == 1 for value in values))
+        # without the entry, because a template could write it
         messages.append({name: value for name, value in message.items() if name not in LOSS_MASKS})
-    return is_kept, messages
+    return may_be_learnt, messages
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
@@ -490,6 +546,10 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
 
     Prompts are left-padded to (B, P) and responses right-padded to (B, R), where P and R are the longest lengths in
     the batch. response_mask is 1 for tokens that are trained on.
+
+    Args:
+        examples: The sequences.
+        pad_token_id: Token id of the padding.
     """
     prompts = [example.prompt for example in examples]
     responses = [example.response for example in examples]
@@ -498,6 +558,7 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
     is_prompt = _padded([[1] * len(prompt) for prompt in prompts], 0, "left")
     is_response = _padded([[1] * len(response) for response in responses], 0, "right")
     attention_mask = torch.cat([is_prompt, is_response], dim=1)
+    # positions count from the first token that is not padding
     return DataProto.from_dict(
         {
             "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
@@ -510,6 +571,12 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, side: str) -> torch.Tensor:
-    """Returns the rows as a (B, longest) tensor of int64. side: "left" or "right" of the values that are added."""
+    """Returns the rows as a (B, longest) tensor of int64.
+
+    Args:
+        rows: Token ids or mask values of each row.
+        value: The padding.
+        side: "left" or "right", the side on which it is added.
+    """
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_lite.config import HUB_NAME, DataConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import DatasetRow
 from verl_lite.registry import accepts, load_object
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 """Split names for an entry without @, in order of preference, by option."""
 
-_SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(name for names in SPLITS.values() for name in names)})(?![a-z0-9])")
-MOST_LEVELS = 100
-_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")
+# a split name as a word of its own: "train-00000.parquet", but neither "trainer" nor "contest"
+_SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(SPLITS['train'] + SPLITS['val'])})(?![a-z0-9])")
+MOST_LEVELS = 100  # of nesting; far below Python's recursion limit of 1,000
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")  # written by `datasets` next to data files
 
-Row = dict[str, Any]
+Row = DatasetRow
 """A row of a source as it was read: its columns can hold anything."""
 Rows: TypeAlias = "list[Row] | pyarrow.Table | datasets.Dataset"
 
@@ -57,7 +59,8 @@ class RowTable:
         self.data_source = data_source
         self._rows = rows
         self.media: list[str] = []
-        if isinstance(rows, list):  # from json: rows may have different columns and types
+        # from json, whose rows may have different columns and types
+        if isinstance(rows, list):
             names: set[str] = set()
             for row in rows:
                 names.update(row)
@@ -74,14 +77,21 @@ class RowTable:
         return len(self._rows)
 
     def rows(self, indices: Sequence[int], columns: Sequence[str]) -> list[Row]:
-        """Returns the rows at these indices, in this order, with those of the given columns that they have."""
+        """Returns rows as Python objects.
+
+        Args:
+            indices: Numbers of the rows, in the order of the result.
+            columns: Names of columns of the table. A row from json has only those of them that it has itself.
+        """
         rows = self._rows
         if isinstance(rows, list):
             return [_with_columns(rows[index], columns) for index in indices]
         if isinstance(rows, pyarrow.Table):
             table = rows.select(list(columns)).take(pyarrow.array(indices, type=pyarrow.int64()))
         else:
+            # in arrow format, because `datasets` would decode images to PIL
             table = rows.with_format("arrow", columns=list(columns))[list(indices)]
+        # "lossy": of a key that occurs twice in a map, the last value is used
         return table.to_pylist(maps_as_pydicts="lossy")
 
 
@@ -90,12 +100,12 @@ def _with_columns(row: Row, columns: Sequence[str]) -> Row:
 
 
 def open_sources(
-    places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
+    entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
 ) -> list[RowTable]:
     """Opens the entries of an option without checking their rows.
 
     Args:
-        places: The entries of data.train_files (split="train") or data.val_files (split="val").
+        entries: The entries of data.train_files (split="train") or data.val_files (split="val").
         config: Options of the data. With data.custom_cls, that class gets all entries.
         tokenizer: The tokenizer, for data.custom_cls.
         split: "train" or "val".
@@ -104,10 +114,10 @@ def open_sources(
         UserError: If a source does not exist or is unreadable.
     """
     if config.custom_cls.path is not None:
-        return [_rows_of_class(places, config, tokenizer, split)]
+        return [_rows_of_class(entries, config, tokenizer, split)]
     tables: list[RowTable] = []
-    for place in places:
-        tables += open_place(place, f"data.{split}_files", split)
+    for entry in entries:
+        tables += open_place(entry, f"data.{split}_files", split)
     return tables
 
 
@@ -119,7 +129,11 @@ def read_rows(path: str, option: str) -> list[Row]:
 
 
 def read_data_file(path: str, option: str) -> RowTable:
-    """Reads a parquet, json (a list of rows) or jsonl (one row per line) file. option: its key, for messages.
+    """Reads a parquet, json (a list of rows) or jsonl (one row per line) file.
+
+    Args:
+        path: Path of the file.
+        option: Key of the option that names the file, for messages.
 
     Raises:
         UserError: If the file does not exist, is unreadable, or has another format.
@@ -138,7 +152,9 @@ def read_data_file(path: str, option: str) -> RowTable:
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
             table = reader.read()
-        table.validate(full=True)  # finds text that is not UTF-8 here instead of when a row is read
+        # finds text that is not UTF-8 here instead of when a row is read
+        table.validate(full=True)
+        # a row is a dictionary, which would silently keep only one of them
         if len(set(table.column_names)) < table.num_columns:
             raise pyarrow.ArrowInvalid(f"several columns have the same name: {', '.join(table.column_names)}")
     except (pyarrow.ArrowException, OSError) as error:
@@ -147,8 +163,10 @@ def read_data_file(path: str, option: str) -> RowTable:
 
 
 def _read_json(file: Path, where: str) -> list[Row]:
+    """Returns the rows of a json or jsonl file, which its content tells apart, not its name."""
     try:
-        text = file.read_bytes().decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
+        # editors on Windows begin files with a byte order mark
+        text = file.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: cannot be read ({error}); expected uncompressed json in UTF-8") from error
 
@@ -168,20 +186,33 @@ def _read_json(file: Path, where: str) -> list[Row]:
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:
-    """Parses a json text. Raises UserError, which contains `where` and `expected`, if the text is invalid or nested
-    deeper than MOST_LEVELS."""
+    """Returns the value of a json text.
+
+    Args:
+        text: The json text.
+        where: Its location, for messages.
+        expected: Description of a valid text, for messages.
+
+    Raises:
+        UserError: If the text is invalid or nested deeper than MOST_LEVELS.
+    """
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError is also raised for a number with too many digits
+    # ValueError is also raised for a number with too many digits
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
+    # most texts have fewer brackets than levels are allowed, so their values need not be searched
     if text.count("{") + text.count("[") > MOST_LEVELS and is_nested_deeper(value, MOST_LEVELS):
         raise UserError(f"{where}: nested more than {MOST_LEVELS} levels deep; flatten it, or store it as a text")
     return value
 
 
 def is_nested_deeper(value: object, levels: int) -> bool:
-    """Returns True if a mapping or list contains others over more than `levels` levels. Later stages copy and send
-    values by recursion."""
+    """Returns True if a mapping or list contains others over more than `levels` levels.
+
+    Later stages copy and send values by recursion, which fails at Python's limit.
+    """
+    # level by level, because a recursion here could itself reach the limit
     containers = [value]
     for _ in range(levels):
         entries: list[object] = []
@@ -203,12 +234,17 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         text: The entry, `base:config@split`.
         option: Key of the option, for messages.
         split: "train" or "val". It selects the default splits.
+
+    Raises:
+        UserError: If the entry does not exist, is unreadable, or lacks the split.
     """
     front, _, named_split = text.partition("@")
     base, _, config = front.partition(":")
-    if Path(text).expanduser().exists():  # a path may hold any character
+    # an existing path is taken as a whole, because it may contain : and @
+    if Path(text).expanduser().exists():
         base = text
-        config = named_split = ""
+        config = ""
+        named_split = ""
     path = Path(base).expanduser()
     where = f"{option}={text!r}"
     splits = (named_split,) if named_split else SPLITS[split]
@@ -216,17 +252,28 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return [RowTable(text, _load_saved(base, where, splits))]
-        if config:  # a copy of a hub repository, whose README lists the files of each config
+        # a copy of a hub repository, whose README lists the files of each config
+        if config:
             return [RowTable(text, _load_prepared(str(path), config, where, splits))]
         return [read_data_file(str(file), option) for file in _files_of_split(path, where, splits)]
+    # with one of the suffixes, the entry names a file, also if the file does not exist
     if HUB_NAME.fullmatch(text) and path.suffix not in SUFFIXES:
         return [RowTable(text, _load_prepared(base, config or None, where, splits), data_source=base)]
     return [read_data_file(text, option)]
 
 
 def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Path]:
-    """Returns the files of a folder, or of its subfolder `data`, that are named after one of the splits, or all files
-    if none is named after a split."""
+    """Returns the files of a folder, or of its subfolder `data`, that belong to one of the splits.
+
+    Args:
+        folder: The folder.
+        where: Its location, for messages.
+        splits: Accepted names of the split, in order of preference. If there are several, the user named none, and a
+            folder in which no file is named after a split has only one: all files belong to it.
+
+    Raises:
+        UserError: If there is no such file, or if only some of the files are named after a split.
+    """
     files_by_split = _data_files_by_split(folder) or _data_files_by_split(folder / "data")
     if not files_by_split:
         raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
@@ -248,9 +295,12 @@ def _data_files_by_split(folder: Path) -> dict[str, list[Path]]:
         return {}
     files_by_split: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
-        if file.suffix in SUFFIXES and file.name not in _DESCRIPTIONS and not file.name.startswith("."):
-            match = _SPLIT_WORD.search(file.stem.lower())
-            files_by_split.setdefault(match[1] if match else "", []).append(file)
+        is_data = file.suffix in SUFFIXES and file.name not in _DESCRIPTIONS
+        if not is_data or file.name.startswith("."):
+            continue
+        match = _SPLIT_WORD.search(file.stem.lower())
+        split = match[1] if match else ""
+        files_by_split.setdefault(split, []).append(file)
     return files_by_split
 
 
@@ -273,6 +323,7 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(f"{where}: not a readable folder of datasets.save_to_disk ({error})") from error
+    # `wanted` has one name if the user chose a split, which a single dataset does not have
     if isinstance(loaded, datasets.DatasetDict):
         return loaded[_choose_split(list(loaded), where, wanted)]
     if len(wanted) == 1:
@@ -281,7 +332,17 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
 
 
 def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[str]) -> datasets.Dataset:
-    """Loads a dataset of the hub (without network, from the cache of `datasets`), or a copy of a hub repository."""
+    """Loads a dataset of the hub (without network, from the cache of `datasets`), or a copy of a hub repository.
+
+    Args:
+        name: Name on the hub, or folder of the copy.
+        config: Config of the dataset; None: the only one.
+        where: The entry of the option, for messages.
+        wanted: Accepted names of the split, in order of preference.
+
+    Raises:
+        UserError: If the dataset cannot be loaded or lacks the split.
+    """
     import datasets
 
     try:
@@ -291,6 +352,7 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
         split = _choose_split([str(available_split) for available_split in available], where, wanted)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
+    # that of `_choose_split`, which is also a ValueError
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -303,19 +365,30 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
 
 
 def _rows_of_class(
-    places: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
+    entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
 ) -> RowTable:
-    """Returns the rows of data.custom_cls. The class is constructed with those of verl's arguments that it accepts."""
+    """Returns the rows of data.custom_cls, which is constructed with those of verl's arguments that it accepts.
+
+    Args:
+        entries: The entries of data.train_files or data.val_files, which only the class interprets.
+        config: Section `data` of the options.
+        tokenizer: The policy's tokenizer.
+        split: "train" or "val".
+
+    Raises:
+        UserError: If the class is no sequence of rows, or a row is no dict of columns.
+    """
     custom = config.custom_cls
     row_class = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
     arguments: dict[str, object] = {
-        "data_files": list(places),
+        "data_files": list(entries),
         "tokenizer": tokenizer,
-        "processor": None,
+        "processor": None,  # verl's class prepares images with it; here `images.py` does
         "config": config,
         "max_samples": config.train_max_samples if split == "train" else config.val_max_samples,
     }
-    dataset = row_class(**{name: value for name, value in arguments.items() if accepts(row_class, name)})
+    accepted = {name: value for name, value in arguments.items() if accepts(row_class, name)}
+    dataset = row_class(**accepted)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
             f"data.custom_cls.name={custom.name}: expected a sequence of rows, found {type(dataset).__name__}"

@@ -13,10 +13,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import pyarrow
@@ -25,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chat_tokens import check_calls_shown
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import KeywordArguments
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
@@ -34,15 +36,17 @@ if TYPE_CHECKING:
 CACHED_FROM = 5_000
 """Smallest number of prompts that is cached. Fewer take less than two seconds on one core (recipes/LOG.md)."""
 
-TemplateArguments = dict[str, Any]
-"""Keyword arguments of a chat template, which defines their names and types."""
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The chat template's input for one row. tools: tool schemas as json text, or None."""
+    """The chat template's input for one row.
+
+    Attributes:
+        messages: Chat messages.
+        tools: Tool schemas as json text, or None.
+    """
 
     messages: list[dict[str, str]]
     tools: str | None = None
@@ -60,68 +64,88 @@ def encode_prompts(
             an error for a prompt, or if its output does not contain the tools, tool calls or the system prompt.
     """
     kwargs = dict(config.apply_chat_template_kwargs)
+    # the tokenizers of base models have no template
     if tokenizer.chat_template is None:
         if any(prompt.tools or len(prompt.messages) > 1 for prompt in prompts):
             raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
         kwargs["chat_template"] = plain_template(tokenizer)
+
     _check_shown(prompts, tokenizer, config, kwargs)
     if len(prompts) < CACHED_FROM:
         return [np.array(tokens, dtype=np.int32) for tokens in _encode(prompts, tokenizer, kwargs)]
     return _encode_with_cache(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
 
 
+class _PromptColumns(TypedDict):
+    """The fields of `Prompt` as columns of a dataset, the messages as json text."""
+
+    messages: list[str]
+    tools: list[str | None]
+
+
 def _encode_with_cache(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments, workers: int
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments, workers: int
 ) -> list[np.ndarray]:
     """Returns the token ids of each prompt from the cache file, which this call writes if it is missing.
 
     Args:
-        prompts: The prompts. Values that are no json become text, as templates would show them.
+        prompts: The prompts. Values that are not json become text, as templates would show them.
         tokenizer: The tokenizer.
         kwargs: Arguments of the chat template.
         workers: Number of processes that tokenize.
     """
     import datasets
 
-    def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+    def encode(batch: _PromptColumns) -> dict[str, list[list[int]]]:
         batch_prompts = []
         for messages, tools in zip(batch["messages"], batch["tools"], strict=True):
             batch_prompts.append(Prompt(json.loads(messages), tools))
         return {"tokens": _encode(batch_prompts, tokenizer, kwargs)}
 
-    columns = {
+    columns: _PromptColumns = {
+        # json text, because a column of dictionaries would give each message the keys of all messages
         "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
         "tools": [prompt.tools for prompt in prompts],
     }
-    content = json.dumps([_identity(tokenizer, kwargs), columns])
-    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    cache = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute()
-    folder = cache / "tokens"
+    cache_file = _cache_file(_identity(tokenizer, kwargs), columns)
+    folder = cache_file.parent
 
     input_features = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
-    rows = datasets.Dataset.from_dict(columns, features=input_features)
-    options: dict[str, Any] = {
-        "batched": True,
-        "remove_columns": list(columns),
-        "features": datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
-        "new_fingerprint": digest,  # otherwise `datasets` would pickle and hash the tokenizer
-    }
+    rows = datasets.Dataset.from_dict(dict(columns), features=input_features)
+    tokenize = partial(
+        rows.map,
+        encode,
+        batched=True,
+        remove_columns=list(columns),
+        features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+        new_fingerprint=cache_file.stem,  # otherwise `datasets` would pickle and hash the tokenizer
+    )
+    num_processes = workers if workers > 1 else None
     datasets.disable_progress_bars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tokenized = rows.map(
-            encode,
-            cache_file_name=str(folder / f"{digest}.arrow"),
-            num_proc=workers if workers > 1 else None,
-            **options,
-        )
-        return _arrays(tokenized)
-    except (OSError, pyarrow.ArrowInvalid) as error:  # a damaged file, or a folder that cannot be written
+        return _arrays(tokenize(cache_file_name=str(cache_file), num_proc=num_processes))
+    # a damaged file, or a folder that cannot be written: the cache only saves time, so the run continues without it
+    except (OSError, pyarrow.ArrowInvalid) as error:
         logger.warning("the prompt tokens in %s cannot be used (%s): tokenizing without the cache", folder, error)
         if folder.is_dir():
-            for damaged_file in folder.glob(f"{digest}*"):
+            # also the files of single processes, whose names have a suffix; the next run would read them again
+            for damaged_file in folder.glob(f"{cache_file.stem}*"):
                 damaged_file.unlink(missing_ok=True)
-        return _arrays(rows.map(encode, keep_in_memory=True, **options))
+        return _arrays(tokenize(keep_in_memory=True))
+
+
+def _cache_file(identity: Sequence[str], columns: _PromptColumns) -> Path:
+    """Returns the path of the cache file, whose name is a digest of everything that the tokens depend on.
+
+    Args:
+        identity: See `_identity`.
+        columns: The prompts.
+    """
+    content = json.dumps([identity, columns])
+    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    cache = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute()
+    return cache / "tokens" / f"{digest}.arrow"
 
 
 def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
@@ -130,13 +154,17 @@ def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
     for chunk in rows.data.column("tokens").chunks:
         # the offsets of a chunk can be those of a longer array, of which it is a part
         boundaries = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
-        arrays += np.split(chunk.flatten().to_numpy(), boundaries[1:-1])
+        all_tokens = chunk.flatten().to_numpy()
+        # np.split expects the boundaries between parts, without the beginning and the end
+        arrays += np.split(all_tokens, boundaries[1:-1])
     return arrays
 
 
-def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments) -> list[str]:
-    """Returns everything except the prompts that the tokens depend on, as text. This includes the date if the template
-    uses it, because the prompts then change every day."""
+def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments) -> list[str]:
+    """Returns everything except the prompts that the tokens depend on, as text.
+
+    This includes the date if the template uses it, because the prompts then change every day.
+    """
     import tokenizers
     import transformers
 
@@ -157,24 +185,35 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments) -> 
     ]
 
 
-def _encode(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments
-) -> list[list[int]]:
+def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments) -> list[list[int]]:
+    """Returns the token ids of each prompt."""
     texts: list[str] = []
     # prompts with the same tools are rendered by one call, which compiles the template once
     for tools, prompts_with_tools in itertools.groupby(prompts, key=lambda prompt: prompt.tools):
         texts += _render(tokenizer, [prompt.messages for prompt in prompts_with_tools], tools, kwargs)
+    # without special tokens, because the template has written those of the model
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: TemplateArguments
+    tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: KeywordArguments
 ) -> list[str]:
-    """Returns the texts of chats with the same tools. Raises UserError about the chat that the template refuses."""
+    """Returns the texts of chats with the same tools.
+
+    Args:
+        tokenizer: The tokenizer, with its chat template.
+        chats: The messages of each chat.
+        tools: Tool schemas as json text, or None.
+        kwargs: Arguments of the chat template.
+
+    Raises:
+        UserError: If the template refuses a chat, about the first such chat.
+    """
     try:
         return render_chats(tokenizer, chats, add_generation_prompt=True, **_with_tools(kwargs, tools))
     except ChatTemplateError as error:
-        if len(chats) > 1:  # renders the chats one by one to find the chat that fails
+        # the error does not say which chat failed, so the chats are rendered one by one to name it
+        if len(chats) > 1:
             return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
@@ -183,52 +222,75 @@ def _render(
         ) from error
 
 
-def _with_tools(kwargs: TemplateArguments, tools: str | None) -> TemplateArguments:
-    return kwargs if tools is None else {**kwargs, "tools": json.loads(tools)}
+def _with_tools(kwargs: KeywordArguments, tools: str | None) -> KeywordArguments:
+    if tools is None:
+        return kwargs
+    return {**kwargs, "tools": json.loads(tools)}
 
 
 def _check_shown(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: TemplateArguments
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: KeywordArguments
 ) -> None:
     """Checks that the template shows all parts of prompts, with the first prompt that has such a part.
+
+    A template ignores parts that it does not know without an error, and training would then run without them.
+
+    Args:
+        prompts: The prompts.
+        tokenizer: The tokenizer, with its chat template.
+        config: Section `data` of the options, with the system prompt.
+        kwargs: Arguments of the chat template.
 
     Raises:
         UserError: If the template's output ignores a prompt's tools, tool calls, results of tools, or
             data.system_prompt.
     """
-    system = config.system_prompt
-    with_tools = with_system = with_calls = with_results = None
-    for prompt in prompts:
-        if prompt.tools is not None:
-            with_tools = with_tools or prompt
-        if system is not None and prompt.messages[0]["content"] == system and len(prompt.messages) > 1:
-            with_system = with_system or prompt
-        if any("tool_calls" in message for message in prompt.messages):
-            with_calls = with_calls or prompt
-        if any(message["role"] == "tool" for message in prompt.messages):
-            with_results = with_results or prompt
-
+    with_calls = _first_prompt(prompts, lambda prompt: any("tool_calls" in message for message in prompt.messages))
+    with_results = _first_prompt(prompts, lambda prompt: any(message["role"] == "tool" for message in prompt.messages))
     for example in (with_calls, with_results):
         if example is not None:
             arguments = _with_tools(kwargs, example.tools)
             check_calls_shown(example.messages, tokenizer, f"The prompt {example.messages!r:.200}", arguments)
+
+    with_tools = _first_prompt(prompts, lambda prompt: prompt.tools is not None)
     if with_tools is not None:
         part = "tools (data.columns.tools=null leaves them out)"
         _check_part_shown(part, with_tools, Prompt(with_tools.messages), tokenizer, kwargs)
+
+    system = config.system_prompt
+    if system is None:
+        return
+    # a prompt of the system message alone has nothing to compare it with
+    with_system = _first_prompt(
+        prompts, lambda prompt: prompt.messages[0]["content"] == system and len(prompt.messages) > 1
+    )
     if with_system is not None:
         part = f"data.system_prompt={system!r:.100} (use data.prompt_template)"
         without_system = Prompt(with_system.messages[1:], with_system.tools)
         _check_part_shown(part, with_system, without_system, tokenizer, kwargs)
 
 
+def _first_prompt(prompts: Sequence[Prompt], has_part: Callable[[Prompt], bool]) -> Prompt | None:
+    return next(filter(has_part, prompts), None)
+
+
 def _check_part_shown(
-    part: str, prompt: Prompt, prompt_without: Prompt, tokenizer: PreTrainedTokenizerBase, kwargs: TemplateArguments
+    part: str, prompt: Prompt, prompt_without: Prompt, tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments
 ) -> None:
-    """Raises UserError if the template gives the same text with and without a part of the prompt."""
+    """Raises UserError if the template gives the same text with and without a part of the prompt.
+
+    Args:
+        part: Name of the part and advice, for the message.
+        prompt: A prompt with the part.
+        prompt_without: The same prompt without it.
+        tokenizer: The tokenizer, with its chat template.
+        kwargs: Arguments of the chat template.
+    """
     text = _render(tokenizer, [prompt.messages], prompt.tools, kwargs)
     try:
         text_without = _render(tokenizer, [prompt_without.messages], prompt_without.tools, kwargs)
-    except UserError:  # a template that requires the part shows it
+    # a template that requires the part shows it
+    except UserError:
         return
     if text == text_without:
         raise UserError(

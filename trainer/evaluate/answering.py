@@ -24,8 +24,11 @@ CHUNKS = "answers"
 """Folder of the stored answers in a run folder."""
 FOLDER = "trainer.default_local_dir="
 
+# the answers depend on these sections, except for the keys that no result of a run depends on (`is_bound`) ...
 _SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
+# ... on these keys, although the sections or `is_bound` leave them out ...
 _ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
+# ... and not on those that concern the training alone: prefixes, and whole keys
 _TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
 _TRAINING_ALONE = tuple(f"rollout.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
 
@@ -39,13 +42,21 @@ def answering_config(arguments: Sequence[str]) -> PPOConfig | None:
     loaded = load_config(list(arguments), recipe_loader=recipe_overrides)
     if loaded.action != "run":
         return None
+    # now, because the digests of the answers read the files; agentic runs have no digests and prepare at their start
     if not loaded.config.is_agentic:
         prepare_recipe(loaded.config)
     return loaded.config
 
 
 def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> JsonObject:
-    """Returns everything that the answers depend on, as json values: options by key, and digests of the named files."""
+    """Returns everything that the answers depend on, as json values: options by key, and digests of the named files.
+
+    The devices and the size of chunks are not part of it, because they do not change an answer.
+
+    Args:
+        config: Configuration of the run.
+        are_scored: False if the answers get no scores, so that they do not depend on rewards.
+    """
     settings: JsonObject = {}
     for name, value in flat_config(config).items():
         if _is_relevant(name, config, are_scored):
@@ -62,7 +73,8 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> JsonObject
     else:
         settings["checkpoint"] = str(checkpoint)
         settings["content of the checkpoint"] = content_of(checkpoint)
-    return json.loads(json.dumps(settings, default=str))  # equal to settings that were read from a file
+    # as json once, so that they are equal to settings that were read from a file
+    return json.loads(json.dumps(settings, default=str))
 
 
 def _is_relevant(name: str, config: PPOConfig, are_scored: bool) -> bool:
@@ -107,7 +119,8 @@ class AnsweringTrainer(RayPPOTrainer):
     def resume(self) -> None:
         """Loads the policy and the step of the checkpoint trainer.resume_from_path, if it is set.
 
-        The state of the training is not loaded, so its data need not exist.
+        The state of the training is not loaded, so its data need not exist. Unlike in training,
+        trainer.resume_mode=auto loads nothing: it only allows the command to continue in its folder.
         """
         folder = _checkpoint_of(self.config)
         if folder is not None:
@@ -116,6 +129,7 @@ class AnsweringTrainer(RayPPOTrainer):
 
     def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
         """Generates the answers to one chunk of prompts, or raises KeyboardInterrupt if the run was asked to stop."""
-        if self.steps.stop_asked:  # earlier chunks are stored, so stopping between chunks loses nothing
+        # earlier chunks are stored, so stopping between chunks loses nothing
+        if self.steps.stop_asked:
             raise KeyboardInterrupt
         return super().generate_for_validation(prompts, sampling)

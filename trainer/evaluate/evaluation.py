@@ -28,7 +28,7 @@ def evaluate_all(names: Sequence[str], options: list[str], *, all_checkpoints: b
         all_checkpoints: see `find_targets`.
 
     Returns:
-        The exit status.
+        The exit status: that of the first run that fails, after which no other target is validated.
     """
     targets = []
     for name in names:
@@ -55,6 +55,10 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
 
     An agentic evaluation stores no episodes, so the same command runs them again in a new folder.
 
+    Args:
+        target: the policy.
+        overrides: the user's options.
+
     Returns:
         The exit status, and the metrics if it is 0.
 
@@ -69,6 +73,7 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
         folder = _folder_of(target, time.strftime("%Y%m%d-%H%M%S"), overrides)
         return _evaluate_agent([*arguments, f"{FOLDER}{folder}"], folder)
 
+    # the folder is named after the settings, so that the same command finds it again and others do not
     settings = answer_settings(config)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     folder = _folder_of(target, digest[:8], overrides)
@@ -80,14 +85,18 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
         console.print(validation_table({"mean": earlier_metrics}))
         return 0, earlier_metrics
 
-    if target.is_model:  # continues a folder that already has answers; Evaluation loads no weights from it
+    # continues a folder that already has answers; Evaluation loads no weights from it
+    if target.is_model:
         arguments.append("trainer.resume_mode=auto")
     status = run_ppo(arguments, trainer_class=Evaluation)
-    return status, {} if status else _read_results(folder)
+    if status:
+        return status, {}
+    return 0, _read_results(folder)
 
 
 def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     """Returns the command line of the run that validates `target`. Raises UserError without validation data."""
+    # a run has the data of its configuration
     has_data = any(item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")) for item in overrides)
     if target.is_model and not has_data:
         raise UserError(
@@ -99,13 +108,14 @@ def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
 
 def finished_metrics(run_dir: Path, settings: Mapping[str, object]) -> dict[str, float] | None:
     """Returns the metrics of a finished evaluation with these settings in the folder, or None without one."""
+    # the results alone do not tell under which settings the answers were generated
     if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
         return None
     return _read_results(run_dir)
 
 
 def _folder_of(target: Target, name: str, overrides: Sequence[str]) -> Path:
-    """Returns the run folder of an evaluation: the one that the user chose, else TARGET-NAME in the target's folder."""
+    """Returns the run folder of an evaluation: that of the user's options, else TARGET-NAME in the target's folder."""
     chosen = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
     if chosen:
         return Path(chosen[-1]).expanduser()
@@ -133,6 +143,8 @@ class Evaluation(AnsweringTrainer):
     def fit(self) -> FitResult:
         """Validates, and writes the step of the weights and all metrics to results.json."""
         result = super().fit()
+        # the only validation is the one before the training, which does not follow
         results = {"step": self.steps.global_step, "metrics": result.before}
+        # atomically, because the file also tells that the evaluation is complete
         write_atomically(self.run_dir / RESULTS, json.dumps(results, indent=1, default=float))
         return result

@@ -37,6 +37,7 @@ def generate(name: str, output: Path, overrides: Sequence[str]) -> int:
                 "(`python -m trainer.score` scores the file), and its run folder is FILE.parquet.run"
             )
     [target] = find_targets(name)
+    # the user's options follow those of the target and override them; the run folder is fixed
     arguments = [*target.arguments, *UNSCORED, "trainer.experiment_name=generate", *overrides]
     arguments.append(f"{FOLDER}{folder_of(output)}")
     config = answering_config(arguments)
@@ -64,6 +65,7 @@ def folder_of(output: Path) -> Path:
 
 def _is_complete(output: Path, config: PPOConfig) -> bool:
     """Returns True if the file has all answers under these settings. Raises UserError if another command wrote it."""
+    # the file is written at the end, so an interrupted command has left none
     if not output.exists():
         return False
     settings = read_settings(folder_of(output) / CHUNKS)
@@ -89,7 +91,9 @@ class Generation(AnsweringTrainer):
         self.resume()
         self.weight_sync.start()
         [answers] = self.generate_validation_set().values()
+        # the inverse of `folder_of`
         write_table(table_of(answers), self.run_dir.with_suffix(""))
+        # only now, because the chunks are the only copy of the answers until the file is complete
         self.answer_store().clear()
         return FitResult()
 

@@ -23,11 +23,12 @@ SUFFIXES = (".jsonl", ".parquet")
 class SavedAnswer:
     """A saved answer.
 
-    item: input of the reward function; its key is the index of the answer. Its images are the copies in samples/images
-    of the run, of at most 512 x 512 pixels, or none if one was deleted.
-    uid: identifier of the prompt.
-    step: training step that sampled the answer, if it is saved.
-    score: the saved score; None if there is none or the reward failed.
+    Attributes:
+        item: Input of the reward function; its key is the index of the answer. Its images are the copies in
+            samples/images of the run, of at most 512 x 512 pixels, or none if one was deleted.
+        uid: Identifier of the prompt.
+        step: Training step that sampled the answer, if it is saved.
+        score: The saved score; None if there is none or the reward failed.
     """
 
     item: RewardItem
@@ -49,6 +50,7 @@ def read_saved(target: Path, run: PPOConfig | None, config: ScoreConfig) -> list
     """
     answers: list[SavedAnswer] = []
     for file in _files(target, run):
+        # samples/images next to samples/train and samples/val; absent for other files
         images = file.parent.parent / IMAGES
         for number, row in enumerate(_rows(file)):
             answers += _answers_of_row(row, len(answers), f"row {number} of {file}", config, images)
@@ -62,12 +64,14 @@ def _files(target: Path, run: PPOConfig | None) -> list[Path]:
     if target.is_file() and target.suffix in SUFFIXES:
         return [target]
 
+    # the first folder with files: the jsonl folders, which keep all steps, come before the samples, which are thinned
     folders = [target]
     if run is not None:
         data_dirs = (run.trainer.rollout_data_dir, run.trainer.validation_data_dir)
         folders = [Path(folder).expanduser() for folder in data_dirs if folder]
         folders += [target / FOLDER / kind for kind in (TRAIN, VAL)]
     for folder in folders:
+        # without earlier results of this command
         files = [file for file in folder.glob("*") if file.suffix in SUFFIXES and "-scored-" not in file.name]
         if files:
             return sorted(files, key=_step_and_name)
@@ -78,7 +82,9 @@ def _files(target: Path, run: PPOConfig | None) -> list[Path]:
 
 
 def _step_and_name(file: Path) -> tuple[int, str]:
-    return int(file.stem) if file.stem.isdigit() else -1, file.name
+    """Returns the key by which files are sorted: by number, so that 10 comes after 9."""
+    step = int(file.stem) if file.stem.isdigit() else -1
+    return step, file.name
 
 
 def _rows(file: Path) -> Iterator[Row]:
@@ -112,6 +118,7 @@ def _answers_of_row(row: Row, key: int, where: str, config: ScoreConfig, images:
         config: options of the command.
         images: folder of the run's images.
     """
+    # verl's main_generation writes a list of answers to one prompt
     answer = _first_value(row.get("response"), row.get("output"), row.get("responses"))
     texts = answer if isinstance(answer, list) else [answer]
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -122,6 +129,8 @@ def _answers_of_row(row: Row, key: int, where: str, config: ScoreConfig, images:
 
     scored_row = _scored_row(row, where, config)
     encoded_images = _encoded_images(row, images)
+
+    # another program may use the names of optional entries for something else
     step = row.get("step")
     if not isinstance(step, int):
         step = None

@@ -26,7 +26,9 @@ from verl_lite.rewards import RewardItem, RewardResult, reward_modules
 from workers.rewards.reward_pool import RewardPool
 
 SHORT = "reward="
+# options of section reward that change the scores of training, not the reward itself
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
+# options that choose the reward, which reward=NAME replaces
 _REWARD_CHOICE = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
 _TOLERANCE = 1e-6
 """Scores with a smaller difference count as equal, because scores are saved in single precision."""
@@ -95,18 +97,24 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     run_settings = {}
     if run is not None:
         run_settings = _run_settings(run, replaces_reward=bool(short_names))
+    # as a file, which the options of the command line override
     with tempfile.TemporaryDirectory() as folder:
         OmegaConf.save(OmegaConf.create(run_settings), Path(folder) / "run.yaml")
         config = load_schema(["--config", f"{folder}/run.yaml", *options], ScoreConfig).config
     if config.recipe is not None:
-        load_recipe(config.recipe)  # importing it registers its rewards
+        # importing it registers its rewards
+        load_recipe(config.recipe)
 
     problems = [*section_problems(config), *reward_problems(config.reward)]
-    if config.out is not None and (not config.out.endswith(".parquet") or Path(config.out).expanduser().exists()):
+    if config.out is not None and not _is_new_parquet(config.out):
         problems.append(f"--out {config.out}: expected the name of a new .parquet file")
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _is_new_parquet(path: str) -> bool:
+    return path.endswith(".parquet") and not Path(path).expanduser().exists()
 
 
 def _reward_options(name: str) -> list[str]:
@@ -123,7 +131,12 @@ def _reward_options(name: str) -> list[str]:
 
 
 def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, object]:
-    """Returns the settings of a run that apply to saved answers. replaces_reward: True to leave out its reward."""
+    """Returns the settings of a run that apply to saved answers.
+
+    Args:
+        run: configuration of the run.
+        replaces_reward: True to leave out its reward. Other settings, such as time limits, stay.
+    """
     left_out: tuple[str, ...] = _ONLY_TRAINING
     if replaces_reward:
         left_out += _REWARD_CHOICE
@@ -133,10 +146,13 @@ def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, object]:
 
 def _note_differences(console: Console, answers: Sequence[SavedAnswer], run: PPOConfig | None) -> None:
     """Notes inputs that the reward would have in training and that are not saved."""
-    for name, meaning in (("prompt", "prompt as chat messages"), ("ground_truth", "ground truth")):
-        num_lacking = sum(getattr(answer.item, name) is None for answer in answers)
+    num_lacking_by_input = {
+        "prompt as chat messages": sum(answer.item.prompt is None for answer in answers),
+        "ground truth": sum(answer.item.ground_truth is None for answer in answers),
+    }
+    for name, num_lacking in num_lacking_by_input.items():
         if num_lacking:
-            console.note(f"{num_lacking} answers have no {meaning}: a reward that reads it gets None")
+            console.note(f"{num_lacking} answers have no {name}: a reward that reads it gets None")
     if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
         console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
 
@@ -146,6 +162,7 @@ def _output_file(target: Path, config: ScoreConfig) -> Path:
     if config.out:
         return Path(config.out).expanduser()
     stem = target / "answers" if target.is_dir() else target.with_suffix("")
+    # random digits, because two commands can start in the same second
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     return Path(f"{stem}-scored-{stamp}.parquet").expanduser()
 
@@ -154,6 +171,7 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
     """Scores the items in reward processes. Raises UserError if a data source has no reward."""
     pool = RewardPool(config.reward, config.reward.num_workers, modules=reward_modules())
     try:
+        # an unknown data source ends the command before the first reward is computed
         sources = {item.data_source for item in items}
         pool.dry_run([], sorted(sources))
         pool.submit(items)
@@ -164,7 +182,7 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The saved and the new score of an answer; None: there is none, or the reward failed."""
+    """The saved and the new score of an answer; None: the answer has no such score, or the reward failed."""
 
     before: float | None
     now: float | None
@@ -182,12 +200,17 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
         table.add_column(name, justify="right")
 
     by_source: dict[str, list[_Comparison]] = {}
-    for answer, result in zip(answers, results, strict=True):
-        comparison = _Comparison(answer.score, None if result.failed else result.score)
+    for answer, new_score in zip(answers, _new_scores(results), strict=True):
+        comparison = _Comparison(answer.score, new_score)
         by_source.setdefault(answer.item.data_source, []).append(comparison)
     for source, comparisons in sorted(by_source.items()):
         table.add_row(source, *_line(comparisons))
     return table
+
+
+def _new_scores(results: Sequence[RewardResult]) -> list[float | None]:
+    """Returns the score of each result; None if the reward failed."""
+    return [None if result.failed else result.score for result in results]
 
 
 def _line(comparisons: Sequence[_Comparison]) -> list[str]:
@@ -203,8 +226,8 @@ def _line(comparisons: Sequence[_Comparison]) -> list[str]:
     num_lower = len(changes) - num_same - num_higher
     return [
         str(len(comparisons)),
-        f"{fmean(before):.4f}" if before else "-",
-        f"{fmean(now):.4f}" if now else "-",
+        _mean_as_text(before),
+        _mean_as_text(now),
         f"{num_same} ({num_same / len(changes):.1%})" if changes else "-",
         str(num_higher),
         str(num_lower),
@@ -213,22 +236,27 @@ def _line(comparisons: Sequence[_Comparison]) -> list[str]:
     ]
 
 
+def _mean_as_text(scores: Sequence[float]) -> str:
+    return f"{fmean(scores):.4f}" if scores else "-"
+
+
 def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> None:
     """Writes a parquet file with one row per answer, in order. The write is atomic.
 
     Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
     and reward/<name> for each further value that the reward returned.
     """
-    columns = {
+    columns: dict[str, Sequence[object] | pyarrow.Array] = {
         "uid": [as_text(answer.uid) for answer in answers],
         "step": [answer.step for answer in answers],
         "data_source": [as_text(answer.item.data_source) for answer in answers],
         "response": [as_text(answer.item.solution_str) for answer in answers],
         "ground_truth": [as_text(answer.item.ground_truth) for answer in answers],
         "score_before": [answer.score for answer in answers],
-        "score": [None if result.failed else result.score for result in results],
+        "score": _new_scores(results),
         "failed": [result.failed for result in results],
         "timed_out": [result.timed_out for result in results],
         "error": [as_text(result.error) for result in results],
     }
-    write_table(pyarrow.table(columns | reward_columns([result.extra for result in results])), path)
+    columns |= reward_columns([result.extra for result in results])
+    write_table(pyarrow.table(columns), path)

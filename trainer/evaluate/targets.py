@@ -38,11 +38,12 @@ ONLY_ANSWERS = (
 class Target:
     """A policy to evaluate.
 
-    name: display name, also for folders.
-    path: its folder, or its name on the hub.
-    folder: parent folder of its results.
-    arguments: command line of a run that only generates answers with it.
-    is_model: True for a model that is not part of a run, and so has no data.
+    Attributes:
+        name: Display name, also for folders.
+        path: Its folder, or its name on the hub.
+        folder: Parent folder of its results.
+        arguments: Command line of a run that only generates answers with it.
+        is_model: True for a model that is not part of a run, and so has no data.
     """
 
     name: str
@@ -63,12 +64,16 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
         UserError: for any other text, and for a run without a complete checkpoint.
     """
     path = Path(text).expanduser().absolute()
+    # a complete checkpoint has this file
     if (path / "data.pt").exists():
         return [_checkpoint(path)]
     if (path / "config.yaml").exists():
-        newest_first = list(islice(whole_steps(path, print), None if all_checkpoints else 1))
+        # `whole_steps` checks each checkpoint when it is requested, so only the needed ones are
+        count = None if all_checkpoints else 1
+        newest_first = list(islice(whole_steps(path, print), count))
         if not newest_first:
             raise UserError(f"{path} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
+        # oldest first, so that the lines of the table are in the order of training
         return [_checkpoint(folder) for folder in reversed(newest_first)]
     if all_checkpoints:
         raise UserError(f"{path}: --all-checkpoints requires a run folder, but there is no config.yaml in it")
@@ -82,6 +87,7 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
 
 
 def _checkpoint(path: Path) -> Target:
+    # ONLY_ANSWERS after the configuration, whose training options they override
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
     arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
     return Target(path.name, str(path), path.parent / "eval", arguments)
@@ -100,7 +106,10 @@ def titles(targets: Sequence[Target]) -> list[str]:
     distinct = []
     for target in targets:
         paths = paths_by_name[target.name]
-        distinct.append(target.name if len(paths) == 1 else os.path.relpath(target.path, os.path.commonpath(paths)))
+        if len(paths) == 1:
+            distinct.append(target.name)
+        else:
+            distinct.append(os.path.relpath(target.path, os.path.commonpath(paths)))
     return distinct
 
 
@@ -108,6 +117,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line into the targets at its beginning and the options after them."""
     count = 0
     for item in argv:
+        # the first flag, override of the form +key or ~key, or key=value
         if item.startswith(("-", "+", "~")) or "=" in item:
             break
         count += 1

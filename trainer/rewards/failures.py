@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_lite.errors import add_circumstances, printable
 from verl_lite.json_types import JsonMapping, JsonObject
@@ -26,13 +27,25 @@ class RewardFailure(RuntimeError):
     """Raised if too many rewards failed. Contains the first failure of the batch."""
 
 
+class _BatchCounts(NamedTuple):
+    """The number of failed items and of all items of a batch."""
+
+    failed: int
+    total: int
+
+
 @dataclass
 class FailureLog:
     """Counts the failures in recent batches and compares them with a limit.
 
-    what: name of the kind of failed item. option: configuration key of max_error_rate, the limit. error: exception
-    that is raised above the limit. path: jsonl file of the failures. show: called with the first failure as text.
-    least: smallest number of items over which the share is computed.
+    Attributes:
+        what: Name of the kind of failed item, for messages.
+        option: Configuration key of the limit.
+        max_error_rate: The limit, a share of the items.
+        error: Exception that is raised above the limit.
+        path: The jsonl file of the failures.
+        show: Called with the first failure as text.
+        least: Smallest number of items over which the share is computed.
     """
 
     what: str
@@ -42,7 +55,7 @@ class FailureLog:
     path: Path
     show: Callable[[str], None]
     least: int = LEAST_REWARDS
-    _recent: deque[tuple[int, int]] = field(default_factory=deque)  # (failed, total) of the last batches
+    _recent: deque[_BatchCounts] = field(default_factory=deque)
     _has_shown: bool = False
 
     def note(self, failed: int, total: int, rows: Iterable[JsonMapping], first: str | None) -> None:
@@ -60,16 +73,18 @@ class FailureLog:
         Raises:
             The error of the log: if the share of failures is above the limit.
         """
+        self._recent.append(_BatchCounts(failed, total))
+        items = sum(counts.total for counts in self._recent)
         # the oldest batch leaves as soon as the others are enough: the share follows the present state of the run
-        self._recent.append((failed, total))
-        while sum(items for _, items in self._recent) - self._recent[0][1] >= self.least:
-            self._recent.popleft()
+        while items - self._recent[0].total >= self.least:
+            items -= self._recent.popleft().total
         if not failed:
             return
 
+        # written before the limit is checked, so that the file also explains an error that ends the run
         where = self._write(rows)
-        failures = sum(batch_failed for batch_failed, _ in self._recent)
-        items = sum(batch_total for _, batch_total in self._recent)
+        failures = sum(counts.failed for counts in self._recent)
+        # while there are fewer items than `least`, the share is one of `least` items
         allowed = self.max_error_rate * max(self.least, items)
         if failures > allowed:
             failure = self.error(
@@ -92,7 +107,8 @@ class FailureLog:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-        except OSError as error:  # a full disk does not end a run
+        # a full disk does not end a run
+        except OSError as error:
             return f"They could not be written to {self.path} ({error.strerror})"
         return f"See {self.path}"
 
@@ -135,7 +151,14 @@ def note_failed_rewards(
 
 
 def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[list[int]], str]) -> JsonObject:
-    """Returns the entry of a failed row in the file."""
+    """Returns the entry of a failed row in the file.
+
+    Args:
+        batch: Scored rows.
+        row: Index of the failed row.
+        result: Its result.
+        decode: Converts the token ids of an answer to text.
+    """
     columns = batch.non_tensor_batch
     reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
     is_answer = batch.batch["response_mask"][row].bool()

@@ -22,12 +22,14 @@ KINDS = ("kept", "all_right", "all_wrong", "unjudged")
 class Groups:
     """The groups of a batch, of which each has exactly one kind.
 
-    The kinds are: kept, at least two counted answers with different outcomes; all_right and all_wrong, at least two
-    counted answers with the same outcome, which is above 0 (right) or not (wrong); unjudged, fewer than two counted
-    answers.
+    The kinds are:
+    - kept: at least two counted answers with different outcomes.
+    - all_right, all_wrong: at least two counted answers with the same outcome, which is above 0 (right) or not (wrong).
+    - unjudged: fewer than two counted answers.
 
-    of_row: (B,) group index of each row, in order of first appearance. kinds: for each kind in KINDS a bool tensor
-    (G,), which is True for the groups of the kind.
+    Attributes:
+        of_row: (B,) group index of each row, in order of first appearance.
+        kinds: For each kind in KINDS a bool tensor (G,), which is True for the groups of the kind.
     """
 
     of_row: torch.Tensor
@@ -49,10 +51,12 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
     outcomes, counted = outcomes_of(batch, metric)
     of_row, size = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
     num_counted = of_row.new_zeros(size).index_add(0, of_row, counted.long())
-    lowest = outcomes.new_full((size,), torch.inf)
-    lowest = lowest.scatter_reduce(0, of_row, outcomes.masked_fill(~counted, torch.inf), "amin")
-    highest = outcomes.new_full((size,), -torch.inf)
-    highest = highest.scatter_reduce(0, of_row, outcomes.masked_fill(~counted, -torch.inf), "amax")
+
+    # an infinite outcome of answers that do not count leaves minimum and maximum of the others unchanged
+    outcomes_for_lowest = outcomes.masked_fill(~counted, torch.inf)
+    lowest = outcomes.new_full((size,), torch.inf).scatter_reduce(0, of_row, outcomes_for_lowest, "amin")
+    outcomes_for_highest = outcomes.masked_fill(~counted, -torch.inf)
+    highest = outcomes.new_full((size,), -torch.inf).scatter_reduce(0, of_row, outcomes_for_highest, "amax")
 
     has_several = num_counted > 1
     is_equal = has_several & (lowest == highest)
@@ -69,18 +73,24 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
     """Returns the (B,) fp64 outcomes and a (B,) bool mask of the answers that have an outcome; see `groups_of`."""
     mask = batch.batch["response_mask"]
     is_answered = (mask != 0).any(1)
+    # `outcomes` are the scores before the length penalty, see `punish_overlong`; with the penalty, equal answers of
+    # different lengths would count as different
     if "outcomes" in batch:
         scores = batch.batch["outcomes"].double()
     else:
         scores = outcome_scores(batch.batch["token_level_scores"], mask).double()
 
     is_accuracy = metric in (None, ACCURACY)
-    name = f"reward/{ACCURACY if is_accuracy else metric}"
+    name = f"reward/{ACCURACY}" if is_accuracy else f"reward/{metric}"
     if metric == SCORE or (is_accuracy and name not in batch):
         return scores, is_answered
 
-    entries = batch.non_tensor_batch[name] if name in batch else np.full(len(batch), None)
+    if name in batch:
+        entries = batch.non_tensor_batch[name]
+    else:
+        entries = np.full(len(batch), None)
     values = torch.tensor([_number(entry) for entry in entries], dtype=torch.float64)
+    # rewards of several data sources may return acc only in some
     if is_accuracy:
         values = torch.where(values.isnan(), scores, values)
     return values, is_answered & ~values.isnan()
@@ -100,5 +110,7 @@ def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
     """
     if "traj_id" in batch or not len(batch):
         return {}
-    kinds = groups_of(batch, metric).kinds
-    return {f"groups/{kind}": Metric.mean(int(mask.sum()), len(mask)) for kind, mask in kinds.items()}
+    shares = {}
+    for kind, is_kind in groups_of(batch, metric).kinds.items():
+        shares[f"groups/{kind}"] = Metric.mean(int(is_kind.sum()), len(is_kind))
+    return shares

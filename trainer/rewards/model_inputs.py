@@ -34,11 +34,12 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
     path = str(config.reward_model.model.path)
     try:
         model = load_model_config(config.reward_model.model)
+    # the message begins with model.path, which is also the name of the policy's option
     except UserError as error:
         raise UserError(f"reward_model.{error}") from error
     check_sequence_classifier(model, path)
+    trust = config.reward_model.model.trust_remote_code
     try:
-        trust = config.reward_model.model.trust_remote_code
         reward_tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise UserError(f"reward_model.model.path={path!r}: its tokenizer cannot be read ({error})") from error
@@ -47,8 +48,10 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
     if config.reward_model.retokenize:
         longest, reason = _longest_row(config, context)
         return Retokenizer(tokenizer, reward_tokenizer, longest, reason)
+
     problem = f"reward_model.retokenize=false passes the policy's token ids to reward_model.model.path={path!r}"
     check_same_vocabulary(tokenizer, reward_tokenizer, problem, "reward model", "Set reward_model.retokenize=true")
+    # here an error at the start: without a new tokenization, the longest row is known
     longest = config.data.max_prompt_length + config.data.max_response_length
     if context is not None and context < longest:
         raise UserError(
@@ -61,15 +64,22 @@ def reward_inputs(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Rewa
 def _longest_row(config: PPOConfig, context: int | None) -> tuple[int | None, str]:
     """Returns the largest number of tokens of a row of the reward model, and the option or model that sets it.
 
-    context: the longest sequence that the model reads; None: no limit.
+    Args:
+        config: configuration of the run.
+        context: the longest sequence that the model reads; None: no limit.
+
+    Returns:
+        None and an empty text if nothing limits the rows.
     """
     options = config.reward_model
     actor = config.actor
     limits = []
     if context is not None:
         limits.append((context, "the context of reward_model.model.path"))
+    # null means the actor's value, in both options
     use_dynamic_bsz = actor.use_dynamic_bsz if options.use_dynamic_bsz is None else options.use_dynamic_bsz
     if use_dynamic_bsz:
+        # a row must fit into a micro-batch
         own_limit = options.forward_max_token_len_per_gpu
         if own_limit is None:
             limits.append((actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu"))
@@ -109,16 +119,20 @@ class Retokenizer:
         self._reason = reason
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, list[str | None]]:
-        """Returns the token columns and errors of a batch. Reads raw_prompt, responses, attention_mask, response_mask.
+        """Returns the token columns of a batch, and for each row its error or None.
+
+        Reads raw_prompt, responses, attention_mask and response_mask.
 
         Rows are right-padded. They have no separate prompt: `responses` equals input_ids, and response_mask is 1 on
         every token of a row that can be scored. A row longer than the limit is cut and not scored.
         """
+        # without special tokens, because the chat template writes them
         tokens = self._reward_tokenizer(self.texts(batch), add_special_tokens=False)["input_ids"]
         errors = [self._length_error(len(row)) for row in tokens]
         is_readable = torch.tensor([error is None for error in errors])
         is_scored = batch.batch["response_mask"].any(1) & is_readable
 
+        # cut, because a row that is too long must also fit into the model and a micro-batch
         rows = [torch.tensor(row[: self._longest], dtype=torch.long) for row in tokens]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
@@ -144,12 +158,15 @@ class Retokenizer:
     def texts(self, batch: DataProto) -> list[str]:
         """Renders each chat, with the answer as assistant message, by the chat template of the reward model."""
         answers = batch.batch["responses"]
-        lengths = batch.batch["attention_mask"][:, -answers.shape[1] :].sum(1).tolist()
+        answer_mask = batch.batch["attention_mask"][:, -answers.shape[1] :]
+        lengths = answer_mask.sum(1).tolist()
         answer_ids = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
-        texts = self._policy_tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
+        # the special tokens are those of the policy; the reward model's template writes its own
+        answer_texts = self._policy_tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
+
         chats = []
-        for prompt, text in zip(batch.non_tensor_batch["raw_prompt"], texts, strict=True):
-            chats.append([*prompt, {"role": "assistant", "content": text}])
+        for prompt, answer_text in zip(batch.non_tensor_batch["raw_prompt"], answer_texts, strict=True):
+            chats.append([*prompt, {"role": "assistant", "content": answer_text}])
         return render_chats(self._reward_tokenizer, chats, add_generation_prompt=False)
 
 
@@ -167,6 +184,7 @@ def check_same_vocabulary(
     """
     policy_ids = tokenizer.get_vocab()
     other_ids = other.get_vocab()
+    # the other model may have further tokens, which the policy never writes
     differing = [token for token, number in policy_ids.items() if other_ids.get(token) != number]
     if not differing:
         return

@@ -1,5 +1,6 @@
-"""Scores of a batch from the reward function, the reward model, or their weighted sum, and adjustments of the scores:
-masks for failed samples, the penalty of long answers, and baselines from greedy answers.
+"""Scores of a batch from the reward function, the reward model, or their weighted sum, and their adjustments.
+
+The adjustments are masks for failed samples, the penalty of long answers, and baselines from greedy answers.
 
 Workers send finished samples to the pool of reward functions while other samples are still generated. The driver then
 runs the reward model and collects the remaining results of the pool. A sample whose reward failed has no weight.
@@ -41,7 +42,11 @@ class RewardStage(Protocol):
 
 
 class RewardModel(Protocol):
-    """A reward model. weight: factor of its score in the sum with the score of the reward function."""
+    """A reward model.
+
+    Attributes:
+        weight: Factor of its score in the sum with the score of the reward function.
+    """
 
     weight: float
 
@@ -82,8 +87,8 @@ class RewardManager:
         if self.pool is None or self.model is not None:
             return np.zeros(len(batch), dtype=bool)
         keys = list(batch.non_tensor_batch["sample_id"])
-        ready = self.pool.call("ready", keys)
-        return np.array([key in ready for key in keys], dtype=bool)
+        ready_keys = self.pool.call("ready", keys)
+        return np.array([key in ready_keys for key in keys], dtype=bool)
 
     def submit(self, batch: DataProto) -> None:
         """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
@@ -96,8 +101,10 @@ class RewardManager:
             is_answer = batch.batch["response_mask"][number].bool()
             answer = self.decode(batch.batch["responses"][number][is_answer].tolist())
             row = {name: columns[name][number] for name in READ_BY_REWARDS}
-            row_images = None if image_inputs is None else image_inputs[number]
-            images = () if row_images is None else row_images.files
+            images: Sequence[bytes] = ()
+            # None in rows without images
+            if image_inputs is not None and image_inputs[number] is not None:
+                images = image_inputs[number].files
             items.append(RewardItem.of_row(key, row, answer, images))
         self.pool.call("submit", items)
 
@@ -107,17 +114,22 @@ class RewardManager:
             self.pool.call("cancel", sample_ids)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Computes or waits for the batch's rewards.
+        """Computes the rewards of a batch, or waits for them, and returns them as columns.
 
-        Reads sample_id, response_mask and the reward model's inputs. Writes token_level_scores (B, R) with the score on
-        the last valid token, reward_failed and reward_timed_out (B,), and additional entries of the reward function's
-        result as `reward/<name>` (B,). With a reward model, also writes the unweighted scores `reward/model` and
-        `reward/function`.
+        Reads sample_id, response_mask and the reward model's inputs.
 
-        Metrics: reward/<name>/mean of each numeric entry over the sampled answers that have it; reward/error_rate, and
-        the part of it that timed out, reward/timeout_rate; reward/processes_replaced, since the start of the run.
+        Returns:
+            - token_level_scores (B, R) with the score on the last valid token.
+            - reward_failed and reward_timed_out (B,).
+            - reward/<name> (B,), additional entries of the reward function's result.
+            - With a reward model, the unweighted scores reward/model and reward/function (B,).
+            - The metrics reward/<name>/mean of each numeric entry over the sampled answers that have it;
+              reward/error_rate, and the part of it that timed out, reward/timeout_rate; reward/processes_replaced,
+              since the start of the run.
 
-        Raises RewardFailure if too many rewards failed, and UserError if an entry has the name of a written column.
+        Raises:
+            RewardFailure: if too many rewards failed.
+            UserError: if an entry has the name of a written column.
         """
         sources = self._collect(batch)
         results = _weighted_sums(sources, len(batch))
@@ -150,7 +162,8 @@ class RewardManager:
     def _collect(self, batch: DataProto) -> list[_SourceResults]:
         """Returns the results of the reward model and of the reward function, of those that the run has."""
         sources = []
-        if self.model is not None:  # the pool continues in parallel while the model scores
+        # the model first, because the pool continues in parallel while the model scores
+        if self.model is not None:
             sources.append(_SourceResults("model", self.model.weight, self.model.score(batch)))
         if self.pool is not None:
             keys = list(batch.non_tensor_batch["sample_id"])
@@ -164,7 +177,10 @@ class RewardManager:
 class _SourceResults:
     """The results of one source of the score for the rows of a batch.
 
-    name: "model" or "function". weight: factor of the source's score in the sum.
+    Attributes:
+        name: "model" or "function".
+        weight: Factor of the source's score in the sum.
+        results: One result per row.
     """
 
     name: str
@@ -180,7 +196,7 @@ class _SourceResults:
 
 
 def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardResult]:
-    """Returns for each of `size` rows the weighted sum of its results, or the first failed one of them."""
+    """Returns for each of `size` rows the weighted sum of its results, or the first of its results that failed."""
     sums = []
     for row in range(size):
         score = 0.0
@@ -193,6 +209,7 @@ def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardR
                 break
             score += source.weight * result.score
             extra |= result.extra
+        # `scored` fails a sum that float32 cannot hold: as a tensor it would be infinite, and the whole step lost
         if failure is None:
             sums.append(RewardResult.scored("The weighted sum of reward function and reward model", score, extra))
         else:
@@ -204,6 +221,7 @@ def _token_level_scores(results: Sequence[RewardResult], mask: torch.Tensor) -> 
     """Returns (B, R) scores on the last token of each answer. Failed rewards and empty answers have only zeros."""
     scores = torch.tensor([0.0 if result.failed else result.score for result in results])
     lengths = mask.sum(1)
+    # an empty answer has no last token; the product below writes 0 to its first position
     last_tokens = (lengths - 1).clamp(min=0)
     token_level_scores = torch.zeros(mask.shape)
     token_level_scores[torch.arange(len(mask)), last_tokens] = scores * (lengths > 0)
@@ -211,7 +229,10 @@ def _token_level_scores(results: Sequence[RewardResult], mask: torch.Tensor) -> 
 
 
 def _counted_rows(batch: DataProto) -> np.ndarray:
-    """Returns (B,) bool: True for the rows whose entries count in the means, answers with tokens that were sampled."""
+    """Returns (B,) bool: True for the rows whose entries count in the means, answers with tokens that were sampled.
+
+    Greedy answers do not count, because they are the baselines of ReMax and not samples of the policy.
+    """
     is_answered = (batch.batch["response_mask"].sum(1) > 0).numpy()
     if "is_greedy" not in batch:
         return is_answered
@@ -220,7 +241,9 @@ def _counted_rows(batch: DataProto) -> np.ndarray:
 
 def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
     """Returns a column `reward/<name>` (B,) for each further entry of the results; None in rows without it."""
-    names = {name for result in results for name in result.extra}
+    names: set[str] = set()
+    for result in results:
+        names.update(result.extra)
     columns = {}
     for name in sorted(names):
         columns[f"reward/{name}"] = as_column([result.extra.get(name) for result in results])
@@ -230,7 +253,7 @@ def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray
 def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes: bool = False) -> dict[str, Metric]:
     """Returns the mean of each numeric column over the counted rows with a value.
 
-    Predictions have no mean, even if they are numbers.
+    Predictions, which are the votes of maj@n, have no mean, even if they are numbers.
 
     Args:
         columns: columns (B,) by their names.
@@ -258,25 +281,34 @@ def mask_failed(batch: DataProto) -> DataProto:
     failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
     if not failed.any():
         return batch
+    # `select` copies the table of columns, so the caller's batch keeps its mask
     result = batch.select()
     result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
     return result
 
 
 def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, Metric]]:
-    """Adds the penalty of `reward.overlong_buffer` to each answer's score, or returns the batch unchanged without one.
+    """Adds the penalty of `reward.overlong_buffer` to each answer's score; without it, returns the batch unchanged.
 
     The penalty of DAPO (arXiv:2503.14476, eq. 13) is 0 up to the last `len` tokens of the maximal length, and then
-    linear up to -penalty_factor. Answers whose reward failed have no penalty. Reads token_level_scores and
-    response_mask (B, R). Writes token_level_scores, and outcomes (B,) with the unpenalized scores for the filter of
-    groups. With reward.overlong_buffer.log, also writes reward/overlong_reward and reward/overlong (0 or 1) and the
-    metrics of their means over counted answers. Raises UserError if the reward function returned an entry of that name.
+    linear up to -penalty_factor. Answers whose reward failed have no penalty.
+
+    Reads token_level_scores and response_mask (B, R). Writes token_level_scores, and outcomes (B,) with the unpenalized
+    scores for the filter of groups. With reward.overlong_buffer.log, also writes reward/overlong_reward and
+    reward/overlong (0 or 1).
+
+    Returns:
+        The batch, and with reward.overlong_buffer.log the means of the two columns over counted answers.
+
+    Raises:
+        UserError: if the reward function returned an entry with the name of a written column.
     """
     options = config.reward.overlong_buffer
     if not options.enable:
         return batch, {}
     lengths = (batch.batch["response_mask"] != 0).sum(1)
     is_answered = lengths > 0
+    # negative for answers that end before the buffer; the clamp then gives no penalty
     exceeding = lengths.float() - (config.data.max_response_length - options.len)
     linear_penalty = (-exceeding / options.len * options.penalty_factor).clamp(max=0.0)
     penalty = torch.where(is_answered, linear_penalty, 0)
@@ -284,7 +316,9 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     result = batch.select()
     scores = batch.batch["token_level_scores"].clone()
     result.batch["outcomes"] = scores.sum(1)
-    scores[torch.arange(len(batch)), (lengths - 1).clamp(min=0)] += penalty
+    # the score of an answer is on its last token; an empty answer gets the penalty 0 on its first position
+    last_tokens = (lengths - 1).clamp(min=0)
+    scores[torch.arange(len(batch)), last_tokens] += penalty
     result.batch["token_level_scores"] = scores
     if not options.log:
         return result, {}
@@ -300,12 +334,15 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
 
 
 def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
-    """Removes the greedy answers (is_greedy) of ReMax and writes their scores as reward_baselines (B,) of the rows with
-    the same prompt.
+    """Removes ReMax's greedy answers and writes their scores as reward_baselines (B,) of the rows with the same prompt.
 
-    Reads uid, token_level_scores, response_mask. If the reward of a greedy answer failed, its prompt has no baseline
-    and the prompt's rows are masked as in `mask_failed`. reward/baseline_error_rate is the share of such prompts;
-    critic/reward_baselines/mean is the mean over the others. A batch without greedy answers is returned unchanged.
+    Reads is_greedy, uid, token_level_scores and response_mask. If the reward of a greedy answer failed, its prompt has
+    no baseline and the prompt's rows are masked as in `mask_failed`. A batch without greedy answers is returned
+    unchanged.
+
+    Returns:
+        The batch, and the metrics reward/baseline_error_rate, the share of prompts without a baseline, and
+        critic/reward_baselines/mean, the mean over the others.
     """
     if "is_greedy" not in batch:
         return batch, {}
@@ -314,20 +351,28 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     result = batch.select_idxs(~is_greedy)
     del result.non_tensor_batch["is_greedy"]
 
+    # `mask_failed` has emptied the masks of failed rewards before
     has_baseline = (greedy.batch["response_mask"] != 0).any(-1)
     baselines = outcome_scores(greedy.batch["token_level_scores"], greedy.batch["response_mask"])
-    greedy_row = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
-    rows = torch.tensor([greedy_row[uid] for uid in result.non_tensor_batch["uid"]])
-    result.batch["reward_baselines"] = baselines[rows]
-    result.batch["response_mask"] = result.batch["response_mask"] * has_baseline[rows, None]
+
+    greedy_row_by_uid = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    greedy_rows = torch.tensor([greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]])
+    result.batch["reward_baselines"] = baselines[greedy_rows]
+    result.batch["response_mask"] = result.batch["response_mask"] * has_baseline[greedy_rows, None]
     return result, {
         "critic/reward_baselines/mean": Metric.mean(float(baselines.sum()), int(has_baseline.sum())),
         "reward/baseline_error_rate": Metric.mean(float((~has_baseline).sum()), len(has_baseline)),
     }
 
 
-def check_no_such_entry(names: Iterable[str], columns: Container[str], what: str) -> None:
-    """Raises UserError if a column `reward/<name>` exists. what: use of the column and advice, for the message."""
+def check_no_such_entry(names: Iterable[str], columns: Container[str], use: str) -> None:
+    """Raises UserError if a column `reward/<name>` exists.
+
+    Args:
+        names: Names that the trainer writes itself.
+        columns: Names of the existing columns.
+        use: Use of the column and advice, for the message.
+    """
     for name in names:
         if f"reward/{name}" in columns:
-            raise UserError(f"The reward function returned an entry {name!r}, which is {what}")
+            raise UserError(f"The reward function returned an entry {name!r}, which is {use}")

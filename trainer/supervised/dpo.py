@@ -32,12 +32,14 @@ def dpo_step_loss(
     """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
 
     Args:
-        data: response_mask and ref_log_prob (2n, R), whose rows alternate between chosen and rejected answers.
+        data: response_mask and ref_log_prob (2n, R), whose rows alternate between chosen and rejected answers, and
+            meta_info["num_tokens"], the number of pairs in the optimizer step.
         outputs: log_probs (2n, R).
         beta, label_smoothing: See `dpo_loss`.
     """
     mask = data.batch["response_mask"]
     is_valid = valid_pairs(data)  # (n,)
+    # sums over the tokens, not means: log p of the whole answer, as in the paper
     logps = masked_sum(outputs["log_probs"], mask, axis=1).view(-1, 2)[is_valid]
     ref_logps = masked_sum(data.batch["ref_log_prob"], mask, axis=1).view(-1, 2)[is_valid]
     losses, rewards = dpo_loss(logps, ref_logps, beta, label_smoothing)  # (n,), (n, 2)
@@ -55,16 +57,18 @@ def dpo_step_loss(
     metrics = {}
     for name, values in values_by_name.items():
         metrics[name] = Metric.mean(float(values.detach().sum()), len(losses))
+    # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
 
 class DPOWorker(SupervisedWorker):
     """One rank of DPO.
 
-    reference: the engine of the reference model. With LoRA it is the trained engine; otherwise it has a frozen copy of
-        the weights at model.path.
-    initial_adapter: this rank's shards of the adapter at model.lora_adapter_path; None if the adapter starts as zero,
-        and is disabled for the reference.
+    Attributes:
+        reference: The engine of the reference model. With LoRA it is the trained engine; otherwise it has a frozen copy
+            of the weights at model.path.
+        initial_adapter: This rank's shards of the adapter at model.lora_adapter_path; None if the adapter starts as
+            zero, and is disabled for the reference.
     """
 
     config: SFTConfig
@@ -84,16 +88,20 @@ class DPOWorker(SupervisedWorker):
         """Builds the engines."""
         super().init_model()
         model = self.config.model
+        # an adapter leaves the base weights unchanged, so the trained engine can also be the reference
         self.reference = self.engine
         self.initial_adapter: dict[str, torch.Tensor] | None = None
         if not has_adapter(model):
             self.reference = self.new_engine(self.network(), self.config.fsdp_config)
         elif model.lora_adapter_path is not None:
-            self.initial_adapter = self.engine.copy_trained()  # before a resumed run loads its checkpoint
+            # here, because a resumed run later loads the adapter of its checkpoint
+            self.initial_adapter = self.engine.copy_trained()
 
     def rows(self, data: DataProto) -> DataProto:
         """Returns the texts of the pairs, one per row, with ref_log_prob (2n, R)."""
         texts = texts_of(data)
+        # Computed in each step, so that a checkpoint holds nothing of the reference and a resume is exact. `train` and
+        # `measure` then enter the trained engine, so that only one of the two is on the device.
         self.phases.enter(self.reference)
         with self._as_reference():
             texts.batch["ref_log_prob"] = self.reference.infer(texts, **self.options)["log_probs"]
@@ -116,5 +124,6 @@ def check_pair(pair: Pair, where: str) -> None:
             "cut both chats after the first message that differs, or remove such rows"
         )
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        # 1 token is the end of the turn
         if len(answer.response) < 2:
             raise UserError(f"{where}: the {name} answer has no tokens before its end-of-turn token; remove such rows")

@@ -23,7 +23,7 @@ import torch
 
 from trainer.checkpoint.resume import refuse_other_data
 from trainer.data.preferences import Pair
-from trainer.data.sft_dataset import Example
+from trainer.data.sft_dataset import Example, count_loss_tokens
 from trainer.launch.resources import join_ray, resolve_slots, start_workers
 from trainer.launch.run import Job, Report
 from trainer.loop.saving import SavedByWorkers, Saver
@@ -103,7 +103,15 @@ class Task(Generic[Row]):
 
 
 class SupervisedWorker(TrainingWorker):
-    """The training engine of one rank. A subclass chooses the policy, the options of its forward pass, and the loss."""
+    """The training engine of one rank. A subclass chooses the policy, the options of its forward pass, and the loss.
+
+    Args:
+        config: configuration of the run.
+        total_training_steps: number of steps, for the schedule of the learning rate.
+        build_policy: builds the network with its outputs.
+        loss: the loss of a micro-batch.
+        options: options of the policy's forward pass.
+    """
 
     config: SupervisedConfig
 
@@ -113,13 +121,14 @@ class SupervisedWorker(TrainingWorker):
         total_training_steps: int,
         build_policy: PolicyBuilder,
         loss: LossFunction,
-        **options: Any,
+        **options: float | bool,
     ) -> None:
         super().__init__(config, total_training_steps)
         self.build_policy = build_policy
         self.loss = loss
         self.options = options
-        self.phases = PhaseManager()  # not shared: it may train in the process of another run, before that run starts
+        # not shared: the worker may train in the process of another run, before that run starts
+        self.phases = PhaseManager()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -152,7 +161,8 @@ class SupervisedWorker(TrainingWorker):
         rows = self.rows(data)
         self.phases.enter(self.engine)
         outputs = self.engine.infer(rows, **self.options)
-        rows.meta_info["num_tokens"] = 1  # the divisor has no effect: only the metrics are used
+        # the loss divides by it, but only the metrics are used, which count their own rows
+        rows.meta_info["num_tokens"] = 1
         _, metrics = self.loss(rows, outputs)
         return DataProto(meta_info={"metrics": metrics})
 
@@ -200,6 +210,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
     def fit(self) -> Trained:
         """Trains for the configured number of steps, and saves the model unless the last checkpoint contains it."""
         result = super().fit()
+        # a stopped run exports nothing: it is not trained to the end, and its checkpoint continues it
         if not result.stopped and result.checkpoint is not None:
             result.shards = result.checkpoint / "model"
         elif not result.stopped:
@@ -208,7 +219,11 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         return result
 
     def train_step(self, data: int) -> DataProto:
-        """Takes one optimizer step on the rows of a step number."""
+        """Takes one optimizer step.
+
+        Args:
+            data: Number of the step, which determines its rows.
+        """
         rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
@@ -239,6 +254,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         self.unlogged.append(metrics)
 
         step = self.steps.global_step
+        # the last steps, too, even if there are fewer than log_freq, so that no step is missing in the means
         is_due = step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked
         means = self.means_since_last_line() if is_due else {}
         if means or validation:
@@ -263,10 +279,11 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
             self.tracking.log(self.means_since_last_line(), step=self.steps.global_step)
 
     def _plan(self, rows: Sequence[Row], batch: DataProto) -> BatchPlan:
+        """Divides a batch into ranks and micro-batches."""
         return plan_batch(
             np.array([len(row) for row in rows]),
             world_size=self.group.mesh("train").dp_size,
-            mini_batch_size=None,
+            mini_batch_size=None,  # one optimizer step
             max_token_len=self._micro_batch_tokens(),
             num_tokens=self.task.count(batch).numpy(),
         )
@@ -278,7 +295,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
     def _dispatch(
         self, call: Callable[[DataProto], list[DataProto]], plan: BatchPlan, batch: DataProto
     ) -> dict[str, float]:
-        """Runs a call on all ranks, and returns their metrics, combined."""
+        """Runs a method of the workers on all ranks, and returns their combined metrics."""
         results = call(plan.apply(batch))
         return values(combine([result.meta_info["metrics"] for result in results]))
 
@@ -293,22 +310,23 @@ def packing_metrics(plan: BatchPlan, rows: Sequence[Row], budget: int) -> dict[s
     """
     lengths = np.array([len(row) for row in rows])
     tokens = float(lengths.sum())
-    loss_tokens = 0
-    for row in rows:
-        loss_tokens += sum(sum(text.mask) for text in row.texts)
-
     [[step]] = plan.schedule  # one optimizer step
     budget_of_step = step.num_micro_batches * plan.world_size * budget
     return compute_seqlen_metrics(plan, lengths) | {
         "perf/total_num_tokens": tokens,
         "train/micro_batches": float(step.num_micro_batches),
         "train/micro_batch_fill": tokens / budget_of_step,
-        "train/loss_tokens_frac": loss_tokens / tokens,
+        "train/loss_tokens_frac": count_loss_tokens(rows) / tokens,
     }
 
 
-def _largest_token(row: Row) -> int:
-    return max(max(*text.prompt, *text.response) for text in row.texts)
+def _largest_token(rows: Sequence[Row]) -> int:
+    """Returns the largest token id of the rows; 0 without rows."""
+    largest = 0
+    for row in rows:
+        for text in row.texts:
+            largest = max(largest, *text.prompt, *text.response)
+    return largest
 
 
 def fingerprint_of(rows: Sequence[Row]) -> str:
@@ -316,6 +334,7 @@ def fingerprint_of(rows: Sequence[Row]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         for text in row.texts:
+            # the separators make tokens that move from one list to the next change the digest
             for numbers in (text.prompt, text.response, text.mask):
                 digest.update(np.asarray(numbers, dtype=np.int64).tobytes() + b"|")
         margin = row.margin if isinstance(row, Pair) else 0.0
@@ -326,12 +345,14 @@ def fingerprint_of(rows: Sequence[Row]) -> str:
 class SupervisedJob(Job[Options]):
     """A supervised training job. A subclass reads the rows.
 
-    next_options: options of the `trainer.main_ppo` command that continues with the trained model; {} is its folder.
+    Attributes:
+        next_options: Options of the `trainer.main_ppo` command that continues with the trained model; {} is its folder.
+        num_rows: Number of training rows; None until `read_data` has read them.
     """
 
     next_options: ClassVar[str]
     replays_steps = True
-    num_rows: int | None = None  # training rows, known after `read_data`
+    num_rows: int | None = None
 
     @staticmethod
     def build_policy(spec: NetworkSpec) -> Policy:
@@ -367,9 +388,11 @@ class SupervisedJob(Job[Options]):
         return Situation(self.config, devices=self.slots, rows=self.num_rows)
 
     def read_data(self) -> int:
+        """Reads the rows, checks their tokens and plans the steps. Returns the number of steps of the whole run."""
         self.task = self.read_task()
         self.device = launch_device(self.config)
         data: SupervisedDataConfig = self.config.data
+        # a row is never divided between micro-batches
         longest = max(len(row) for row in (*self.task.train, *self.task.val))
         if longest > data.max_token_len_per_gpu:
             raise UserError(
@@ -386,6 +409,7 @@ class SupervisedJob(Job[Options]):
         trainer = self.config.trainer
         self.steps = EpochSteps(row_count, data.train_batch_size, trainer, shuffle=data.shuffle, dataset=dataset)
 
+        # the length of an epoch is known only now
         steps_per_epoch = self.steps.per_epoch
         if trainer.test_freq == EACH_EPOCH:
             trainer.test_freq = steps_per_epoch
@@ -399,9 +423,10 @@ class SupervisedJob(Job[Options]):
 
     def check_vocabulary(self) -> None:
         """Raises UserError if a row has a token that the model's embedding lacks."""
+        # on a GPU, an index outside of the embedding would be an assertion of the device without the row or the token
         size = load_model_config(self.config.model).get_text_config().vocab_size
         for option, rows in (("data.train_files", self.task.train), ("data.val_files", self.task.val)):
-            largest = max((_largest_token(row) for row in rows), default=0)
+            largest = _largest_token(rows)
             if largest >= size:
                 raise UserError(
                     f"{option}: the tokenizer writes token {largest}, and the model {self.config.model.path!r} has an "
@@ -413,12 +438,16 @@ class SupervisedJob(Job[Options]):
         return checkpoint_bytes(self.config)
 
     def check_folder(self) -> None:
+        """Raises UserError if the run folder belongs to other rows, or if the result could not be written to it."""
         refuse_other_data(self.config.trainer, self.run_dir, self.steps.dataset)
         require_writable_target(self.run_dir / EXPORT)
 
     def memory_plan(self) -> MemoryPlan:
-        """Returns the memory that the run needs on a device for its rows. Raises UserError if the model's shapes are
-        unknown."""
+        """Returns the memory that the run needs on a device for its rows.
+
+        Raises:
+            UserError: If the model's shapes are unknown.
+        """
         largest_batch = max(self.batches, key=lambda step: step.tokens)
         validation_batch = None
         if self.task.val:
@@ -432,24 +461,31 @@ class SupervisedJob(Job[Options]):
         return aligned([*rows, *memory_rows(self.config, self.memory_plan, total_steps, 0)])
 
     def full_plan(self) -> tuple[str, bool]:
+        plan = self.plan()
+        # without known shapes there is no prediction, which counts as fitting; the row in `plan` gives the reason
         try:
             memory = self.memory_plan()
-        except UserError:  # the row in `plan` gives the reason
-            return self.plan(), True
+        except UserError:
+            return plan, True
+
+        # devices of a CPU share the memory of their machine, so the number of slots on one machine matters
         slots_here = max(1, self.slots // self.config.trainer.nnodes)
         memory_gib = device_memory_gib(self.device, slots_here)
-        return "\n".join([self.plan(), *memory.lines(self.device.name, memory_gib)]), memory.fits(memory_gib * GIB)
+        lines = memory.lines(self.device.name, memory_gib)
+        return "\n".join([plan, *lines]), memory.fits(memory_gib * GIB)
 
     @contextmanager
-    def build(self, tracking: Tracking) -> Iterator[SupervisedTrainer[Any]]:
+    def build(self, tracking: Tracking) -> Iterator[TrainingLoop[EpochSteps, Trained]]:
         config = self.config
         with ExitStack() as stack:
             join_ray(config, self.run_dir.name, tracking.note, stack)
             roles = {"model": ClassWithInitArgs(self.task.worker, config, self.steps.total)}
-            groups = start_workers(config, roles, recipe_modules(config), self.run_dir / "logs", stack)
+            log_folder = self.run_dir / "logs"
+            groups = start_workers(config, roles, recipe_modules(config), log_folder, stack)
             yield SupervisedTrainer(config, self.task, self.steps, groups["model"], tracking, self.run_dir)
 
-    def report(self, trainer: Any, result: Trained) -> Report:
+    def report(self, trainer: object, result: Trained) -> Report:
+        """Exports the model after a complete run, and returns the lines and commands at the end of the output."""
         if result.shards is None:
             return Report()
         folder = self.export(result)
@@ -460,7 +496,8 @@ class SupervisedJob(Job[Options]):
 
         next_command = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
         template_arguments = self.config.data.apply_chat_template_kwargs
-        if template_arguments:  # the template itself is in the folder, its arguments are not
+        # the template itself is in the exported folder, its arguments are not
+        if template_arguments:
             next_command += f" data.apply_chat_template_kwargs={shlex.quote(json.dumps(template_arguments))}"
         commands = {
             "look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}",
@@ -470,10 +507,13 @@ class SupervisedJob(Job[Options]):
         return Report([line, measured], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
 
     def export(self, result: Trained) -> Path:
-        """Writes the trained model in Hugging Face format and returns its folder. Call it after the workers have
-        ended."""
+        """Writes the trained model in Hugging Face format and returns its folder.
+
+        Call it after the workers have ended.
+        """
         assert result.shards is not None
         folder = self.run_dir / EXPORT
+        # after any error: the training is complete, and the message has to name its weights
         try:
             export(str(result.shards), str(folder), trust_remote_code=self.config.model.trust_remote_code)
         except Exception as error:
@@ -483,6 +523,7 @@ class SupervisedJob(Job[Options]):
                 f"cause is removed:\n  {again}"
             )
             raise
+        # a checkpoint stays
         if result.shards.parent == self.run_dir / UNSAVED:
             shutil.rmtree(result.shards.parent)
         return folder
@@ -506,7 +547,10 @@ def train_within(
 ) -> tuple[Path, Trained]:
     """Trains inside another run or in a user's program. Returns the folder of the model and the result of the run.
 
-    report: called with each line of progress.
+    Args:
+        job_class: the kind of training.
+        config: its configuration.
+        report: called with each line of progress.
     """
 
     class Lines(Console):
@@ -521,4 +565,5 @@ def train_within(
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:
         result = trainer.fit()
+    # the workers must have ended, see `export`
     return job.export(result), result

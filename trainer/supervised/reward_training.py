@@ -59,13 +59,16 @@ def pair_loss(
     score minus the rejected score.
 
     Args:
-        data: Rows that alternate between chosen and rejected texts.
+        data: Rows that alternate between chosen and rejected texts, with the column margin, and
+            meta_info["num_tokens"], the number of pairs in the optimizer step.
         outputs: scores (2n, R), nonzero at only one position of each row.
         center_coefficient: See `bradley_terry`.
     """
     is_valid = valid_pairs(data)  # (n,)
+    # the sum over a row is the only score in it
     scores = outputs["scores"].sum(1).view(-1, 2)[is_valid]
     chosen, rejected = scores.unbind(1)
+    # both rows of a pair have its margin
     required_margin = data.batch["margin"].view(-1, 2)[is_valid][:, 0]
     losses = bradley_terry(chosen, rejected, required_margin, center_coefficient)
 
@@ -76,6 +79,7 @@ def pair_loss(
         "accuracy": Metric.mean(float((margins > 0).sum()), pairs),
         "margin": Metric.mean(float(margins.sum()), pairs),
     }
+    # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
 
@@ -122,7 +126,15 @@ def pair_task(
     check: CheckPair = lambda pair, where: None,
     report: Report = lambda line: None,
 ) -> Task[Pair]:
-    """Returns the task of a loss that is a mean over pairs. Arguments and errors: see `load_pairs`."""
+    """Returns the task of a loss that is a mean over pairs.
+
+    Args:
+        worker: The worker class.
+        tokenizer, data, score_at, check, report: See `load_pairs`.
+
+    Raises:
+        UserError: If a row is unusable.
+    """
 
     def load(files: Sequence[str], option: str) -> list[Pair]:
         return load_pairs(files, tokenizer, data, score_at, option=option, check=check, report=report)

@@ -1,5 +1,7 @@
-"""Loss and worker for supervised fine-tuning, and the job of `trainer.main_sft`; the loop is in
-`trainer.supervised.loop`, the loss and worker of loss=dpo in `trainer.supervised.dpo`."""
+"""Loss and worker for supervised fine-tuning, and the job of `trainer.main_sft`.
+
+The loop is in `trainer.supervised.loop`, the loss and worker of loss=dpo in `trainer.supervised.dpo`.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,12 +23,21 @@ from workers.policy.tokenizer import load_tokenizer
 
 
 def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Returns the negative log-likelihood of the trained tokens over their number in the optimizer step, and
-    metrics."""
+    """Returns the loss of a micro-batch and its metrics.
+
+    The loss is the negative log-likelihood of the trained tokens, divided by their number in the optimizer step.
+
+    Args:
+        data: response_mask (B, R), and meta_info["num_tokens"], the number of trained tokens in the optimizer step.
+        outputs: log_probs (B, R).
+    """
     mask = data.batch["response_mask"]
-    nll = -(outputs["log_probs"] * mask).sum()
-    loss = nll / data.meta_info["num_tokens"]
-    return loss, {"loss": Metric.mean(float(nll.detach()), int(mask.sum()))}
+    trained_log_probs = outputs["log_probs"] * mask
+    negative_log_likelihood = -trained_log_probs.sum()
+    metrics = {"loss": Metric.mean(float(negative_log_likelihood.detach()), int(mask.sum()))}
+
+    # not divided by the tokens of this micro-batch, so that the gradient does not depend on how rows are packed
+    return negative_log_likelihood / data.meta_info["num_tokens"], metrics
 
 
 class SFTWorker(SupervisedWorker):

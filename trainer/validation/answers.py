@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 class ValSampling:
     """Sampling of the validation prompts with `n` answers each.
 
-    prefix: prefix of the metric names. purpose: prefix of the sample ids.
+    Attributes:
+        prefix: Prefix of the metric names.
+        purpose: Prefix of the sample ids.
+        n: Number of answers to each prompt.
+        params: Parameters of the sampling.
     """
 
     prefix: str
@@ -46,6 +50,7 @@ def val_samplings(config: PPOConfig) -> list[ValSampling]:
 
 
 def _sampling(config: PPOConfig, prefix: str, is_greedy: bool) -> ValSampling:
+    """Returns a sampling; a greedy one has a single answer, because further ones would be equal."""
     options = config.rollout.val_kwargs
     params = SamplingParams(
         temperature=0.0 if is_greedy else options.temperature,
@@ -63,6 +68,12 @@ def chunk_size(config: PPOConfig, prompts: int, engines: int, are_stored: bool) 
 
     It is data.val_batch_size; if that is null, all prompts, or as many as fill the engines once if answers are stored
     by chunk.
+
+    Args:
+        config: Configuration of the run.
+        prompts: Number of all prompts.
+        engines: Number of rollout engines.
+        are_stored: True if chunks are stored, so that smaller ones lose less when the run is killed.
     """
     size = config.data.val_batch_size
     if size is None and are_stored:
@@ -99,20 +110,28 @@ def generate_in_chunks(
 
     for start in range(0, len(unanswered), size):
         for sampling in samplings:
+            # a killed run may have stored the chunk of one sampling and not of the other
             positions = answers.missing(sampling, unanswered[start : start + size])
             if positions:
                 batch = generate(prompts.__getitems__(positions), sampling)
-                answers.add_unfinished(_Chunk(sampling, positions, batch))
-            if store is not None and answers.num_unfinished > 1:
+                answers.unfinished.append(_Chunk(sampling, positions, batch))
+            # the rewards of the previous chunk are computed while this one is generated, so at most two chunks are lost
+            if store is not None and len(answers.unfinished) > 1:
                 answers.finish_first()
-    while answers.num_unfinished:
+    while answers.unfinished:
         answers.finish_first()
     return answers.by_sampling()
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Generated answers that are not finished. positions: positions of their prompts in the dataset."""
+    """Generated answers that are not finished.
+
+    Attributes:
+        sampling: How they were generated.
+        positions: Positions of their prompts in the dataset.
+        batch: The answers; those to one prompt are adjacent.
+    """
 
     sampling: ValSampling
     positions: list[int]
@@ -120,7 +139,15 @@ class _Chunk:
 
 
 class _Answers:
-    """The answers of a validation: finished ones, from the store or from this process, and unfinished chunks."""
+    """The answers of a validation.
+
+    Args:
+        samplings, finish, store, log: See `generate_in_chunks`.
+        num_prompts: Number of prompts of the dataset.
+
+    Attributes:
+        unfinished: Chunks that are generated and not finished, in the order of generation.
+    """
 
     def __init__(
         self,
@@ -134,17 +161,12 @@ class _Answers:
         self._store = store
         self._num_prompts = num_prompts
         self._log = log
-        self._unfinished: deque[_Chunk] = deque()
+        self.unfinished: deque[_Chunk] = deque()
         self._finished: list[StoredAnswer] = [] if store is None else store.load()
         self._answered: dict[ValSampling, set[int]] = {}  # positions of the prompts whose answers are stored
         for sampling in samplings:
             of_sampling = [answer for answer in self._finished if answer.prefix == sampling.prefix]
             self._answered[sampling] = {answer.position for answer in of_sampling}
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of chunks that are generated and not finished."""
-        return len(self._unfinished)
 
     def unanswered(self) -> list[int]:
         """Returns the positions of the prompts that lack the stored answers of a sampling."""
@@ -155,15 +177,12 @@ class _Answers:
         """Returns those of the positions whose answers of a sampling are not stored."""
         return [position for position in positions if position not in self._answered[sampling]]
 
-    def add_unfinished(self, chunk: _Chunk) -> None:
-        """Adds a generated chunk."""
-        self._unfinished.append(chunk)
-
     def finish_first(self) -> None:
         """Finishes the chunk that was generated first, and stores its answers."""
-        chunk = self._unfinished.popleft()
+        chunk = self.unfinished.popleft()
         answers = []
         for number, sample in enumerate(self._finish(chunk.batch)):
+            # each prompt has n adjacent rows
             position = chunk.positions[number // chunk.sampling.n]
             answers.append(StoredAnswer(chunk.sampling.prefix, position, sample))
         self._finished += answers

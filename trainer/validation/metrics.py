@@ -15,7 +15,7 @@ to Evals, 2024).
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import TypeGuard
@@ -43,13 +43,17 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
         samples: The N answers to each prompt, in any order.
         prefix: For example "greedy/". All names are then val-aux/{source}/{prefix}{variable}/...
     """
+    # the variables, each with a value per sample; None: the sample has no value
     variables: dict[str, Sequence[object]] = {"reward": [sample.score for sample in samples]}
     names: set[str] = set()
     for sample in samples:
         names.update(sample.extra)
     for name in sorted(names):
-        # if the reward failed, its other entries say nothing about the answer
-        variables[name] = [None if sample.score is None else sample.extra.get(name) for sample in samples]
+        entries = []
+        for sample in samples:
+            # if the reward failed, its other entries say nothing about the answer
+            entries.append(None if sample.score is None else sample.extra.get(name))
+        variables[name] = entries
     sources = [sample.data_source for sample in samples]
     uids = [sample.uid for sample in samples]
     metrics = name_metrics(process_validation_metrics(sources, uids, variables), prefix)
@@ -67,18 +71,34 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
     """Flattens {source: {variable: {metric: value}}} to the logged names.
 
     val-core contains mean, best and maj of the core variable for the largest number of answers, val-aux all others.
+
+    Args:
+        results: The result of `process_validation_metrics`.
+        prefix: See `validation_metrics`.
     """
     flat = {}
     for source, variables in results.items():
         core = "acc" if "acc" in variables else "reward"
         for variable, metrics in variables.items():
-            largest = max((_samples_of(metric) for metric in metrics), default=0)
+            headlines = set()
+            # with a prefix, the answers are not those by which a run is judged
+            if variable == core and not prefix:
+                headlines = _headlines(metrics)
             for metric, value in metrics.items():
-                is_headline = metric.startswith(("mean", "best", "maj")) and _samples_of(metric) == largest
-                is_core = variable == core and is_headline and not prefix and not metric.endswith(INTERVAL)
-                section = "val-core" if is_core else "val-aux"
+                section = "val-core" if metric in headlines else "val-aux"
                 flat[f"{section}/{source}/{prefix}{variable}/{metric}"] = value
     return flat
+
+
+def _headlines(metrics: Collection[str]) -> set[str]:
+    """Returns those of a variable's metrics that are mean, best or maj of the largest number of answers."""
+    largest = max((_samples_of(metric) for metric in metrics), default=0)
+    headlines = set()
+    for metric in metrics:
+        is_headline = metric.startswith(("mean", "best", "maj")) and not metric.endswith(INTERVAL)
+        if is_headline and _samples_of(metric) == largest:
+            headlines.add(metric)
+    return headlines
 
 
 def process_validation_metrics(
@@ -100,7 +120,8 @@ def process_validation_metrics(
             contains the votes of maj@n. Other entries that are not numbers are ignored.
         seed: Seed of the draws of maj@n.
     """
-    prompts_by_source: dict[str, dict[str, list[int]]] = {}  # the rows of each prompt
+    # the rows of each prompt, by source and uid: a prompt is identified by its row in the files, never by its text
+    prompts_by_source: dict[str, dict[str, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         prompts_by_source.setdefault(source, {}).setdefault(uid, []).append(row)
 
@@ -109,7 +130,8 @@ def process_validation_metrics(
     for variable, entries in infos_dict.items():
         if variable == PREDICTION or not _are_numbers(entries):
             continue
-        values = np.array([np.nan if entry is None else float(entry) for entry in entries])  # NaN: no value
+        # NaN: the row has no value
+        values = np.array([np.nan if entry is None else float(entry) for entry in entries])
         for source, prompts in prompts_by_source.items():
             means = _source_metrics(values, list(prompts.values()), votes, seed)
             if means:
@@ -118,7 +140,10 @@ def process_validation_metrics(
 
 
 def _are_numbers(entries: Sequence[object]) -> TypeGuard[Sequence[float | None]]:
-    """Returns True if all entries that are not None are numbers or bools."""
+    """Returns True if all entries that are not None are numbers or bools.
+
+    numpy's types are no subclasses of Python's, except float64.
+    """
     return all(entry is None or isinstance(entry, bool | int | float | np.number | np.bool_) for entry in entries)
 
 
@@ -136,14 +161,18 @@ def _source_metrics(
     rows_with_value = []
     for rows in prompts:
         rows_with_value.append([row for row in rows if not np.isnan(values[row])])
-    is_binary = all(values[row] in (0.0, 1.0) for rows in rows_with_value for row in rows)
+    # decided for the whole source: a prompt whose values happen to be 0 and 1 must not be the only one with pass@k
+    is_binary = all(np.isin(values[rows], (0.0, 1.0)).all() for rows in rows_with_value)
 
     values_by_metric: dict[str, list[float]] = defaultdict(list)
     for all_rows, rows in zip(prompts, rows_with_value, strict=True):
+        # a prompt without any score is left out of all means
         if not rows:
             continue
         ballots = None if votes is None else [votes[row] for row in rows]
-        for metric, value in _prompt_metrics(values[rows], len(all_rows), is_binary, ballots, seed).items():
+        # the names contain the number of all answers, so that failed rewards do not spread a source over several names
+        metrics = _prompt_metrics(values[rows], len(all_rows), is_binary, ballots, seed)
+        for metric, value in metrics.items():
             values_by_metric[metric].append(value)
     largest = max(len(rows) for rows in prompts)
     return _means_over_prompts(values_by_metric, largest, is_binary)
@@ -161,6 +190,7 @@ def _prompt_metrics(
         ballots: (count,) votes of the answers that have a value, if there are any.
         seed: seed of the draws of maj@n.
     """
+    # sorted, because the sum of floats depends on their order
     ordered = np.sort(values)
     metrics = {f"mean@{size}": float(ordered.mean())}
     if size == 1:
@@ -173,6 +203,7 @@ def _prompt_metrics(
         best_mean, best_std = best_of(ordered, n)
         metrics[f"best@{n}/mean"] = float(best_mean)
         metrics[f"best@{n}/std"] = float(best_std)
+        # the smallest value is the largest of the negated ones
         negated_mean, worst_std = best_of(-ordered, n)
         metrics[f"worst@{n}/mean"] = -float(negated_mean)
         metrics[f"worst@{n}/std"] = float(worst_std)
@@ -193,11 +224,18 @@ def _prompt_metrics(
 def _means_over_prompts(
     values_by_metric: Mapping[str, Sequence[float]], largest: int, is_binary: bool
 ) -> dict[str, float]:
-    """Returns means over prompts, and half widths of intervals if possible. largest: largest number of answers."""
+    """Returns means over prompts, and half widths of intervals if there are several prompts.
+
+    Args:
+        values_by_metric: the values of the prompts, by metric.
+        largest: largest number of answers to a prompt.
+        is_binary: True if all values of the source are 0 or 1.
+    """
     means: dict[str, float] = {}
     names_with_interval = (f"mean@{largest}", f"best@{largest}", f"maj@{largest}")
     for metric, values in values_by_metric.items():
-        per_prompt = np.sort(values)  # sorted, because the sum of floats depends on their order
+        # sorted, because the sum of floats depends on their order
+        per_prompt = np.sort(values)
         means[metric] = float(per_prompt.mean())
         name = metric.removesuffix("/mean")
         if name.startswith("pass@") or name in names_with_interval:
@@ -230,13 +268,15 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
         n: Number of drawn answers.
         seed: Seed of the draws.
     """
-    ascending = np.argsort(values, kind="stable")  # sorted, because the sum of floats depends on their order
+    # sorted, because the sum of floats depends on their order
+    ascending = np.argsort(values, kind="stable")
     values = values[ascending]
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
     num_answers = np.bincount(vote_of_answer)  # with each vote
     winner_shares = _winner_shares(tuple(num_answers.tolist()), n, seed)  # (draws, votes)
 
+    # only the winner is drawn; the value of a random answer with its vote is averaged exactly
     mean_by_vote = np.bincount(vote_of_answer, weights=values) / num_answers
     mean = float((winner_shares @ mean_by_vote).mean())
 
@@ -257,6 +297,7 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
         n: number of drawn answers.
         seed: seed of the draws.
     """
+    # n independent draws of answers have multinomial numbers of votes, so no single answer has to be drawn
     shares = np.array(sizes) / sum(sizes)
     generator = np.random.default_rng([seed, n])
     counts = generator.multinomial(n, shares, size=RESAMPLES)
@@ -267,44 +308,60 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
 
 
 def _samples_of(metric: str) -> int:
+    """Returns n of a metric NAME@n or NAME@n/..."""
     return int(metric.split("@")[1].split("/")[0])
 
 
 def pass_at_k(right: int, count: int, k: int) -> float:
     """Returns the probability that at least one of k answers, drawn without replacement from `count`, is right.
 
-    Computes 1 - C(n-c, k) / C(n, k) with n = count and c = right, in integers up to a single division.
+    Computes 1 - C(n-c, k) / C(n, k) with n = count and c = right, in integers up to a single division. Source: Chen et
+    al. 2021 (Evaluating Large Language Models Trained on Code), equation 1.
 
     Args:
         right: Number of right answers to a prompt.
+        count: Number of all answers to the prompt.
         k: Number of drawn answers, 1 to count.
-    Source: Chen et al. 2021 (Evaluating Large Language Models Trained on Code), equation 1.
+
+    Raises:
+        ValueError: If k is not between 1 and count.
     """
     if not 1 <= k <= count:
         raise ValueError(f"pass@{k} of {count} answers: expected k between 1 and {count}")
-    whole = math.comb(count, k)
-    return (whole - math.comb(count - right, k)) / whole
+    num_draws = math.comb(count, k)
+    num_all_wrong = math.comb(count - right, k)
+    return (num_draws - num_all_wrong) / num_draws
 
 
 def half_width(per_prompt: Floats, is_share: bool) -> float | None:
     """Returns half the width of the 95% interval of the mean of `per_prompt` (P,), or None for a single prompt.
 
-    The half width is Student's t with P - 1 degrees of freedom times the standard error. is_share: True if the values
-    are shares of 0/1 outcomes. If all of them are then 0 or all are 1, the standard error is 0, so the half width is
-    the exact one-sided bound 1 - 0.05^(1/P), about 3/P, instead.
+    The half width is Student's t with P - 1 degrees of freedom times the standard error. If all values are shares with
+    the value 0, or all have the value 1, the standard error is 0, so the half width is the exact one-sided bound
+    1 - 0.05^(1/P), about 3/P, instead.
+
+    Args:
+        per_prompt: (P,) values of the prompts.
+        is_share: True if the values are shares of 0/1 outcomes.
     """
     prompts = len(per_prompt)
     if prompts < 2:
         return None
-    ordered = np.sort(per_prompt)  # sorted, because the sum of floats depends on their order
+    # sorted, because the sum of floats depends on their order
+    ordered = np.sort(per_prompt)
     if is_share and ordered[0] == ordered[-1] and ordered[0] in (0.0, 1.0):
         return 1 - (1 - LEVEL) ** (1 / prompts)
-    return student_t(prompts - 1) * float(ordered.std(ddof=1)) / math.sqrt(prompts)
+    deviation = float(ordered.std(ddof=1))
+    return student_t(prompts - 1) * deviation / math.sqrt(prompts)
 
 
 def student_t(degrees: int) -> float:
-    """Returns the two-sided 95% quantile of Student's t, exact for 1 and 2 degrees of freedom. For more, Hill's
-    expansion about the normal quantile (Abramowitz and Stegun 26.7.5) is within 0.3%."""
+    """Returns the two-sided 95% quantile of Student's t.
+
+    It is exact for 1 and 2 degrees of freedom. For more, Hill's expansion about the normal quantile (Abramowitz and
+    Stegun 26.7.5) is within 0.3%.
+    """
+    # the closed forms, because the expansion is inaccurate for few degrees of freedom
     if degrees == 1:
         return math.tan(math.pi * LEVEL / 2)
     if degrees == 2:

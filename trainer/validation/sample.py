@@ -28,6 +28,7 @@ _IMAGE_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.jpg")
 
 def is_prediction(name: str) -> bool:
     """Returns True if an entry of a reward's result is a prediction, which is not a metric even if it is a number."""
+    # the entries of a part of the reward are named PART.NAME
     return name.split(".")[-1] == PREDICTION
 
 
@@ -36,16 +37,26 @@ class Sample:
     """One prompt, its answer, and the answer's score.
 
     prompt, ground_truth and extra_info are the inputs of the reward, so that `trainer.score` can compute another one.
+    The fields are columns of the sample files and arguments of callbacks and trackers.
 
-    input, gts: last message of the prompt, and ground truth, as text for display.
-    score: None if the reward failed.
-    extra: further entries of the reward's result.
-    sample: number of the answer among those to one prompt.
-    timed_out: True if the reward exceeded its time limit.
-    prompt: the chat messages.
-    requests: requests of an episode's program in the form of workers/agents/endpoint/trace.py; empty for all other
-        samples.
-    images: file names of the prompt's images in the folder that `SampleFiles.write_images` fills.
+    Attributes:
+        step: Training step of the weights that the run had.
+        uid: Identifier of the prompt.
+        data_source: Data source of the prompt.
+        input, gts: Last message of the prompt, and ground truth, as text for display.
+        output: The answer.
+        score: None if the reward failed.
+        response_length: Number of tokens of the answer.
+        finish_reason: stop or length.
+        policy_version: Version of the weights that sampled the answer.
+        extra: Further entries of the reward's result.
+        sample: Number of the answer among those to one prompt.
+        timed_out: True if the reward exceeded its time limit.
+        prompt: The chat messages.
+        ground_truth, extra_info: As in the dataset, converted to json values.
+        requests: Requests of an episode's program in the form of workers/agents/endpoint/trace.py; empty for all other
+            samples.
+        images: File names of the prompt's images in the folder that `SampleFiles.write_images` fills.
     """
 
     step: int
@@ -69,14 +80,23 @@ class Sample:
 
 
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
-    """Converts the rows of a batch to samples, without padding rows. Rows of an unscored batch have no score."""
+    """Converts the rows of a batch to samples, without padding rows. Rows of an unscored batch have no score.
+
+    Args:
+        batch: Answers with the columns of a rollout.
+        tokenizer: The policy's tokenizer.
+        step: The current training step.
+    """
     tensors = batch.batch
     # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
     lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1).tolist()
-    scores = tensors["token_level_scores"].sum(1).tolist() if "token_level_scores" in tensors.keys() else None
+    scores = None
+    if "token_level_scores" in tensors.keys():
+        scores = tensors["token_level_scores"].sum(1).tolist()
 
     samples = []
     for row in range(len(batch)):
+        # rows that only fill a batch up have no answer
         if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
             continue
         columns: Row = {name: values[row] for name, values in batch.non_tensor_batch.items()}
@@ -116,6 +136,7 @@ def _entries(columns: Mapping[str, object]) -> dict[str, float | str]:
         entry = name.removeprefix("reward/")
         if entry == name or value is None:
             continue
+        # a prediction is a vote, which is compared as text
         if isinstance(value, int | float | np.number | np.bool_) and entry != PREDICTION:
             entries[entry] = float(value)
         else:
@@ -131,8 +152,10 @@ def image_names(images: ImageInputs | None) -> list[str]:
 
 
 def valid_image_names(value: object) -> list[str]:
-    """Returns the file names among the entries of a saved `images`, which is untrusted. Names of another form, such as
-    paths, are left out."""
+    """Returns the file names among the entries of a saved `images`, which is untrusted.
+
+    Names of another form, such as paths, are left out.
+    """
     entries = value if isinstance(value, list) else []
     return [entry for entry in entries if isinstance(entry, str) and _IMAGE_NAME.fullmatch(entry)]
 
@@ -142,8 +165,10 @@ def plain_value(value: dict[str, object]) -> JsonObject: ...
 @overload
 def plain_value(value: object) -> object: ...
 def plain_value(value: object) -> object:
-    """Converts a value of a dataset to a json value: arrays to lists, numbers that are not finite to None, and types
-    that json lacks (dates, bytes) to text."""
+    """Converts a value of a dataset to a json value.
+
+    Arrays become lists, numbers that are not finite None, and types that json lacks (dates, bytes) text.
+    """
     if isinstance(value, dict):
         return {str(name): plain_value(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -152,4 +177,6 @@ def plain_value(value: object) -> object:
         return plain_value(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)

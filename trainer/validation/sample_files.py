@@ -1,13 +1,18 @@
-"""Files with the answers of every step in the run folder: samples/train/000012.parquet, samples/val/000012.parquet, and
-the images of their prompts: samples/images/DIGEST-NUMBER.jpg.
+"""Files with the answers of every step in the run folder.
+
+samples/train/000012.parquet    answers of training step 12
+samples/val/000012.parquet      answers of the validation after it
+samples/images/DIGEST-N.jpg     images of their prompts
 
 Each row is one `Sample`. Values of any type (`ground_truth`, `extra_info`, `requests`) are json text in the columns
 NAME_json, and additional entries of the reward's result are columns reward/NAME. Only files with episodes of programs
 have `requests`, and only files with images of prompts have `images`, their file names. `trainer.report` and
 `trainer.inspect` show the files, `trainer.score` scores them with another reward, and pandas and datasets can read
-them. The folder stays below trainer.samples_max_mb: when it is full, the files of every second training step are
-deleted, so that the remaining files cover the run evenly. Images take at most half of the limit; beyond that, the
-least recently used images are deleted.
+them.
+
+The folder stays below trainer.samples_max_mb: when it is full, the files of every second training step are deleted, so
+that the remaining files cover the run evenly. Images take at most half of the limit; beyond that, the least recently
+used images are deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +36,11 @@ from verl_lite.json_types import JsonObject
 if TYPE_CHECKING:
     from verl_lite.protocol import DataProto
 
-FOLDER, TRAIN, VAL, IMAGES = "samples", "train", "val", "images"
+# names of folders
+FOLDER = "samples"
+TRAIN = "train"
+VAL = "val"
+IMAGES = "images"
 IMAGE_SIDE = 512  # pixels; larger images are scaled down
 JSON = "_json"
 REWARD = "reward/"
@@ -48,6 +57,7 @@ class SampleFiles:
     """Writes the samples folder of a run, and optionally two folders with one jsonl file per step.
 
     Args:
+        run_dir: The run folder.
         max_bytes: Limit of the samples folder; 0 writes nothing there.
         tell: Shows a message to the user.
         rollout_dir, validation_dir: trainer.{rollout,validation}_data_dir, the jsonl folders; None writes none.
@@ -68,7 +78,8 @@ class SampleFiles:
         self.validation_dir = validation_dir
         self._has_warned = False
         images = sorted((self.folder / IMAGES).glob("*.jpg"), key=lambda file: file.stat().st_mtime)
-        self._image_sizes = {file.name: file.stat().st_size for file in images}  # the most recently used image is last
+        # the most recently used image is last; after a resume, the order of writing stands in for that of use
+        self._image_sizes = {file.name: file.stat().st_size for file in images}
 
     @property
     def keeps_training(self) -> bool:
@@ -81,14 +92,21 @@ class SampleFiles:
         self._append(self.rollout_dir, samples, step)
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
-        """Writes the samples of a validation. way: distinguishes several validations of one step, such as "greedy"."""
+        """Writes the samples of a validation.
+
+        Args:
+            samples: The samples.
+            step: The current training step.
+            way: Distinguishes several validations of one step, such as "greedy".
+        """
         name = f"{step:06d}-{way}" if way else f"{step:06d}"
         self._write(VAL, name, samples)
         self._append(self.validation_dir, samples, step)
 
     def write_images(self, batch: DataProto) -> None:
         """Writes the images of a batch's prompts that the folder lacks as JPEG files of at most 512 x 512 pixels."""
-        files: dict[str, bytes] = {}  # the encoded images of the prompts by name
+        # the encoded images by name, which is a digest: prompts with the same images share their files
+        files: dict[str, bytes] = {}
         for images in batch.non_tensor_batch.get("multi_modal_inputs", ()):
             if images is not None:
                 files.update(zip(image_names(images), images.files, strict=True))
@@ -97,6 +115,7 @@ class SampleFiles:
 
         folder = self.folder / IMAGES
         sizes = self._image_sizes
+        # known images are not written again: a new one of 1024 x 768 pixels takes 9 ms on two cores
         new_names = [name for name in files if name not in sizes]
         new_paths = [folder / name for name in new_names]
         new_files = [files[name] for name in new_names]
@@ -104,8 +123,11 @@ class SampleFiles:
             folder.mkdir(parents=True, exist_ok=True)
             new_sizes = threads.map(_write_image, new_paths, new_files)
             sizes.update(zip(new_names, new_sizes, strict=True))
-            for name in files:  # the most recently used image is last
+            # the most recently used image is last
+            for name in files:
                 sizes[name] = sizes.pop(name)
+
+            # the other half of the limit is for the samples
             excess = sum(sizes.values()) - self.max_bytes // 2
             for name in list(sizes):
                 if excess <= 0:
@@ -120,6 +142,7 @@ class SampleFiles:
                 file.unlink()
 
     def _write(self, kind: str, name: str, samples: Sequence[Sample]) -> None:
+        """Writes samples to the parquet file `name` in the folder `kind`, TRAIN or VAL."""
         if not self.max_bytes or not samples:
             return
         folder = self.folder / kind
@@ -137,7 +160,9 @@ class SampleFiles:
         while sum(sizes.values()) > room:
             train_files = [file for file in sizes if file.parent.name == TRAIN]
             val_files = [file for file in sizes if file.parent.name == VAL]
+            # from the second newest backwards, so that the newest stays
             deleted_files = train_files[-2::-2] or val_files[-2::-2]
+            # the newest files of both kinds alone exceed the limit
             if not deleted_files:
                 break
             for file in deleted_files:
@@ -152,17 +177,22 @@ class SampleFiles:
         return sorted((self.folder / kind).glob("*.parquet"))
 
     def _append(self, folder: str | None, samples: Sequence[Sample], step: int) -> None:
+        """Appends samples to the jsonl file of a step in a folder. Without a folder, writes nothing."""
         if folder is None:
             return
-        with beside_training(Path(folder), self.tell):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with (Path(folder) / f"{step}.jsonl").open("a") as file:
-                for sample in samples:
-                    row = asdict(sample)
-                    for name in OPTIONAL:
-                        if not row[name]:
-                            del row[name]
-                    file.write(json.dumps(row) + "\n")
+        lines = []
+        for sample in samples:
+            row = asdict(sample)
+            for name in OPTIONAL:
+                if not row[name]:
+                    del row[name]
+            lines.append(json.dumps(row) + "\n")
+
+        path = Path(folder) / f"{step}.jsonl"
+        with beside_training(path.parent, self.tell):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.writelines(lines)
 
 
 def _write_image(path: Path, data: bytes) -> int:
@@ -170,7 +200,9 @@ def _write_image(path: Path, data: bytes) -> int:
     from PIL.Image import Resampling  # not needed in runs without images
 
     image = open_image(data)
-    image.thumbnail((IMAGE_SIDE, IMAGE_SIDE), Resampling.BILINEAR)  # a quarter of the default's time
+    # bilinear takes a quarter of the time of the default
+    image.thumbnail((IMAGE_SIDE, IMAGE_SIDE), Resampling.BILINEAR)
+    # renamed when it is complete, so that a killed run leaves no damaged image
     draft = path.with_name(f".{path.name}.draft")
     image.save(draft, "JPEG", quality=85)
     os.replace(draft, path)
@@ -192,14 +224,17 @@ def write_table(table: pyarrow.Table, path: Path) -> None:
 
 def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     """Converts samples to a table with one row per sample."""
-    kinds = {name: _KINDS[kind] for name, kind in get_type_hints(Sample).items() if kind in _KINDS}
     arrays = {}
-    for name, kind in kinds.items():
+    # explicit types, because a column that is empty in one step would otherwise have another type than in the next
+    for name, field_type in get_type_hints(Sample).items():
+        if field_type not in _KINDS:
+            continue
         values: list[object] = [getattr(sample, name) for sample in samples]
         if name == "prompt":
             values = [_messages_as_text(sample.prompt) for sample in samples]
-        arrays[name] = pyarrow.array(values, kind)
+        arrays[name] = pyarrow.array(values, _KINDS[field_type])
 
+    # json text, because the values can have another type in each row
     json_names = ["ground_truth", "extra_info"]
     if any(sample.requests for sample in samples):
         json_names.append("requests")
@@ -221,6 +256,7 @@ def decoded_columns(row: JsonObject) -> JsonObject:
 
 
 def _messages_as_text(prompt: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
+    """Returns role and content of each message as text, because the columns of all messages have one type."""
     messages = []
     for message in prompt:
         messages.append({key: as_text(message.get(key, "")) for key in ("role", "content")})
@@ -229,8 +265,10 @@ def _messages_as_text(prompt: Sequence[Mapping[str, object]]) -> list[dict[str, 
 
 def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pyarrow.Array]:
     """Returns a column reward/NAME for each additional entry of the rewards; a text column if any value is text."""
+    names: set[str] = set()
+    for extra in extras:
+        names.update(extra)
     columns = {}
-    names = {name for extra in extras for name in extra}
     for name in sorted(names):
         values = [extra.get(name) for extra in extras]
         if any(isinstance(value, str) for value in values):

@@ -15,13 +15,20 @@ from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
 
 _SETTINGS = "settings.json"
+# files of up to 256 x 256 KiB = 64 MiB are hashed completely
 _PIECES = 256
 _PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """An answer of a store. prefix: prefix of its sampling. position: position of its prompt in the dataset."""
+    """An answer of a store.
+
+    Attributes:
+        prefix: Prefix of its sampling, see `trainer.validation.answers.ValSampling`.
+        position: Position of its prompt in the dataset.
+        row: The answer.
+    """
 
     prefix: str
     position: int
@@ -46,6 +53,7 @@ class AnswerStore:
     def add(self, answers: list[StoredAnswer]) -> None:
         """Stores the answers of one chunk durably."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # the fields of a sample are json values, see `samples_of`
         lines = [json.dumps(asdict(answer)) + "\n" for answer in answers]
         number = len(self._chunks())
         write_atomically(self.folder / f"chunk-{number:06d}.jsonl", "".join(lines))
@@ -82,6 +90,7 @@ def claim_folder(folder: Path, settings: JsonObject) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1, sort_keys=True))
         return
+    # of both, because a setting that only one of them has differs, too
     lines = []
     for name in sorted({*existing, *settings}):
         if existing.get(name) != settings.get(name):
@@ -104,6 +113,7 @@ def content_of(path: str | Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file()]
+        # sorted, because a file system lists files in any order
         for file in sorted(files):
             digest.update(f"{file.relative_to(path)} {content_of(file)}\n".encode())
         return digest.hexdigest()
@@ -116,6 +126,7 @@ def content_of(path: str | Path) -> str:
     digest.update(str(size).encode())
     with path.open("rb") as opened:
         for piece in range(num_pieces):
+            # the last piece ends at the end of the file
             opened.seek((size - _PIECE_BYTES) * piece // max(1, num_pieces - 1))
             digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()
