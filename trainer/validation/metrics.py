@@ -23,7 +23,7 @@ from typing import TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.validation.sample import PREDICTION, Sample
+from trainer.validation.sample import PREDICTION, Sample, is_prediction
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
@@ -117,7 +117,8 @@ def process_validation_metrics(
     Args:
         data_sources, sample_uids: (B,). Rows of one source with the same uid are the N answers to one prompt.
         infos_dict: Variables by name, each (B,) numbers or bools; None or NaN: the row has no value. The entry `pred`
-            contains the votes of maj@n. Other entries that are not numbers are ignored.
+            contains the votes of maj@n. It, those of parts of the reward (`PART.pred`), and entries that are not
+            numbers are no variables.
         seed: Seed of the draws of maj@n.
     """
     # the rows of each prompt, by source and uid: a prompt is identified by its row in the files, never by its text
@@ -128,7 +129,7 @@ def process_validation_metrics(
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for variable, entries in infos_dict.items():
-        if variable == PREDICTION or not _are_numbers(entries):
+        if is_prediction(variable) or not _are_numbers(entries):
             continue
         # NaN: the row has no value
         values = np.array([np.nan if entry is None else float(entry) for entry in entries])

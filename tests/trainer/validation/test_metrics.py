@@ -123,3 +123,8 @@ def test_the_order_of_rows_does_not_matter():
         shuffled = given.copy()
         random.Random(seed).shuffle(shuffled)
         assert validation_metrics(shuffled) == straight
+
+
+def test_the_predictions_of_parts_of_the_reward_are_no_metric_either() -> None:
+    entries = {"reward": [1.0, 0.0], "math.pred": [72.0, 71.0], "pred": [72.0, 71.0]}
+    assert set(process_validation_metrics(["s", "s"], ["a", "b"], entries)["s"]) == {"reward"}
