@@ -28,7 +28,8 @@ class Range:
     """The valid values of an option as a predicate, and in words. Null is valid for optional options."""
 
     words: str
-    holds: Callable[[Any], bool]  # of a number, or of a list of numbers
+    # of a number, or of a list of numbers
+    holds: Callable[[Any], bool]
 
 
 def at_least(least: float) -> Range:

@@ -25,7 +25,8 @@ from verl_lite.config.supervised import SFTConfig
 from verl_lite.errors import UserError
 
 C = TypeVar("C")
-C_co = TypeVar("C_co", covariant=True)  # so that a function for every command takes a LoadedConfig[object]
+# so that a function for every command takes a LoadedConfig[object]
+C_co = TypeVar("C_co", covariant=True)
 Tree = Mapping[Any, object]
 """A nested mapping of a file, a recipe or a value. YAML also has keys that are no texts, such as numbers."""
 RecipeLoader = Callable[[str], Mapping[str, object]]
@@ -48,7 +49,8 @@ _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const=
 _OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _COMMENT_SIGN = re.compile(r"(?<!\S)#")
-_NO_COMMENT = "\ue000"  # a character of private use, which YAML treats as a letter
+# a character of private use, which YAML treats as a letter
+_NO_COMMENT = "\ue000"
 _VALUE_SHOWN = 200  # characters of a value in a message
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Names of keys whose values are paths. A leading ~/ is expanded, because the shell leaves it in `key=~/data`."""
@@ -328,7 +330,8 @@ class _Merge(Generic[C]):
             return reference[0]
         if not self._exists(path[0]):
             self.variables.add(path[0])
-        return self.follow(value, {**content, path[0]: None})  # None ends a cycle; resolving reports it
+        # None ends a cycle; resolving reports it
+        return self.follow(value, {**content, path[0]: None})
 
     def flatten(self, mapping: Tree, prefix: Path, source: str) -> Iterator[Assignment]:
         """Yields the leaves of nested mappings. A key with dots is a path, except below a free dictionary. An empty
@@ -382,7 +385,8 @@ class _Merge(Generic[C]):
                     f"{PREFIX}={assignment.value} ({assignment.source}): the sections below {PREFIX} are expected"
                 )
                 continue
-            if assignment.value == "???":  # verl's placeholder for a required value
+            # verl's placeholder for a required value
+            if assignment.value == "???":
                 continue
             verdict = self._verdict(assignment)
             if verdict is None and assignment.path[0] in self.variables:
@@ -451,7 +455,8 @@ class _Merge(Generic[C]):
             except (ValueError, OverflowError):
                 self.problems.append(f"{assignment.shown()}: {key.describe()}")
                 return
-        if key.kind == "dict":  # an entry replaces the entries of earlier layers above and below it
+        # an entry replaces the entries of earlier layers above and below it
+        if key.kind == "dict":
             for other in list(self.given):
                 if other != path and (other[: len(path)] == path or path[: len(other)] == other):
                     del self.given[other]

@@ -69,7 +69,8 @@ class Key:
             words = _WORDS[self.kind]
         if self.optional:
             words += " or null"
-        has_example = self.default not in (None, "", {}, [])  # an empty value shows nothing
+        # an empty value shows nothing
+        has_example = self.default not in (None, "", {}, [])
         example = f", for example {self.name}={value_text(self.default)}" if has_example else ""
         return f"{words} is expected{example}"
 

@@ -32,7 +32,8 @@ def print_config(loaded: LoadedConfig[object]) -> str:
         if OmegaConf.is_config(loaded_value):
             loaded_value = OmegaConf.to_object(loaded_value)
         if value_of(loaded.config, name) != loaded_value:
-            sources[name] = "filled in at launch"  # number of devices, files that a recipe wrote
+            # number of devices, files that a recipe wrote
+            sources[name] = "filled in at launch"
 
     notes = [f"# {note}" for note in loaded.notes]
     resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)

@@ -34,7 +34,8 @@ def colocate_async(given: Settings) -> Settings | None:
     if not isinstance(versions, int):
         raise UserError(f"{key}={versions}: expected a whole number; or set async_training.max_off_policy_threshold")
     options: dict[str, object] = {}
-    options["async_training.max_off_policy_threshold"] = versions - 1  # verl counts 1 for an on-policy sample
+    # verl counts 1 for an on-policy sample
+    options["async_training.max_off_policy_threshold"] = versions - 1
     batches_ahead = given.get("trainer.v1.colocate_async.num_warmup_batches")
     if batches_ahead is not None:
         options["async_training.batches_ahead"] = batches_ahead

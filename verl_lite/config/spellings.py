@@ -89,7 +89,8 @@ class KeyTable:
             value: its value.
             given: all keys that are set, since the meaning of some keys of ROLL depends on others.
         """
-        if name.rpartition(".")[2] == "_target_":  # the class of a section, which Hydra reads
+        # the class of a section, which Hydra reads
+        if name.rpartition(".")[2] == "_target_":
             return Verdict()
         match = _find(self.entries, name)
         if match is None:
@@ -284,7 +285,8 @@ def _refused(name: str, value: object, entry: Entry) -> Verdict:
     """Returns the verdict on a key that would change the run at all values except null and the harmless."""
     if value is None:
         return Verdict()
-    if is_interpolation(value) or value in entry.harmless:  # the key of a reference has its own verdict
+    # the key of a reference has its own verdict
+    if is_interpolation(value) or value in entry.harmless:
         note = f"{name}={value_text(value)} has no effect here; other values are refused: {entry.refused}"
         return Verdict(note=note)
     accepted = [value_text(harmless) for harmless in (*entry.harmless, None)]

@@ -182,7 +182,8 @@ class ReasoningGymEnv:
         options = dict(task_config or {}) | {"size": size, "seed": dataset_seed}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
+                # raised by a dependency when it is first compiled
+                warnings.simplefilter("ignore", SyntaxWarning)
                 reasoning_gym = importlib.import_module("reasoning_gym")
             self.dataset = reasoning_gym.create_dataset(task, **options)
         except ImportError as error:

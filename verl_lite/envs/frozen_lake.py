@@ -63,7 +63,8 @@ class FrozenLake(GridEnv):
             return self.fixed
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        for attempt in range(_MAPS_TRIED):  # the map of the seed, or the next map in this split
+        # the map of the seed, or the next map in this split
+        for attempt in range(_MAPS_TRIED):
             rows = [str(row) for row in generate_random_map(self.size, self.p, seed=seed + attempt * _NEXT_SEED)]
             if self._is_in_split(rows):
                 return rows

@@ -47,7 +47,8 @@ class VerifiersEnv:
         try:
             self.env = self._verifiers.load_environment(env_id, **dict(env_args or {}))
             self.rows = self.env.build_dataset() if split == "train" else self.env.build_eval_dataset()
-        except Exception as error:  # the environment's module may raise anything
+        except Exception as error:
+            # the environment's module may raise anything
             raise UserError(f"env_id={env_id!r}, env_args={env_args}: verifiers cannot load it: {error}") from error
         if not self.rows:
             raise UserError(f"env_id={env_id!r}: it has no rows for split={split!r}; expected at least one")
@@ -56,7 +57,8 @@ class VerifiersEnv:
 
         self.tools: Tools = {}
         self._prompt: list[Any] = []
-        self._loop = asyncio.new_event_loop()  # in its own thread, because the caller's thread may already run a loop
+        # in its own thread, because the caller's thread may already run a loop
+        self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="verifiers", daemon=True).start()
         self._episode: asyncio.Future[Any] = self._loop.create_future()
 
@@ -74,7 +76,8 @@ class VerifiersEnv:
         text = _encodable(action)
         try:
             calls = _tool_calls(text, self.tools)
-        except (ValueError, RecursionError) as error:  # the environment does not see this turn
+        except (ValueError, RecursionError) as error:
+            # the environment does not see this turn
             return f"Error: {error}", 0.0, False, False, _info(valid=False, is_tool=True)
 
         prompt_before = self._prompt
@@ -87,7 +90,8 @@ class VerifiersEnv:
         new_messages = self._prompt
         # an environment may also rewrite the conversation
         if self._prompt[: len(prompt_before)] == prompt_before:
-            new_messages = self._prompt[len(prompt_before) + 1 :]  # after the agent's turn
+            # after the agent's turn
+            new_messages = self._prompt[len(prompt_before) + 1 :]
         is_tool = all(message.role == "tool" for message in new_messages)
         return _text_of(new_messages), 0.0, False, False, _info(is_tool=is_tool)
 
@@ -113,7 +117,8 @@ class VerifiersEnv:
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._responses: asyncio.Queue[Any] = asyncio.Queue()
         self._episode = asyncio.ensure_future(self._rollout(row))
-        self._episode.add_done_callback(self._requests.put_nowait)  # the end is the last request
+        # the end is the last request
+        self._episode.add_done_callback(self._requests.put_nowait)
         final_state = await self._exchange()
         if final_state is not None:
             raise RuntimeError(f"verifiers ended the episode before its first turn: {final_state['stop_condition']}")
@@ -233,7 +238,8 @@ class OpenEnv:
 
         values = dict(zip(self.fields, match.groups(), strict=True))
         result = self._call("step", self.action_class(**values))
-        if self.client._ws is not self.connection:  # a new connection starts another session, which was not reset
+        # a new connection starts another session, which was not reset
+        if self.client._ws is not self.connection:
             raise RuntimeError(f"base_url={self.base_url!r}: the connection was lost during the episode")
 
         reward = result.reward

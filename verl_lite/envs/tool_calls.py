@@ -276,7 +276,8 @@ def _call_of_object(call: Any) -> ToolCall:
 
 def _checked(name: str, arguments: Any) -> ToolCall:
     """Returns a call with these arguments, an object or its spelling as JSON, or a call with a `problem`."""
-    if isinstance(arguments, str):  # some models write the arguments as a JSON text
+    # some models write the arguments as a JSON text
+    if isinstance(arguments, str):
         try:
             arguments = strict_json(arguments)
         except (ValueError, RecursionError) as error:

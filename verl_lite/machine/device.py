@@ -104,7 +104,8 @@ def device_memory(device: torch.device) -> dict[str, float]:
     """Returns the current and peak memory of this process in GiB, under verl's metric names without the role. On CUDA
     the peak allocated and reserved device memory is included."""
     figures = {"host_rss_gb": psutil.Process().memory_info().rss / GIB}
-    status = Path("/proc/self/status")  # the peak of getrusage includes the parent process before exec
+    # the peak of getrusage includes the parent process before exec
+    status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -181,7 +182,8 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type != "cpu":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library has no such function
+    # another C library has no such function
+    if mallopt is not None:
         mmap_threshold = -3  # glibc's M_MMAP_THRESHOLD
         trim_threshold = -1  # glibc's M_TRIM_THRESHOLD
         mallopt(mmap_threshold, 256 << 20)

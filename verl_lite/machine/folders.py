@@ -47,7 +47,8 @@ def remove_folder(folder: Path) -> bool:
         for name in names:
             try:
                 _remove_entry(folder, folder / name, numbers)
-            except OSError:  # such as a mount point or a file that its user made immutable
+            except OSError:
+                # such as a mount point or a file that its user made immutable
                 failed.add(name)
     with contextlib.suppress(OSError):
         folder.rmdir()

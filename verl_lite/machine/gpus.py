@@ -18,8 +18,10 @@ from verl_lite.errors import UserError
 
 GIB = 1 << 30
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_IDLE_PROCESSES_BYTES = 1 * GIB  # memory of a desktop or an idle notebook
-_IDLE_DEVICE_BYTES = 2 * GIB  # memory that the GPU's driver itself may use on a large device
+# memory of a desktop or an idle notebook
+_IDLE_PROCESSES_BYTES = 1 * GIB
+# memory that the GPU's driver itself may use on a large device
+_IDLE_DEVICE_BYTES = 2 * GIB
 
 
 class GpuProcess(NamedTuple):
@@ -88,7 +90,8 @@ def list_gpus(nvml: ModuleType | None = None) -> list[Gpu] | None:
 def _parts(nvml: ModuleType, device: object) -> list[object]:
     """Returns the MIG partitions of a device, or the device itself if it has none."""
     partitions = []
-    with suppress(nvml.NVMLError):  # the device has no MIG, or no further partitions
+    # the device has no MIG, or no further partitions
+    with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
             for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(device)):
                 partitions.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number))
@@ -99,7 +102,8 @@ def _gpu(nvml: ModuleType, index: int, handle: object) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not supported by the device or not permitted; used memory is still known
+    except nvml.NVMLError:
+        # not supported by the device or not permitted; used memory is still known
         processes = []
     return Gpu(
         index=index,
@@ -125,7 +129,8 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
     """
     variables = os.environ if environment is None else environment
     setting = variables.get(_VARIABLE)
-    if setting is None:  # CUDA shows only the first partition of a partitioned device
+    # CUDA shows only the first partition of a partitioned device
+    if setting is None:
         first_partitions: dict[int, Gpu] = {}
         for gpu in gpus:
             first_partitions.setdefault(gpu.index, gpu)

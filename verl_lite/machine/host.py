@@ -60,7 +60,8 @@ def _groups(root: Path, own: Path) -> Iterator[Path]:
             relative = Path(line.removeprefix("0::").lstrip("/"))
             for group in (relative, *relative.parents):
                 folder = root / group
-                if folder.is_dir():  # in a container the path can be that of the host, and only the root exists
+                # in a container the path can be that of the host, and only the root exists
+                if folder.is_dir():
                     yield folder
 
 

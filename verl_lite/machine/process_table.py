@@ -76,7 +76,8 @@ def status_of(pid: int) -> Status | None:
         fields = _stat_fields(pid)
     except OSError:
         return None
-    if not fields:  # the process ended while its file was read
+    # the process ended while its file was read
+    if not fields:
         return None
     return Status(
         pid,
@@ -198,7 +199,8 @@ def _initial_environment(pid: int, waits: bool) -> bytes:
                 environment = file.read()
             if environment or not waits:
                 return environment
-            os.readlink(f"{_PROC}/{pid}/exe")  # fails for kernel threads and ended processes
+            # fails for kernel threads and ended processes
+            os.readlink(f"{_PROC}/{pid}/exe")
             # The kernel shows no environment and env_end=0 while a process starts a program, which takes long for a
             # process of low priority. The program may start between the two reads, so an empty one must be seen twice.
             if _stat_fields(pid)[_ENV_END] != b"0":

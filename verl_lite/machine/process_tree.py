@@ -49,8 +49,10 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.02
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 _is_subreaper = False
-_started: set[int] = set()  # the roots of the trees of this process
-_starting = threading.Lock()  # held while a root runs that is not in `_started` yet
+# the roots of the trees of this process
+_started: set[int] = set()
+# held while a root runs that is not in `_started` yet
+_starting = threading.Lock()
 
 
 # ------------------------------------------------------------------------------------------- settings of this process
@@ -69,7 +71,8 @@ def die_with_parent(parent_pid: int) -> None:
     Other systems have no such call. There a process notices that the other end of a pipe was closed.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before the call above
+    # the parent died before the call above
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
@@ -191,7 +194,8 @@ class ForkedProcess:
             exit_status = 1
             try:
                 exit_status = run()
-            finally:  # the fork must not return into the code of this process
+            finally:
+                # the fork must not return into the code of this process
                 os._exit(exit_status)
 
     def has_exited(self) -> bool:
@@ -260,9 +264,11 @@ def end_marked(mark: str, reaps: bool = False) -> None:
         for look in range(_LOOKS):
             statuses = []
             for pid in newest_marked_processes(MARK, mark, waits=look == _LOOKS - 1):
-                status = table.get(pid) or status_of(pid)  # it may have started after the table was read
+                # it may have started after the table was read
+                status = table.get(pid) or status_of(pid)
                 if status is not None:
-                    _send(status, signal.SIGSTOP)  # at once, before it continues in a child
+                    # at once, before it continues in a child
+                    _send(status, signal.SIGSTOP)
                     statuses.append(status)
             if statuses:
                 return statuses

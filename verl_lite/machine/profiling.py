@@ -38,7 +38,8 @@ def start_profile(path: Path) -> None:
     profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
     profiler.start()
     _profile = path, profiler
-    atexit.register(stop_profile)  # a process that exits with a running profiler crashes
+    # a process that exits with a running profiler crashes
+    atexit.register(stop_profile)
 
 
 def stop_profile() -> str:

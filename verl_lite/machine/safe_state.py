@@ -23,7 +23,8 @@ _NUMPY = [
     np.dtype,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-_METADATA = {  # types in the index of a torch.distributed checkpoint, by module; any torch.dtype is allowed too
+# types in the index of a torch.distributed checkpoint, by module; any torch.dtype is allowed too
+_METADATA = {
     "pathlib": "PosixPath",
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -49,7 +50,8 @@ def require_safe(state: Any) -> None:
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
-    except (pickle.PicklingError, AttributeError) as error:  # what pickle raises for functions and local classes
+    except (pickle.PicklingError, AttributeError) as error:
+        # what pickle raises for functions and local classes
         raise TypeError(f"the state cannot be saved: {error}") from None
     buffer.seek(0)
     if unknown := _unknown_types(buffer):

@@ -8,7 +8,8 @@ folder shows how to write a reward.
 This package does not import torch, so reward processes start in a fraction of a second.
 """
 
-from verl_lite.rewards import code, judge, rules  # importing these modules registers their rewards
+# importing these modules registers their rewards
+from verl_lite.rewards import code, judge, rules
 from verl_lite.rewards.registry import REWARDS, default_compute_score, find_reward, register_reward, reward_modules
 from verl_lite.rewards.scoring import (
     READ_BY_REWARDS,

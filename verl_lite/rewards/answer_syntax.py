@@ -84,7 +84,8 @@ class _Parser:
     """A parser by recursive descent. `token` is the next token, None at the end."""
 
     def __init__(self, tokens: list[Token], letters_are_units: bool) -> None:
-        self._rest = tokens[::-1]  # the next token is last, so that taking it costs nothing
+        # the next token is last, so that taking it costs nothing
+        self._rest = tokens[::-1]
         self._letters_are_units = letters_are_units
         self.unit = ""
 
@@ -175,7 +176,8 @@ class _Parser:
             if self._accept("*", "\\cdot", "\\times"):
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
-                is_unit = self.token is not None and self.token.kind in ("word", "text")  # the slash of km/h
+                # the slash of km/h
+                is_unit = self.token is not None and self.token.kind in ("word", "text")
                 if is_unit:
                     self._rest.append(Token("mark", "/"))
                     return node
@@ -222,7 +224,8 @@ class _Parser:
         if token.text in _RELATIONS | _OPERATIONS | _INFIX_COMMANDS:
             return False
         is_function = token.text[1:] in FUNCTIONS
-        return not (in_function and is_function)  # \sin x \cos x is a product of two functions
+        # \sin x \cos x is a product of two functions
+        return not (in_function and is_function)
 
     def _at_unit(self, factors: list[Node]) -> bool:
         """Returns True if the next token begins a unit of the value before it."""
@@ -231,7 +234,8 @@ class _Parser:
             return False
         if token.kind == "text":
             return _is_unit(token.text)
-        if any(map(_contains_names, factors)):  # in 2ab, b is a symbol rather than a unit
+        # in 2ab, b is a symbol rather than a unit
+        if any(map(_contains_names, factors)):
             return False
         if token.kind == "word":
             return token.text in _SHORT_UNITS or (len(token.text) > 2 and token.text.isascii())
@@ -339,7 +343,8 @@ class _Parser:
         if token.kind == "word":
             if len(token.text) > 3:
                 return Node("word", (), token.text.lower())
-            return Node("product", tuple(map(_symbol, token.text)))  # ab and abc are products of symbols
+            # ab and abc are products of symbols
+            return Node("product", tuple(map(_symbol, token.text)))
         if token.kind == "text":
             return Node("word", (), token.text.lower())
         if token.kind == "literal":
@@ -384,7 +389,8 @@ class _Parser:
             if self._accept("&"):
                 rows[-1].append(self._sum())
             elif self._accept("\\\\"):
-                is_last_row = self.token is None or self.token.kind == "end"  # a line may end with \\
+                # a line may end with \\
+                is_last_row = self.token is None or self.token.kind == "end"
                 if not is_last_row:
                     rows.append([self._sum()])
             else:
@@ -392,7 +398,8 @@ class _Parser:
         self._next()
 
         row_nodes = tuple(Node("list", tuple(row)) for row in rows)
-        if name == "vmatrix":  # a determinant, which is to be computed
+        # a determinant, which is to be computed
+        if name == "vmatrix":
             return Node("command", row_nodes, name)
         return Node("matrix", row_nodes, "pmatrix")
 

@@ -56,9 +56,11 @@ def clean(text: str) -> str:
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _DEGREE.sub(r"^\\circ", text)
     text = _ORDINAL.sub("", text)
-    text = _GROUPED.sub("", text)  # before _LAYOUT, which would turn the spaces between groups to blanks
+    # before _LAYOUT, which would turn the spaces between groups to blanks
+    text = _GROUPED.sub("", text)
     text = _LAYOUT.sub(" ", text).strip()
-    while match := _EMPHASIS.match(text):  # a second time: marks of emphasis that stood inside dollar signs
+    # a second time: marks of emphasis that stood inside dollar signs
+    while match := _EMPHASIS.match(text):
         text = match[2].strip()
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _PREFIX.sub("", text)

@@ -418,7 +418,8 @@ def is_right_value(returned: JsonValue, expected: JsonValue) -> bool:
         if _is_close(value, expected):
             return True
         return isinstance(expected, list) and len(expected) == 1 and _is_close(value, expected[0])
-    except (ValueError, TypeError, ArithmeticError, RecursionError):  # forged data, or a number out of range
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
+        # forged data, or a number out of range
         return False
 
 
@@ -472,19 +473,22 @@ def _is_right_word(word: str, truth: str) -> bool:
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(truth):
         return False
     integers = sum(text.lstrip("+-").isdigit() for text in (word, truth))
-    if integers == 2:  # 007 is not 7: it may be a text of digits
+    # 007 is not 7: it may be a text of digits
+    if integers == 2:
         return False
     try:
         if integers == 1:
             return abs(Decimal(word) - Decimal(truth)) <= Decimal(_TOLERANCE)
-    except ArithmeticError:  # an exponent that Decimal does not have
+    except ArithmeticError:
+        # an exponent that Decimal does not have
         return False
     return _is_near(float(word), float(truth))
 
 
 def _is_near(value: float, truth: float) -> bool:
     is_close = math.isclose(value, truth, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    return is_close and math.isfinite(value)  # 1e999 and 2e999 are both infinite
+    # 1e999 and 2e999 are both infinite
+    return is_close and math.isfinite(value)
 
 
 def _as_json(data: JsonValue) -> JsonValue:

@@ -18,7 +18,8 @@ Expression: TypeAlias = sympy.Basic | sympy.MatrixBase
 
 MOST_BITS = 20_000
 MOST_TERMS = 1000
-_INTERVAL_TERMS = 50  # a union of n intervals takes time of the order n**2
+# a union of n intervals takes time of the order n**2
+_INTERVAL_TERMS = 50
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 
 _TOLERANCE = sympy.Rational(1, 10**6)
@@ -61,13 +62,15 @@ def _exact(node: Expression) -> Expression:
 
     args = [_exact(arg) for arg in node.args]
     if isinstance(node, sympy.Expr) and all(isinstance(arg, sympy.Rational) for arg in args):
-        return node.func(*args)  # evaluates powers, products and sums of numbers, whose size is bounded
+        # evaluates powers, products and sums of numbers, whose size is bounded
+        return node.func(*args)
     is_changed = any(arg is not old for arg, old in zip(args, node.args, strict=True))
     if not is_changed:
         return node
     if isinstance(node, sympy.Expr | Relational):
         return node.func(*args, evaluate=False)
-    return node.func(*args)  # sets and tuples have no evaluate=False
+    # sets and tuples have no evaluate=False
+    return node.func(*args)
 
 
 def _constants(node: Expression) -> set[sympy.Expr]:
@@ -197,7 +200,8 @@ def _are_relations_solved(answer: Expression, gold: Expression) -> bool:
     if not all(map(_is_solved, gold_relations)):
         return True
 
-    may_define_name = not gold_relations and bool(getattr(gold, "free_symbols", None))  # f(x) = 2x is right for 2x
+    # f(x) = 2x is right for 2x
+    may_define_name = not gold_relations and bool(getattr(gold, "free_symbols", None))
     for relation in _relations(answer):
         is_definition = may_define_name and _is_defined_name(relation.lhs)
         if not _is_solved(relation) and not is_definition:
@@ -275,7 +279,8 @@ def _measure(node: Expression | str) -> tuple[float, float]:
 
 def _largest_value(part: sympy.Basic, bits: float) -> float:
     """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
-    if isinstance(part, sympy.Float):  # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
+    # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
+    if isinstance(part, sympy.Float):
         return max(2.0, abs(float(part)))
     return 2.0**bits if bits < 64 else math.inf
 

@@ -20,7 +20,8 @@ from verl_lite.rewards.answer_tokens import UnknownSyntax, clean
 from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, Expression, are_equal, is_too_large
 from verl_lite.rewards.open_operations import is_final, names_of, symbols_of
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+# it warns that its own time limit is off
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|textrm|mbox)\b|[{}$~.\s*]")
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
@@ -100,7 +101,8 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     """Returns True if the answer `text` is in its final form and equals the reference, and the parsed answer."""
     words = _words(text)
     expected_words = _words(ground_truth)
-    if words and expected_words:  # as mathematics, words would be products of letters
+    # as mathematics, words would be products of letters
+    if words and expected_words:
         return words == expected_words, text
 
     # what the reference itself writes is right, also if this package cannot read it
@@ -204,7 +206,8 @@ def _unit_factors(unit: str) -> Counter[str]:
     exponents: Counter[str] = Counter()
     sign = 1
     for part in re.split(r"(/|\\cdot)", text):
-        if part == "/":  # all units after the first slash are below the line
+        # all units after the first slash are below the line
+        if part == "/":
             sign = -1
             continue
         if part == "\\cdot":

@@ -60,9 +60,11 @@ def _reply(request: str) -> list[str]:
         print(request, file=process.stdin, flush=True)
         lines = [process.stdout.readline() for _ in lines]  # type: ignore[union-attr]
     except BrokenPipeError:
-        pass  # the process died between two requests
+        # the process died between two requests
+        pass
     finally:
-        if not lines[-1]:  # the process died, or this thread was interrupted
+        # the process died, or this thread was interrupted
+        if not lines[-1]:
             process.kill()
             process.communicate()
             _process.cache_clear()
@@ -83,7 +85,8 @@ def serve() -> None:
     The first is the error in the reference, or null; the second is [is right, parsed answer, traceback or ""].
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # keeps prints of libraries out of the replies
+    # keeps prints of libraries out of the replies
+    os.dup2(2, 1)
     from verl_lite.rewards import final_form  # sympy is slow to import
 
     if sys.platform == "linux":
@@ -91,7 +94,8 @@ def serve() -> None:
     for line in sys.stdin:
         ground_truth, answer, is_boxed, strict = json.loads(line)
         problem, result = None, (False, answer, "")
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal has no handler, so it kills the process
+        # its signal has no handler, so it kills the process
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             final_form.read_reference(ground_truth)
         except ValueError as error:
@@ -102,7 +106,8 @@ def serve() -> None:
                 result = (*final_form.compare(ground_truth, answer, is_boxed, strict), "")
         except (RecursionError, MemoryError):
             pass  # the answer exceeds a limit
-        except Exception:  # the caller raises any exception as an error of the grader
+        except Exception:
+            # the caller raises any exception as an error of the grader
             result = (False, answer, traceback.format_exc())
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(result), file=replies, flush=True)

@@ -79,7 +79,8 @@ def _is_name(node: Node) -> bool:
 
 def open_operations(node: Node) -> set[str]:
     """Returns the names of the operations that an expression leaves to be computed."""
-    is_value_of_function = node.kind == "relation" and node.parts[0].kind == "call"  # f(3) = 7
+    # f(3) = 7
+    is_value_of_function = node.kind == "relation" and node.parts[0].kind == "call"
     parts = node.parts[1:] if is_value_of_function else node.parts
     names: set[str] = set()
     for part in parts:

@@ -68,7 +68,8 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
     text = _ascii(reply.rpartition("</think>")[2]).rstrip()
     is_quotable = bool(_labelled(_ascii(answer), with_inline=True))
 
-    candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)  # texts that begin with a rating
+    # texts that begin with a rating
+    candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)
     if not candidates:
         raise ValueError("there is no rating")
     if is_quotable:
@@ -184,7 +185,8 @@ def _value(number: str) -> Fraction:
     digits = re.sub(r"[\s+-]", "", number)
     if re.fullmatch(rf"\d{{1,3}}([{_GROUP_MARKS}]\d{{3}})+(\.\d+)?", digits) and not digits.startswith("0"):
         digits = re.sub(f"[{_GROUP_MARKS}]", "", digits)
-    elif "," in digits:  # a comma as decimal point, and points between groups
+    elif "," in digits:
+        # a comma as decimal point, and points between groups
         digits = digits.replace(".", "").replace(",", ".")
     if len(digits) > _MOST_DIGITS:
         raise ValueError("its rating has too many digits")

@@ -27,7 +27,8 @@ def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last complete `\boxed{...}` in a text, with matched braces; None if there is none."""
     last_start = -1
     last_end = -1
-    open_at: list[int] = []  # for each open brace the start of its content, or -1 without a preceding \boxed
+    # for each open brace the start of its content, or -1 without a preceding \boxed
+    open_at: list[int] = []
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
             is_box = text.endswith(_BOX, 0, brace.end())
@@ -76,7 +77,8 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_
     """
     answers = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
     truth = str(ground_truth).replace(",", "")
-    if not answers or not truth:  # an empty ground truth must not equal "#### ,"
+    # an empty ground truth must not equal "#### ,"
+    if not answers or not truth:
         return 0.0
     return float(answers[-1].replace(",", "") == truth)
 
@@ -98,7 +100,8 @@ _LATEX = (
     "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
 _REWRITTEN = (
-    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # keeps only the $mathematics$ in a text
+    # keeps only the $mathematics$ in a text
+    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),
     (r"\\text\{(.*?)\}", r"\1"),
     (r"\\textbf\{(.*?)\}", r"\1"),
     (r"\\overline\{(.*?)\}", r"\1"),
@@ -376,7 +379,8 @@ def regex(
         raise IndexError(f"group={group!r}: the pattern has {compiled.groups} groups {sorted(compiled.groupindex)}")
     if last_match is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
-    pred = (last_match[group] or "").strip()  # None if the group did not take part in the match
+    # None if the group did not take part in the match
+    pred = (last_match[group] or "").strip()
     is_right = pred == str(ground_truth).strip()
     return {"score": float(is_right), "acc": float(is_right), "pred": pred}
 
@@ -408,7 +412,8 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth
 @functools.cache
 def _gym_scorer(task: str) -> Callable[..., float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
+        # raised by a dependency when it is first compiled
+        warnings.simplefilter("ignore", SyntaxWarning)
         from reasoning_gym import get_score_answer_fn
     scorer: Callable[..., float] = get_score_answer_fn(task)
     return scorer

@@ -167,9 +167,11 @@ def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
 
 def _number(value: Any) -> float:
     """Converts a number of Python, numpy or torch, without importing them; returns NaN for other values."""
-    if isinstance(value, str | bytes | bytearray):  # float("3") would accept text
+    # float("3") would accept text
+    if isinstance(value, str | bytes | bytearray):
         return math.nan
-    try:  # also numbers of numpy and torch, which have no type in common
+    # also numbers of numpy and torch, which have no type in common
+    try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
@@ -233,7 +235,8 @@ class RewardPart:
             if inspect.isawaitable(returned):
                 returned = await returned
             return RewardResult(*read_score(returned))
-        except Exception as error:  # untrusted code: any exception fails this sample, not the run
+        except Exception as error:
+            # untrusted code: any exception fails this sample, not the run
             return RewardResult.failure(user_traceback(error))
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -300,7 +303,8 @@ def reward_parts(functions: JsonMapping) -> list[RewardPart]:
     problems = list(part_problems(functions))
     if problems:
         raise UserError("; ".join(problems))
-    outcome_label = next(iter(functions), None)  # the first part, unless another one is marked
+    # the first part, unless another one is marked
+    outcome_label = next(iter(functions), None)
     for label, entry in functions.items():
         if entry and entry.get("outcome"):
             outcome_label = label
@@ -398,7 +402,8 @@ def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     columns: dict[str, list[object]] = {}
     for name in sorted(names):
         columns[name] = [info.get(name) for info in infos]
-    return {  # the names of TRL last, so that an entry of extra_info cannot replace them
+    # the names of TRL last, so that an entry of extra_info cannot replace them
+    return {
         **columns,
         "data_source": [item.data_source for item in items],
         "ground_truth": [item.ground_truth for item in items],
@@ -516,7 +521,8 @@ def load_scorer(config: RewardConfig) -> Scorer:
     """
     if config.remote.url is not None:
         return Scorer((RewardPart(kwargs=config.reward_kwargs, function=_remote(config)),))
-    modules: dict[str, ModuleType] = {}  # a file with several parts is loaded once
+    # a file with several parts is loaded once
+    modules: dict[str, ModuleType] = {}
     parts = [replace(part, function=_function(part, modules)) for part in _parts(config)]
     return Scorer(tuple(parts))
 
@@ -558,7 +564,8 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
 
 def _require_signature(function: RewardFunction, part: RewardPart) -> None:
     """Raises UserError if a function of the user cannot be called in its style."""
-    if part.style == "trl":  # the columns are those of the data, so that only a call with rows can check their names
+    # the columns are those of the data, so that only a call with rows can check their names
+    if part.style == "trl":
         return
     names = _ARGUMENTS if part.style == "sample" else tuple(f"{name}s" for name in _ARGUMENTS)
     optional = [name for name in ("prompt", "images") if takes(function, name)]

@@ -205,7 +205,8 @@ class _ObjectProxy:
         self._number = number
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):  # such as __len__: Python's own protocols do not work through a proxy
+        # such as __len__: Python's own protocols do not work through a proxy
+        if name.startswith("_"):
             raise AttributeError(name)
         return self._answer.get(self._number, name)
 

@@ -52,7 +52,8 @@ ATTEMPTS = (
 _NEEDED = "needed: Linux with seccomp on x86-64 or ARM"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """The whole environment of the fork server. Without the caller's variables, programs cannot read its keys."""
-_LONGEST_JOB_S = 1e9  # instead of infinity, which JSON does not have
+# instead of infinity, which JSON does not have
+_LONGEST_JOB_S = 1e9
 _SYSTEM_FILES = (
     "/lib",
     "/lib64",
@@ -170,7 +171,8 @@ class Sandbox:
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
         if outcomes and outcomes[0].error:  # the code itself failed
             return [outcomes[0]] * len(calls)
-        outcomes_of_calls = outcomes[1 : 1 + len(calls)]  # the code may have forged further replies
+        # the code may have forged further replies
+        outcomes_of_calls = outcomes[1 : 1 + len(calls)]
         if len(outcomes_of_calls) < len(calls):
             outcomes_of_calls.append(ended.outcome())
         return outcomes_of_calls
@@ -207,7 +209,8 @@ class Sandbox:
 
         outcomes = []
         count = len(tests)
-        for message in tester.messages:  # written by the tests' process, which the tested code cannot reach
+        # written by the tests' process, which the tested code cannot reach
+        for message in tester.messages:
             if "broken" in message:
                 raise ValueError(f"The tests of the ground truth are not valid Python: {message['broken']}")
             count = message.get("tests", count)
@@ -218,7 +221,8 @@ class Sandbox:
                 outcomes.append(Outcome(True, True))
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
-        if functions.met:  # the exceeded limit is the reason of the first failure
+        # the exceeded limit is the reason of the first failure
+        if functions.met:
             first_failure = next((number for number, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
             outcomes[first_failure : first_failure + 1] = [functions.outcome()]
         return outcomes, max(count, len(outcomes))
@@ -253,7 +257,8 @@ class Sandbox:
         try:
             for _, task in programs:
                 task_bytes = b"".join(map(as_line, task))
-                for content in (stdin_bytes, b"", b"", task_bytes, b""):  # see `server.FILES`
+                # see `server.FILES`
+                for content in (stdin_bytes, b"", b"", task_bytes, b""):
                     files.append(_file(content))
 
             ended = []
@@ -288,7 +293,8 @@ class Sandbox:
             body = self._control.recv(1 << 16)
         except OSError:
             body = b""
-        except BaseException:  # interrupted: the next job would receive this job's report
+        except BaseException:
+            # interrupted: the next job would receive this job's report
             self.close()
             raise
         if not body:
@@ -301,7 +307,8 @@ class Sandbox:
         """Starts the fork server, if it does not run, and finds out what programs could do on this machine."""
         if self._control is not None:
             return
-        if not hasattr(os, "memfd_create"):  # for example macOS, where even unconfined programs cannot run
+        # for example macOS, where even unconfined programs cannot run
+        if not hasattr(os, "memfd_create"):
             raise UserError(
                 f"Code of answers does not run on {platform.system()} ({_NEEDED}). Run the rewards on a Linux machine "
                 "(reward.remote.url)."
@@ -408,6 +415,7 @@ def _returned(message: JsonObject, number: int) -> Outcome:
 def _readable_folders() -> list[str]:
     """Returns the folders and files that programs may read: Python, its packages and the system's libraries."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]  # conda's shared libraries
+    # conda's shared libraries
+    folders += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     python_folders = sorted({os.path.realpath(folder) for folder in folders})
     return [*python_folders, *_SYSTEM_FILES]

@@ -63,19 +63,23 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):  # the user nobody can import these packages
+    # the user nobody can import these packages
+    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):
         os.chown(folder, NOBODY, NOBODY)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    die_with_parent(parent)  # after the change of user, which resets it
+    # after the change of user, which resets it
+    die_with_parent(parent)
     libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
     has_landlock = landlock_version(libc) > 0
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # Landlock and seccomp require it
+    # Landlock and seccomp require it
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
     if has_landlock:
         _restrict_files(libc, readable, folder)
     if is_known_machine():
-        with contextlib.suppress(OSError):  # the kernel lacks seccomp, which `Sandbox.could` detects
+        # the kernel lacks seccomp, which `Sandbox.could` detects
+        with contextlib.suppress(OSError):
             filter_calls(libc, may_write=has_landlock)
 
 

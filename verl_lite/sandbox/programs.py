@@ -138,7 +138,8 @@ class _HeldCode:
     def __init__(self) -> None:
         self._namespace = _become_main(ANSWER).__dict__
         self._objects: list[object] = []
-        self._runner = asyncio.Runner()  # one loop for all calls, since objects of the code may be bound to it
+        # one loop for all calls, since objects of the code may be bound to it
+        self._runner = asyncio.Runner()
 
     def run(self, compiled: types.CodeType, describes_names: bool) -> JsonObject:
         """Runs the code. Returns the first reply, with a description of its names if `describes_names`."""
@@ -172,7 +173,8 @@ class _HeldCode:
         if object_number is not None:
             return getattr(self._objects[object_number], name)
         if name not in self._namespace and "Solution" in self._namespace:
-            return getattr(self._namespace["Solution"](), name)  # a new object per call, as LeetCode makes it
+            # a new object per call, as LeetCode makes it
+            return getattr(self._namespace["Solution"](), name)
         return self._namespace[name]
 
     def _value_or_object(self, value: object) -> JsonObject:
@@ -209,7 +211,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     if unusable:
         return _send(reply, unusable)
 
-    vars(unittest)["main"] = lambda *args, **kwargs: None  # this function runs the tests instead
+    # this function runs the tests instead
+    vars(unittest)["main"] = lambda *args, **kwargs: None
     count = len(tests)
     for snippet in tests:
         namespace = _namespace(names)
@@ -220,7 +223,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
             or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
         count += max(1, len(cases)) - 1
-        _send(reply, {"tests": count})  # before the tests run, so that a killed process leaves the right number
+        # before the tests run, so that a killed process leaves the right number
+        _send(reply, {"tests": count})
 
         result = _Result(reply, tested, count, message["stop_early"])
         if problem or not cases:
@@ -246,7 +250,8 @@ def _prepare_answer() -> None:
         module = sys.modules[module_name]
         public_names = [name for name in vars(module) if not name.startswith("_")]
         for name in getattr(module, "__all__", public_names):
-            if module_name != "typing" or name not in prelude:  # collections has the real Counter and OrderedDict
+            # collections has the real Counter and OrderedDict
+            if module_name != "typing" or name not in prelude:
                 prelude[name] = getattr(module, name)
 
     # last, because `from datetime import *` and others give the name of a module to something else
@@ -272,7 +277,8 @@ def _reply_or_raised(work: Callable[[*Arguments], JsonObject], *args: *Arguments
     except BaseException as error:  # untrusted code may raise anything
         try:
             text = str(error)[:ERROR_CHARACTERS]
-        except Exception:  # the __str__ of an exception is untrusted too
+        except Exception:
+            # the __str__ of an exception is untrusted too
             text = ""
         return {"raised": {"name": type(error).__name__, "base": _builtin_base(type(error)), "text": text}}
 
@@ -303,7 +309,8 @@ def _plain(value: object) -> JsonObject | None:
     """Returns the encoded value, None if it is not plain."""
     try:
         return {"value": encode(value)}
-    except Exception:  # not a plain value, or its class raised an exception
+    except Exception:
+        # not a plain value, or its class raised an exception
         return None
 
 
@@ -312,13 +319,15 @@ def _namespace(names: Namespace) -> Namespace:
     sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
         sys.modules[alias] = types.ModuleType(alias)
-        vars(sys.modules[alias]).update(names, __all__=[])  # `import *` must not replace a test's imports
+        # `import *` must not replace a test's imports
+        vars(sys.modules[alias]).update(names, __all__=[])
 
     namespace = vars(sys.modules[TESTS])
     for name in LIBRARY:
         namespace[name] = sys.modules[name]
     for name, value in names.items():
-        if not hasattr(builtins, name):  # an answer must not replace `all` or `sorted` in the tests
+        # an answer must not replace `all` or `sorted` in the tests
+        if not hasattr(builtins, name):
             namespace[name] = value
     return namespace
 
@@ -363,7 +372,8 @@ class _Result(unittest.TestResult):
 
     def addError(self, test: unittest.TestCase, err: "OptExcInfo") -> None:
         self._failure = _short(err[1])
-        if not isinstance(test, unittest.TestCase):  # a fixture of a class or a module, such as setUpClass
+        # a fixture of a class or a module, such as setUpClass
+        if not isinstance(test, unittest.TestCase):
             self.report(self._failure)
 
     addFailure = addError
@@ -410,7 +420,8 @@ def _cases_of_class(kind: type[unittest.TestCase]) -> list[unittest.TestCase]:
     cases = []
     for method in unittest.defaultTestLoader.getTestCaseNames(kind):
         case = kind(method)
-        if not issubclass(kind, unittest.IsolatedAsyncioTestCase):  # which runs its coroutines itself
+        # which runs its coroutines itself
+        if not issubclass(kind, unittest.IsolatedAsyncioTestCase):
             setattr(case, method, _running_coroutines(getattr(case, method)))
         cases.append(case)
     return cases
@@ -452,7 +463,8 @@ def _error_of(tested: Answer, work: Callable[[*Arguments], object], *args: *Argu
     tested.begin_test()
     try:
         work(*args)
-    except BaseException as error:  # tests may raise anything; SystemExit is a failure too
+    except BaseException as error:
+        # tests may raise anything; SystemExit is a failure too
         return tested.problem or _short(error)
     return tested.problem
 

@@ -42,11 +42,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def main(control: int, readable: Sequence[str]) -> None:
     """Serves jobs until the parent closes its end of the connection."""
     programs.prepare()
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # usually added by the module `site`
+    # usually added by the module `site`
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     connection = socket.socket(fileno=control)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `_run_job` can wait for it
+    # so that `_run_job` can wait for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     gc.collect()
-    gc.freeze()  # otherwise the collector would touch, and so copy, the memory shared with forked processes
+    # otherwise the collector would touch, and so copy, the memory shared with forked processes
+    gc.freeze()
     while True:
         body, fds, _, _ = socket.recv_fds(connection, 1 << 16, 2 * len(FILES))
         if not body:
@@ -77,7 +80,8 @@ def _run_job(
         for number, program in enumerate(request["programs"]):
             files = fds[number * len(FILES) : (number + 1) * len(FILES)]
             has_connection = len(request["programs"]) > 1
-            if has_connection and number == 0:  # the tested functions, which reply to the tests instead of the parent
+            # the tested functions, which reply to the tests instead of the parent
+            if has_connection and number == 0:
                 files[-1] = connection_ends[0].fileno()
             elif has_connection:
                 files.append(connection_ends[1].fileno())
@@ -93,7 +97,8 @@ def _run_job(
                 sys.exit()  # the parent has exited
             size = os.fstat(fds[-1]).st_size
             for process in processes:
-                if size > reply_size:  # a test has ended; the limits of time restart for the next test
+                # a test has ended; the limits of time restart for the next test
+                if size > reply_size:
                     process.begin_test()
                 process.watch(deadline)
             reply_size = size
@@ -146,7 +151,8 @@ class _Process:
 
     def end(self) -> ProcessReport:
         """Kills the process if it still runs, removes its folder and reports how the process ended."""
-        self._kill()  # and its group, before the kernel can reuse its number
+        # and its group, before the kernel can reuse its number
+        self._kill()
         exit_code = self._process.wait()
         if not self.met and self._has_printed_too_much():
             self.met = "output"
@@ -165,7 +171,8 @@ class _Process:
         size = 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # the process may remove files meanwhile
+                # the process may remove files meanwhile
+                with contextlib.suppress(FileNotFoundError):
                     size += max(_LEAST_FILE_BYTES, entry.stat(follow_symlinks=False).st_size)
         return size
 
@@ -204,6 +211,7 @@ def _run_confined(program: str, files: list[int], limits: Limits, folder: str, r
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # the file is full, or the code closed or replaced the stream
+        except Exception:
+            # the file is full, or the code closed or replaced the stream
             code = code or 1
     return code

@@ -65,11 +65,14 @@ ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
 CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
 PRLIMIT, IOCTL, FCNTL = (302, 261), (16, 29), (72, 25)
 
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal queries, bytes to read, flags of descriptors
-_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)  # duplicates, flags, pipe sizes, but no F_SETOWN and F_SETSIG: signals
+# terminal queries, bytes to read, flags of descriptors
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# duplicates, flags, pipe sizes, but no F_SETOWN and F_SETSIG: signals
+_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)
 _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
-_WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
+# O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
+_WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -81,7 +81,8 @@ def encode(value: object, depth: int = 0) -> JsonValue:
         if isinstance(value, kind):
             return {name: encode(_arguments(value, kind), depth + 1)}
     if isinstance(value, Iterator):
-        items = list(islice(value, ITERATOR_ITEMS_MAX + 1))  # an iterator may have no end
+        # an iterator may have no end
+        items = list(islice(value, ITERATOR_ITEMS_MAX + 1))
         if len(items) > ITERATOR_ITEMS_MAX:
             raise Unreadable(f"an iterator has more than {ITERATOR_ITEMS_MAX} items")
         return {"iterator": encode(items, depth + 1)}
@@ -177,5 +178,6 @@ def _arguments(value: Any, kind: type) -> list[object]:
     if kind is Decimal:
         return [str(value)]
     if kind is dict:
-        return [[[key, entry] for key, entry in value.items()]]  # pairs, because keys of JSON are always text
+        # pairs, because keys of JSON are always text
+        return [[[key, entry] for key, entry in value.items()]]
     return [list(value)]

@@ -82,7 +82,8 @@ def guarded() -> Iterator[Guard]:
         return
     try:
         guard = start_guard()
-        tempfile.tempdir = str(guard.temp)  # temporary files of this process belong to the run too
+        # temporary files of this process belong to the run too
+        tempfile.tempdir = str(guard.temp)
         yield guard
     finally:
         stop_guard()
@@ -116,7 +117,8 @@ def preload(*names: str) -> None:
         return
     template_input = _guard.template.process.stdin
     assert template_input is not None
-    with contextlib.suppress(BrokenPipeError):  # without a template, each worker imports them itself
+    # without a template, each worker imports them itself
+    with contextlib.suppress(BrokenPipeError):
         template_input.write("".join(f"{name}\n" for name in names).encode())
         template_input.flush()
 
@@ -126,7 +128,8 @@ def end_template() -> None:
     if _guard is None or _guard.template is None:
         return
     template, _guard.template = _guard.template, None
-    template.process.communicate()  # closes its input, which ends it; ignores a template that has ended before
+    # closes its input, which ends it; ignores a template that has ended before
+    template.process.communicate()
     template.end()
 
 
@@ -152,7 +155,8 @@ def start_guard() -> Guard:
         stdout=DEVNULL,
         stderr=DEVNULL,
     )
-    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache that stays between runs
+    # a cache that stays between runs
+    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"
     environment = set_environment(
         {
             RUN_MARK: token,
@@ -171,7 +175,8 @@ def stop_guard() -> None:
         return
     guard, _guard = _guard, None
     watcher.end(RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
-    guard.watcher.process.communicate(b"q")  # a byte: this process has cleaned up
+    # a byte: this process has cleaned up
+    guard.watcher.process.communicate(b"q")
     guard.watcher.end()
     set_environment(guard.environment)
     tempfile.tempdir = guard.base

@@ -150,7 +150,8 @@ def ray_loss() -> str | None:
     if cluster is None:
         return None
     lost = cluster.lookout.lost(cluster.parts)
-    if not lost or cluster is not _cluster:  # another thread may have ended the cluster in the meantime
+    # another thread may have ended the cluster in the meantime
+    if not lost or cluster is not _cluster:
         return None
     whose = "the run's own Ray" if cluster.address is None else f"the Ray cluster at {cluster.address}"
     return f"{whose} has lost its {cluster.parts[lost[0]]}: {silent_process(lost[0])}"
@@ -183,7 +184,8 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
         while not wait([future], timeout=_POLL_S).done:
             require_ray()
     except BaseException:
-        wait([future], timeout=_POLL_S)  # a shutdown of Ray must not interrupt a call that can still finish
+        # a shutdown of Ray must not interrupt a call that can still finish
+        wait([future], timeout=_POLL_S)
         raise
     return future.result()
 
@@ -249,14 +251,17 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
     cluster.environment = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
-            "RAY_AUTH_MODE": None,  # Ray then turns authentication on; it would read a given value too early
+            # Ray then turns authentication on; it would read a given value too early
+            "RAY_AUTH_MODE": None,
             "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_prestart_worker_first_driver": "0",  # would start one process per CPU, without our variables
-            "RAY_task_events_report_interval_ms": "0",  # no call history for the dashboard: 3 MiB in 100 small steps
+            # would start one process per CPU, without our variables
+            "RAY_prestart_worker_first_driver": "0",
+            # no call history for the dashboard: 3 MiB in 100 small steps
+            "RAY_task_events_report_interval_ms": "0",
         }
     )
     with (
@@ -277,22 +282,26 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
             num_gpus=num_gpus,
             object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
             log_to_driver=False,
-            logging_level=logging.ERROR,  # at lower levels, Ray comments on the options of this call
+            # at lower levels, Ray comments on the options of this call
+            logging_level=logging.ERROR,
             namespace=run_id,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(guard.folder / "ray"),
             object_spilling_directory=str(guard.temp),
         )
-    del os.environ[watcher.CLUSTER_MARK]  # later processes of the driver do not belong to the cluster
+    # later processes of the driver do not belong to the cluster
+    del os.environ[watcher.CLUSTER_MARK]
 
 
 def _init_with_retries(guard: Guard, **options: object) -> None:
     """Calls `ray.init` until it succeeds, at most _STARTS times; then raises RuntimeError."""
-    for _ in range(_STARTS):  # on a busy machine, Ray gives up after 30 s, and no option changes that limit
+    # on a busy machine, Ray gives up after 30 s, and no option changes that limit
+    for _ in range(_STARTS):
         try:
             ray.init(**options)
             return
-        except Exception as error:  # Ray raises the timeout as a plain Exception
+        except Exception as error:
+            # Ray raises the timeout as a plain Exception
             if "timed out during startup" not in str(error):
                 raise
             _end_processes(guard)
@@ -372,7 +381,8 @@ def stop_ray() -> None:
     if cluster is None:
         return
     is_lost = bool(cluster.parts) and not cluster.answers
-    if is_lost:  # Ray's own shutdown would wait for the lost part and hold the interpreter's lock
+    # Ray's own shutdown would wait for the lost part and hold the interpreter's lock
+    if is_lost:
         atexit.unregister(ray.shutdown)
     if cluster.guard is not None:
         _end_processes(cluster.guard, is_lost)
@@ -442,7 +452,8 @@ def begin_process(umask: int, log_file: str | None) -> None:
 def restore_log(log_file: str | None) -> None:
     """Opens the log file of this process again if it was deleted."""
     if log_file is not None and not os.path.exists(log_file):
-        with suppress(OSError):  # a missing log is no reason to fail the run
+        # a missing log is no reason to fail the run
+        with suppress(OSError):
             begin_process(current_umask(), log_file)
 
 
@@ -454,7 +465,8 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
     if not port.isdigit() or "//" in address:
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
     is_local = host in ("localhost", "127.0.0.1", "::1")
-    server = (ray.util.get_node_ip_address() if is_local else host, int(port))  # Ray resolves the address like this
+    # Ray resolves the address like this
+    server = (ray.util.get_node_ip_address() if is_local else host, int(port))
     start_time = time.monotonic()
     is_logged = False
     while silence_of(server) is not None:

@@ -33,11 +33,14 @@ from verl_lite.single_controller.resource_pool import ClassWithInitArgs, Resourc
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
 _PRIVATE_PATIENCE_S = 60.0
-_SILENT_PATIENCE_S = 3.0  # wait this long for a reservation before the log mentions it
+# wait this long for a reservation before the log mentions it
+_SILENT_PATIENCE_S = 3.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.5
-_GRACE_S = 2.0  # after an error: time for the other ranks to return or to report the real cause
-_CAUSE_PATIENCE_S = 15.0  # the same if all errors so far are only consequences of another one
+# after an error: time for the other ranks to return or to report the real cause
+_GRACE_S = 2.0
+# the same if all errors so far are only consequences of another one
+_CAUSE_PATIENCE_S = 15.0
 
 Bundle = dict[str, float]
 
@@ -133,9 +136,12 @@ class SlotProcess:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ray_cluster.BATCH_SYSTEM_SIGNALS)
         ray_cluster.begin_process(umask, log_file)
         if log_file is not None:
-            faulthandler.enable()  # a crash in native code writes its stack to the log
-        gc.disable()  # until all imports are done: there is no garbage yet, and the imports take 10% less time
-        tensor_dict({}, 0)  # imports its dependencies now instead of at the first batch
+            # a crash in native code writes its stack to the log
+            faulthandler.enable()
+        # until all imports are done: there is no garbage yet, and the imports take 10% less time
+        gc.disable()
+        # imports its dependencies now instead of at the first batch
+        tensor_dict({}, 0)
 
     def begin(self, opens_store: bool) -> tuple[str, Address | None]:
         """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
@@ -150,14 +156,16 @@ class SlotProcess:
         os.environ |= {
             "RANK": str(slot.rank),
             "WORLD_SIZE": str(slot.world_size),
-            "LOCAL_RANK": "0",  # each process sees only its own device
+            # each process sees only its own device
+            "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "MASTER_ADDR": slot.store[0],
             "MASTER_PORT": str(slot.store[1]),
         }
         interface = interface_of(ray.util.get_node_ip_address())
         if interface is not None:
-            for library in ("GLOO", "NCCL"):  # otherwise they use the host name or any active interface
+            # otherwise they use the host name or any active interface
+            for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         with ray_errors.portable_errors():
             import_modules(modules)
@@ -172,7 +180,8 @@ class SlotProcess:
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
         arguments = WorkerArguments(positional, keywords)
-        if self._stall_timeout_s is not None:  # write the stacks to the log shortly before the driver ends the process
+        # write the stacks to the log shortly before the driver ends the process
+        if self._stall_timeout_s is not None:
             faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
         try:
             with ray_errors.portable_errors():
@@ -208,7 +217,8 @@ class RayTransport:
             raise RuntimeError("trainer.backend=ray needs a Ray cluster; start it with ray_running")
         self.world_size = pool.world_size
         self.usage = np.zeros(2)
-        self._stall_timeout_s: float | None = None  # no time limit for the start
+        # no time limit for the start
+        self._stall_timeout_s: float | None = None
         self._ended: str | None = None
         self._lookout = Lookout()
         # by rank; the machines only in a joined cluster
@@ -354,14 +364,16 @@ class RayTransport:
 
     def _end_of_process(self, handle: _Handle, error: RayError) -> WorkerDiedError:
         """Returns the error of a process that has ended during a call."""
-        ray_cluster.require_ray()  # if the raylet has ended, that is the cause
+        # if the raylet has ended, that is the cause
+        ray_cluster.require_ray()
         lost_machine = self._lost_machine(handle)
         if lost_machine is not None:
             return lost_machine
 
         note = ""
         if isinstance(error, OutOfMemoryError):
-            note = str(error)  # lists the processes of the machine that use the most memory
+            # lists the processes of the machine that use the most memory
+            note = str(error)
         elif self._ended is not None:
             note = f"the workers had been ended: {self._ended}"
         return self._death(handle, ray_errors.cause_of_death(error), note)
@@ -418,7 +430,8 @@ class RayTransport:
         if all(map(ray_errors.is_consequence, errors)):
             # the cause may be a machine that is gone, whose ranks cannot report it
             errors += filter(None, map(self._lost_machine, pending))
-        first = min(errors, key=ray_errors.is_consequence)  # min keeps the earliest of equals
+        # min keeps the earliest of equals
+        first = min(errors, key=ray_errors.is_consequence)
         if pending:
             ranks = [handle.rank for handle in pending]
             first.add_note(f"ranks {ranks} did not return within seconds, so all workers of the pool were ended")

@@ -167,7 +167,8 @@ def host_store(host: str) -> TCPStore:
     """Opens a store at a port that the system chooses."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((host, 0))  # torch's own server would listen on all interfaces
+    # torch's own server would listen on all interfaces
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

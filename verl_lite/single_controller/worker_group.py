@@ -32,7 +32,8 @@ class Transport(Protocol):
     """Sends calls to the slots. All groups that share slots share one transport."""
 
     world_size: int
-    usage: np.ndarray  # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
+    # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
+    usage: np.ndarray
 
     def share(self, value: object) -> object:
         """Returns a reference to a value that several ranks receive, so that it is sent once."""
@@ -91,7 +92,8 @@ class LocalTransport:
     def _run(self, slot: Slot, role: str, method: str, arguments: WorkerArguments) -> _Outcome:
         try:
             result, usage = invoke(slot, role, method, arguments)
-        except Exception as error:  # raised when the caller waits, as with Ray
+        except Exception as error:
+            # raised when the caller waits, as with Ray
             return _Outcome(error=error)
         self.usage = self.usage + usage
         return _Outcome(result)
@@ -179,7 +181,8 @@ class WorkerGroup:
 
     def mesh(self, name: str) -> Mesh:
         """Returns a mesh that the workers registered. Raises ValueError if the mesh is unknown or incomplete."""
-        if name not in self._meshes:  # workers can register meshes after their construction
+        # workers can register meshes after their construction
+        if name not in self._meshes:
             places_of_ranks: list[dict[str, MeshPlace]] = self.execute_all_sync("mesh_info")
             meshes = {}
             for mesh in set().union(*places_of_ranks):

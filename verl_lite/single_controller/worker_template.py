@@ -19,7 +19,8 @@ import socket
 import sys
 from typing import NamedTuple
 
-if __name__ == "__main__":  # the template's first folder of packages is its own
+# the template's first folder of packages is its own
+if __name__ == "__main__":
     sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from verl_lite.machine import process_tree
@@ -45,7 +46,8 @@ def request_worker(path: str, argv: list[str]) -> None:
         socket.send_fds(template, [b"w"], STREAMS)
         template.sendall(json.dumps([argv, dict(os.environ), os.getcwd()]).encode())
         template.shutdown(socket.SHUT_WR)
-        template.recv(1)  # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
+        # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
+        template.recv(1)
 
 
 def serve(path: str) -> WorkerStart | None:
@@ -54,13 +56,17 @@ def serve(path: str) -> WorkerStart | None:
 
     An input line is a module, or a function to call as `module:function`.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended workers
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # as in Ray's other processes
+    # the kernel removes ended workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # as in Ray's other processes
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
     template = os.getpid()
-    sys.modules["ray"] = None  # type: ignore[assignment]  # Ray keeps the settings of the environment at its import
+    # Ray keeps the settings of the environment at its import
+    sys.modules["ray"] = None  # type: ignore[assignment]
     with socket.socket(socket.AF_UNIX) as listener:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of an earlier template of the same run
+            # of an earlier template of the same run
+            os.unlink(path)
         listener.bind(path)
         listener.listen()
         while True:
@@ -76,12 +82,15 @@ def serve(path: str) -> WorkerStart | None:
                 _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
                 with connection.makefile("r") as request:
                     start = WorkerStart(*json.load(request))
-                gc.freeze()  # collections in the workers then leave the shared memory alone
+                # collections in the workers then leave the shared memory alone
+                gc.freeze()
                 # not a `ForkedProcess`: a worker returns to `main` and ends like any Python program, with the exit
                 # handlers that Ray has registered; its parent does not wait for it (SIGCHLD is ignored)
                 if os.fork() == 0:
-                    os.setsid()  # Ray kills the process group of a worker that has died
-                    process_tree.die_with_parent(template)  # Ray's workers end with their parent
+                    # Ray kills the process group of a worker that has died
+                    os.setsid()
+                    # Ray's workers end with their parent
+                    process_tree.die_with_parent(template)
                     for stream, fd in zip(STREAMS, streams, strict=True):
                         os.dup2(fd, stream)
                         os.close(fd)
@@ -93,7 +102,8 @@ def serve(path: str) -> WorkerStart | None:
 
 def _preload(name: str) -> None:
     """Imports a module, or calls a function (`module:function`)."""
-    with contextlib.suppress(Exception):  # the worker repeats the import and raises the error
+    # the worker repeats the import and raises the error
+    with contextlib.suppress(Exception):
         target = pkgutil.resolve_name(name)
         if callable(target):
             target()

@@ -21,7 +21,8 @@ class Situation:
             `old_log_probs`.
     """
 
-    config: Any  # each row reads the options of its own command
+    # each row reads the options of its own command
+    config: Any
     devices: int | None = None
     reads_images: bool | None = None
     rows: int | None = None
