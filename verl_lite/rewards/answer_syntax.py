@@ -34,11 +34,12 @@ _LONGEST_UNIT = 40
 class Node:
     r"""An expression.
 
-    kind: number, symbol, word, constant, sum, negative, plus_minus, product, quotient, mixed, power, root, function,
-        call, percent, brackets, set, list, relation, operation, matrix, absolute or command (which this module does not
-        know).
-    parts: its operands. The denominator of a quotient, the exponent of a power and the index of a root are second.
-    text: digits of a number, LaTeX of a symbol or a command, both brackets, or the operators of a relation.
+    Attributes:
+        kind: number, symbol, word, constant, sum, negative, plus_minus, product, quotient, mixed, power, root,
+            function, call, percent, brackets, set, list, relation, operation, matrix, absolute or command (which this
+            module does not know).
+        parts: its operands. The denominator of a quotient, the exponent of a power and the index of a root are second.
+        text: digits of a number, LaTeX of a symbol or a command, both brackets, or the operators of a relation.
     """
 
     kind: str
@@ -69,9 +70,13 @@ class Answer:
 def parse_answer(text: str, letters_are_units: bool = False) -> Answer:
     """Parses an answer.
 
-    letters_are_units: True to read a single letter after a number, such as m, as a unit also without a space between.
+    Args:
+        text: LaTeX of the answer.
+        letters_are_units: True to read a single letter after a number, such as m, as a unit also without a space
+            between.
 
-    Raises UnknownSyntax if the text is no expression that this module can read.
+    Raises:
+        UnknownSyntax: if the text is no expression that this module can read.
     """
     parser = _Parser(tokens_of(clean(text)), letters_are_units)
     node = parser.items()
@@ -94,6 +99,7 @@ class _Parser:
         return self._rest[-1] if self._rest else None
 
     def _next(self) -> Token:
+        """Takes the next token. Raises UnknownSyntax at the end."""
         if not self._rest:
             raise UnknownSyntax("the expression ends early")
         return self._rest.pop()
@@ -176,7 +182,7 @@ class _Parser:
             if self._accept("*", "\\cdot", "\\times"):
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
-                # the slash of km/h
+                # the slash of 5/min begins a unit, which `_skip_unit` reads
                 is_unit = self.token is not None and self.token.kind in ("word", "text")
                 if is_unit:
                     self._rest.append(Token("mark", "/"))
@@ -206,10 +212,14 @@ class _Parser:
 
     def take_denominator(self) -> str | None:
         """Takes a slash and an integer, and returns the integer; takes nothing and returns None otherwise."""
-        if len(self._rest) < 2 or self._rest[-1].text != "/" or not self._rest[-2].text.isdigit():
+        if len(self._rest) < 2:
             return None
-        self._next()
-        return self._next().text
+        mark = self._rest[-1]
+        number = self._rest[-2]
+        if mark.text != "/" or not number.text.isdigit():
+            return None
+        del self._rest[-2:]
+        return number.text
 
     def _begins_factor(self, in_function: bool) -> bool:
         token = self.token
@@ -415,7 +425,8 @@ class _Parser:
                 return Node("constant", (), r"\emptyset")
             content = self.items()
             self._expect("\\}")
-            return Node("set", content.parts if content.kind == "list" else (content,))
+            elements = content.parts if content.kind == "list" else (content,)
+            return Node("set", elements)
         if name in ("\\pi", "\\infty"):
             return Node("constant", (), name)
         if name[1:] in _GREEK:
@@ -430,9 +441,12 @@ class _Parser:
             index = self._sum()
             self._expect("]")
         argument = self._brackets(self._next().text) if self._is("(") else self._argument()
-        return Node("root", (argument,) if index is None else (argument, index))
+        if index is None:
+            return Node("root", (argument,))
+        return Node("root", (argument, index))
 
     def _function(self, name: str) -> Node:
+        """Parses a function after its name: a base or an exponent in any order, then the argument."""
         base: Node | None = None
         exponent: Node | None = None
         while self._is("_", "^"):
@@ -444,11 +458,17 @@ class _Parser:
 
         if name == "\\exp" and base is None and exponent is None:
             return Node("power", (Node("constant", (), "e"), argument))
+
+        # \sin^{-1} x is the inverse function, unlike \sin^2 x
         minus_one = Node("negative", (Node("number", (), "1"),))
         if exponent == minus_one and name in ("\\sin", "\\cos", "\\tan"):
             return Node("function", (argument,), f"\\arc{name[1:]}")
-        node = Node("function", (argument,) if base is None else (argument, base), name)
-        return node if exponent is None else Node("power", (node, exponent))
+
+        operands = (argument,) if base is None else (argument, base)
+        value = Node("function", operands, name)
+        if exponent is None:
+            return value
+        return Node("power", (value, exponent))
 
 
 def _one_or_all(kind: str, parts: list[Node]) -> Node:
@@ -462,7 +482,8 @@ def _contains_names(node: Node) -> bool:
 
 def _symbol(letter: str) -> Node:
     """Returns the node of a letter. e and i are always the constants."""
-    return Node("constant" if letter in "ei" else "symbol", (), letter)
+    kind = "constant" if letter in "ei" else "symbol"
+    return Node(kind, (), letter)
 
 
 def _number(text: str) -> Node:
@@ -583,8 +604,9 @@ def _render_sum(terms: tuple[Node, ...], rendered: list[str]) -> str:
     """Returns the LaTeX of a sum. Terms that are sums or have a sign are put in brackets."""
     texts = []
     for term, text in zip(terms, rendered, strict=True):
-        is_compound = term.kind in ("sum", "negative", "plus_minus")
-        texts.append(f"({text})" if is_compound else text)
+        if term.kind in ("sum", "negative", "plus_minus"):
+            text = f"({text})"
+        texts.append(text)
     return " + ".join(texts)
 
 

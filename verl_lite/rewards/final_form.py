@@ -83,7 +83,8 @@ def compare(ground_truth: str, text: str, is_boxed: bool, strict: bool) -> tuple
         return _compare_strictly(ground_truth, answer)
 
     gold = read_reference(ground_truth)
-    parsed = parse(_boxed(text) if is_boxed else text, parsing_timeout=None)
+    searched_text = _boxed(text) if is_boxed else text
+    parsed = parse(searched_text, parsing_timeout=None)
     pred = str(parsed[-1]) if parsed else ""
     if not parsed or is_too_large(parsed[0]):
         return False, pred

@@ -122,10 +122,11 @@ async def compute_score(
     for problem in option_problems(options, "judge"):
         raise UserError(problem)
 
+    reference = "" if ground_truth is None else str(ground_truth)
     values = {
         **_prompt_texts(prompt or []),
         "answer": solution_str,
-        "ground_truth": "" if ground_truth is None else str(ground_truth),
+        "ground_truth": reference,
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
@@ -161,7 +162,9 @@ def _prompt_texts(prompt: Sequence[ChatMessage]) -> dict[str, str]:
 def option_problems(kwargs: KeywordArguments, option: str) -> Iterator[str]:
     """Yields the problems of arguments of `compute_score` that can be detected without a request.
 
-    kwargs: the arguments. option: their key in the configuration.
+    Args:
+        kwargs: the arguments.
+        option: their key in the configuration.
     """
     parameters = inspect.signature(compute_score).parameters
     values = {name: kwargs.get(name, parameter.default) for name, parameter in parameters.items()}
@@ -283,9 +286,11 @@ class Endpoint:
 
 
 def _json_integer(digits: str) -> int | float:
-    """Returns an integer of JSON. Integers beyond the range of float become infinite, which no reader accepts; Python
-    itself refuses to convert more than 4300 digits."""
-    return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
+    """Returns an integer of JSON. Integers beyond the range of float become infinite, which no reader accepts."""
+    if len(digits) <= _LONGEST_INTEGER:
+        return int(digits)
+    # int() refuses more than 4300 digits with a ValueError, which would be reported as invalid JSON
+    return float(digits)
 
 
 @functools.cache

@@ -56,13 +56,14 @@ _FROM_THE_SAMPLE = ("data_source", "solution_str", "extra_info", "prompt", "imag
 class RewardItem:
     """A response to be scored.
 
-    key: identifier that is unique among the pending samples.
-    data_source: name of the row's dataset or task.
-    solution_str: decoded response, without the prompt.
-    ground_truth: `reward_model["ground_truth"]` of the row.
-    extra_info: further data of the row.
-    prompt: chat messages of the prompt.
-    images: encoded files of the prompt's images.
+    Attributes:
+        key: identifier that is unique among the pending samples.
+        data_source: name of the row's dataset or task.
+        solution_str: decoded response, without the prompt.
+        ground_truth: `reward_model["ground_truth"]` of the row.
+        extra_info: further data of the row.
+        prompt: chat messages of the prompt.
+        images: encoded files of the prompt's images.
     """
 
     key: Hashable
@@ -78,17 +79,18 @@ class RewardItem:
         """Returns the item of an answer to a row of the data.
 
         Args:
-            key: See `RewardItem`.
+            key: see `RewardItem`.
             row: data_source, reward_model with ground_truth, and optionally extra_info and the chat messages, which a
                 batch calls raw_prompt and a dataset prompt.
-            answer: The decoded response; empty if it does not exist yet.
-            images: Encoded files of the prompt's images.
+            answer: the decoded response; empty if it does not exist yet.
+            images: encoded files of the prompt's images.
         """
+        reward_model = row.get("reward_model") or {}
         return cls(
             key=key,
             data_source=row["data_source"],
             solution_str=answer,
-            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+            ground_truth=reward_model.get("ground_truth"),
             extra_info=row.get("extra_info"),
             prompt=row.get("raw_prompt", row.get("prompt")),
             images=tuple(images),
@@ -99,8 +101,12 @@ class RewardItem:
 class RewardResult:
     """The score of a response, or the failure to compute a score.
 
-    score: NaN after a failure. extra: other numbers and strings that the function returned. error: reason of the
-    failure, with the traceback. timed_out: True if the call exceeded reward.timeout_s.
+    Attributes:
+        score: the score; NaN after a failure.
+        extra: other numbers and strings that the function returned.
+        failed: True if there is no score.
+        error: reason of the failure, with the traceback.
+        timed_out: True if the call exceeded reward.timeout_s.
     """
 
     score: float
@@ -111,7 +117,13 @@ class RewardResult:
 
     @classmethod
     def scored(cls, giver: str, score: float, extra: dict[str, float | str] | None = None) -> RewardResult:
-        """Returns a result with this score, or a failure if the score is invalid. giver: its source, for the error."""
+        """Returns a result with this score, or a failure if the score is invalid.
+
+        Args:
+            giver: the source of the score, for the error.
+            score: the score.
+            extra: see `RewardResult`.
+        """
         if is_score(score):
             return cls(score, extra or {})
         return cls.failure(f"{giver} gave {score:g}; expected {SCORE}")
@@ -186,13 +198,14 @@ class RewardPart:
 
     Without `reward` and `path`, the row's data_source selects the function.
 
-    label: name of the part in columns and metrics; "" for a single reward.
-    reward: name of a registered reward.
-    path, name, style: the user's function, as in reward.custom_reward_function.
-    weight: factor of the part's score in the sum.
-    kwargs: further arguments of each call.
-    outcome: True for the one part whose `acc` and `pred` become those of the sample.
-    function: the loaded function.
+    Attributes:
+        label: name of the part in columns and metrics; "" for a single reward.
+        reward: name of a registered reward.
+        path, name, style: the user's function, as in reward.custom_reward_function.
+        weight: factor of the part's score in the sum.
+        kwargs: further arguments of each call.
+        outcome: True for the one part whose `acc` and `pred` become those of the sample.
+        function: the loaded function.
     """
 
     label: str = ""
@@ -247,6 +260,7 @@ class RewardPart:
         """
         arguments = _LISTS[self.style](items)
         has_images = any(item.images for item in items)
+        # a function that has only **kwargs gets the argument if there are images
         if takes(self.function, "images") or (has_images and accepts(self.function, "images")):
             arguments["images"] = [_open_images(item) for item in items]
         returned = _awaited(self.function(**{**arguments, **self.kwargs}))
@@ -376,7 +390,7 @@ def _kwargs_problems(function: RewardFunction, kwargs: KeywordArguments, option:
         if accepts(function, name):
             continue
         parameters = list(inspect.signature(function).parameters)
-        settable = [each for each in parameters if each not in _FROM_THE_SAMPLE]
+        settable = [parameter for parameter in parameters if parameter not in _FROM_THE_SAMPLE]
         hint = did_you_mean(name, parameters)
         yield f"{option}.kwargs.{name}: the function has no such parameter{hint}. Its parameters: {', '.join(settable)}"
 
@@ -398,7 +412,7 @@ def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     The columns are ground_truth, data_source and the entries of extra_info, with None for rows without an entry.
     """
     infos = [item.extra_info or {} for item in items]
-    names = {name for info in infos for name in info}
+    names: set[str] = set().union(*infos)
     columns: dict[str, list[object]] = {}
     for name in sorted(names):
         columns[name] = [info.get(name) for info in infos]
@@ -441,7 +455,10 @@ class Scorer:
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples as `score_all` does, but raises the exceptions of a single part that takes lists."""
         first_part = self.parts[0]
-        return self.score_all(items) if first_part.label else first_part.score_list(items)
+        is_single = not first_part.label
+        if is_single:
+            return first_part.score_list(items)
+        return self.score_all(items)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample, with all parts concurrently."""
@@ -455,7 +472,8 @@ class Scorer:
         <part>.<entry>. `acc` is the outcome part's `acc`, or its score if it returned none.
         """
         labels = {part.label for part in self.parts}
-        if labels == {""}:
+        is_single = labels == {""}
+        if is_single:
             return results[0]
         weighted_scores = []
         outcome = 0.0
@@ -470,7 +488,8 @@ class Scorer:
             extra[part.label] = result.score
             for name, value in result.extra.items():
                 keeps_name = part.outcome and name not in labels
-                extra[name if keeps_name else f"{part.label}.{name}"] = value
+                combined_name = name if keeps_name else f"{part.label}.{name}"
+                extra[combined_name] = value
         extra.setdefault("acc", outcome)
         return RewardResult.scored("The weighted sum of reward.functions", sum(weighted_scores), extra)
 
@@ -504,6 +523,7 @@ def _is_async(function: RewardFunction) -> bool:
     if function is default_compute_score:
         by_source = [registered for name, registered in REWARDS.items() if not name.startswith(NAMED)]
         return any(map(_is_async, by_source))
+    # a callable object whose __call__ is async is not a coroutine function itself
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -520,7 +540,8 @@ def load_scorer(config: RewardConfig) -> Scorer:
     Raises UserError if a part of reward.functions does not exist or does not accept its kwargs.
     """
     if config.remote.url is not None:
-        return Scorer((RewardPart(kwargs=config.reward_kwargs, function=_remote(config)),))
+        remote_part = RewardPart(kwargs=config.reward_kwargs, function=_remote(config))
+        return Scorer((remote_part,))
     # a file with several parts is loaded once
     modules: dict[str, ModuleType] = {}
     parts = [replace(part, function=_function(part, modules)) for part in _parts(config)]
@@ -529,15 +550,20 @@ def load_scorer(config: RewardConfig) -> Scorer:
 
 def asks_by_source(config: RewardConfig) -> bool:
     """Returns True if a row's data_source selects its reward, or one of the parts."""
-    return config.remote.url is None and any(part.reward is None and part.path is None for part in _parts(config))
+    if config.remote.url is not None:
+        return False
+    return any(part.reward is None and part.path is None for part in _parts(config))
 
 
 def _parts(config: RewardConfig) -> list[RewardPart]:
     """Returns the parts of reward.functions, or the single reward; their functions are not loaded."""
+    parts = reward_parts(config.functions)
+    if parts:
+        return parts
     own = config.custom_reward_function
+    # without a path, `style` describes no function: the registered functions take one sample
     style = "sample" if own.path is None else own.style
-    single = RewardPart(path=own.path, name=own.name, style=style, kwargs=config.reward_kwargs)
-    return reward_parts(config.functions) or [single]
+    return [RewardPart(path=own.path, name=own.name, style=style, kwargs=config.reward_kwargs)]
 
 
 def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunction:

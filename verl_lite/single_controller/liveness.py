@@ -33,7 +33,7 @@ def silence_of(address: Address) -> str | None:
             connection.sendall(_GREETING)
             connection.recv(1)
     except ConnectionResetError:
-        # a server that expects TLS closes the connection; only a running process does that
+        # A server that expects TLS closes the connection. Only a running process does that.
         return None
     except OSError as error:
         return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
@@ -87,7 +87,8 @@ def silent_process(address: Address, pid: int | None = None) -> str:
     """Returns a sentence about the process of a lost server. On this machine it states whether the process is stopped.
 
     Args:
-        pid: process id if known; on this machine the port identifies the process.
+        address: address of the server.
+        pid: its process id; None = the process of this machine that listens at the port.
     """
     host, port = address
     with contextlib.suppress(OSError, psutil.Error):

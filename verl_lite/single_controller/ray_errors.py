@@ -81,8 +81,8 @@ def cause_of_death(error: RayError) -> str:
         return "the connection to its process was closed: the process has ended, or its machine has left the cluster"
     text = " ".join(str(error).split())
     for pattern, sentence in _CAUSES:
-        if found := re.search(pattern, text):
-            return sentence.format(*found.groups())
+        if match := re.search(pattern, text):
+            return sentence.format(*match.groups())
     return text
 
 

@@ -120,8 +120,10 @@ def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machin
 
 def _listed(resources: Bundle) -> str:
     """Formats resources as `2 CPU, 1 GPU`."""
-    kinds = ["CPU", *({"GPU"} & resources.keys())]
-    return ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in kinds)
+    text = f"{resources.get('CPU', 0.0):g} CPU"
+    if "GPU" in resources:
+        text += f", {resources['GPU']:g} GPU"
+    return text
 
 
 class SlotProcess:
@@ -145,9 +147,11 @@ class SlotProcess:
 
     def begin(self, opens_store: bool) -> tuple[str, Address | None]:
         """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
+        node_id = ray.get_runtime_context().get_node_id()
+        if not opens_store:
+            return node_id, None
         host = ray.util.get_node_ip_address()
-        store = (host, open_store(host)) if opens_store else None
-        return ray.get_runtime_context().get_node_id(), store
+        return node_id, (host, open_store(host))
 
     def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs], modules: Sequence[str]) -> None:
         """Imports `modules` and constructs the objects of all roles in order."""
@@ -169,6 +173,7 @@ class SlotProcess:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         with ray_errors.portable_errors():
             import_modules(modules)
+            # modules live as long as the process: without the freeze, each full collection would visit them
             gc.freeze()
             gc.enable()
             for role, recipe in roles.items():
@@ -192,7 +197,15 @@ class SlotProcess:
 
 @dataclass(frozen=True)
 class _Handle:
-    """A running call. has_usage: True if its result is that of `SlotProcess.invoke`, with the usage."""
+    """A running call on a slot.
+
+    Attributes:
+        ref: Ray's reference to the result.
+        rank: rank of the slot.
+        role: role of the worker.
+        method: name of the method, for error messages.
+        has_usage: True if the result is that of `SlotProcess.invoke`, a pair with the usage.
+    """
 
     ref: ray.ObjectRef
     rank: int
@@ -302,6 +315,7 @@ class RayTransport:
         return partial(self._wait, handles)
 
     def _submit(self, rank: int, role: str, method: str, arguments: WorkerArguments) -> _Handle:
+        """Starts a call of `SlotProcess.invoke` without waiting for it."""
         if self._ended is not None:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
         invoke = self._actors[rank].invoke
@@ -321,6 +335,7 @@ class RayTransport:
         start_time = time.monotonic()
         while pending:
             pending, errors = self._collect(pending, results, poll_s)
+            # short calls return without delay, and long ones cost the driver two polls a second
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             errors += self._silent_workers(pending)
             if errors:
@@ -380,6 +395,7 @@ class RayTransport:
 
     def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
         """Returns the errors of ranks whose process, or whose machine's raylet, no longer answers."""
+        # Ray reports the end of a process itself, but a process that is stopped keeps its call pending forever
         watched: dict[Address, _Handle] = {}
         for handle in pending:
             if handle.rank in self._processes:  # not yet while the processes start
@@ -407,8 +423,12 @@ class RayTransport:
         return self._death(handle, f"its machine has left the cluster: its raylet at {reason}")
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
-        node = self._machines[handle.rank].name if handle.rank in self._machines else None
-        return ray_errors.death(cause, handle.role, handle.rank, handle.method, self._logs[handle.rank], node, note)
+        """Returns the error of a rank whose process has ended for this reason."""
+        node = None
+        if handle.rank in self._machines:
+            node = self._machines[handle.rank].name
+        log = self._logs[handle.rank]
+        return ray_errors.death(cause, handle.role, handle.rank, handle.method, log, node, note)
 
     def _handle_crash(self, errors: list[Exception], pending: list[_Handle], fatal: bool) -> Exception:
         """Returns the error to raise: the first that is not a consequence of another one.
@@ -422,11 +442,12 @@ class RayTransport:
         """
         start_time = time.monotonic()
         while pending:
+            # ranks can report the closed connection to a failed rank before that rank reports why it failed
             patience_s = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
             if time.monotonic() >= start_time + patience_s:
                 break
-            pending, more = self._collect(pending, {}, 0.1)
-            errors += more
+            pending, new_errors = self._collect(pending, {}, 0.1)
+            errors += new_errors
         if all(map(ray_errors.is_consequence, errors)):
             # the cause may be a machine that is gone, whose ranks cannot report it
             errors += filter(None, map(self._lost_machine, pending))
@@ -444,7 +465,9 @@ class RayTransport:
             self._end("shut down")
 
     def _end(self, reason: str) -> None:
+        """Ends all processes. Later calls raise WorkerDiedError with this reason."""
         self._ended = reason
+        # calls of Ray would wait forever for a lost part; then `stop_ray` or the guard ends the processes
         if ray_cluster.cluster_answers():
             for actor in self._actors:
                 ray.kill(actor)

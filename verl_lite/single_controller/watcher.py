@@ -67,6 +67,7 @@ def end(
     """
     shared_files = set(shared_memory)
     deadline = time.monotonic() + patience_s
+    # several looks, because a process can fork while it is being ended
     while pids := marked_processes(mark, token, folders):
         shared_files |= shared_memory_of(pids)
         if time.monotonic() >= deadline:
@@ -77,6 +78,7 @@ def end(
         time.sleep(_POLL_S)
 
     if shared_files:
+        # a process outside the run, such as a debugger, may have mapped them
         in_use = shared_memory_of(other_processes())
         for path in shared_files - in_use:
             Path(path).unlink(missing_ok=True)

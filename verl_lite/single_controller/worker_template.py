@@ -29,7 +29,7 @@ STREAMS = (0, 1, 2)
 
 
 class WorkerStart(NamedTuple):
-    """What Ray starts the interpreter of a worker with."""
+    """The arguments, environment and folder with which Ray starts the interpreter of a worker."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -51,21 +51,21 @@ def request_worker(path: str, argv: list[str]) -> None:
 
 
 def serve(path: str) -> WorkerStart | None:
-    """Imports modules and forks workers until standard input closes; then returns None. Returns in each worker, too,
-    with what it must run.
+    """Imports modules and forks workers until standard input closes; then returns None.
 
-    An input line is a module, or a function to call as `module:function`.
+    It also returns in each forked worker, with the start that Ray requested. An input line is a module, or a function
+    to call as `module:function`.
     """
     # the kernel removes ended workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # as in Ray's other processes
+    # the workers inherit the mask, as those that Ray's own daemons start
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
     template = os.getpid()
-    # Ray keeps the settings of the environment at its import
+    # Ray keeps the settings of the environment at its import, so each worker imports it with its own environment
     sys.modules["ray"] = None  # type: ignore[assignment]
     with socket.socket(socket.AF_UNIX) as listener:
+        # an earlier template of the same run can have left its socket
         with contextlib.suppress(FileNotFoundError):
-            # of an earlier template of the same run
             os.unlink(path)
         listener.bind(path)
         listener.listen()
@@ -78,26 +78,41 @@ def serve(path: str) -> WorkerStart | None:
                 for name in names:
                     _preload(name)
                 continue
-            with listener.accept()[0] as connection:
-                _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
-                with connection.makefile("r") as request:
-                    start = WorkerStart(*json.load(request))
-                # collections in the workers then leave the shared memory alone
-                gc.freeze()
-                # not a `ForkedProcess`: a worker returns to `main` and ends like any Python program, with the exit
-                # handlers that Ray has registered; its parent does not wait for it (SIGCHLD is ignored)
-                if os.fork() == 0:
-                    # Ray kills the process group of a worker that has died
-                    os.setsid()
-                    # Ray's workers end with their parent
-                    process_tree.die_with_parent(template)
-                    for stream, fd in zip(STREAMS, streams, strict=True):
-                        os.dup2(fd, stream)
-                        os.close(fd)
-                    os.dup(connection.fileno())  # stays open until this process ends
-                    return start
-                for fd in streams:
-                    os.close(fd)
+            start = _fork_worker(listener, template)
+            if start is not None:
+                return start
+
+
+def _fork_worker(listener: socket.socket, template: int) -> WorkerStart | None:
+    """Accepts a request and forks its worker. Returns the start in the worker, and None in the template.
+
+    Args:
+        listener: socket at which `request_worker` connects.
+        template: process id of the template.
+    """
+    connection, _ = listener.accept()
+    with connection:
+        _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
+        with connection.makefile("r") as request:
+            start = WorkerStart(*json.load(request))
+        # collections in the workers then leave the shared memory alone
+        gc.freeze()
+        # not a `ForkedProcess`: a worker returns to `main` and ends like any Python program, with the exit
+        # handlers that Ray has registered; its parent does not wait for it (SIGCHLD is ignored)
+        if os.fork() == 0:
+            # Ray kills the process group of a worker that has died
+            os.setsid()
+            # Ray's workers end with their parent
+            process_tree.die_with_parent(template)
+            for stream, fd in zip(STREAMS, streams, strict=True):
+                os.dup2(fd, stream)
+                os.close(fd)
+            # stays open until this process ends, which is what `request_worker` waits for
+            os.dup(connection.fileno())
+            return start
+        for fd in streams:
+            os.close(fd)
+    return None
 
 
 def _preload(name: str) -> None:
@@ -123,6 +138,7 @@ def main(path: str, argv: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     del sys.modules["ray"]
     sys.argv = worker.argv
+
     os.environ.clear()
     os.environ.update(worker.environment)
     os.chdir(worker.folder)

@@ -71,6 +71,7 @@ class IdleOption:
 
 
 def _matches(pattern: str, key: str) -> bool:
+    """Returns True if an entry of `IdleOption.keys` stands for a key."""
     if pattern.startswith("*."):
         return f".{key}".endswith(pattern[1:])
     if pattern.endswith("."):
