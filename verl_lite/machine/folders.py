@@ -13,8 +13,11 @@ _NEW_NAME = "verl_lite-moved-"
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Context manager of a new folder. What cannot be removed at the end stays and raises nothing, because an error
-    there would replace the result of the code that used the folder."""
+    """Context manager of a new folder, which is removed at the end.
+
+    What cannot be removed stays and raises nothing, because an error there would replace the result of the code that
+    used the folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -40,7 +43,8 @@ def remove_folder(folder: Path) -> bool:
             folder.chmod(0o700)
             with os.scandir(folder) as entries:
                 names = [entry.name for entry in entries if entry.name not in failed]
-        except OSError:  # another user owns it
+        except OSError:
+            # another user owns it
             break
         if not names:
             break
@@ -74,6 +78,7 @@ def _remove_entry(top: Path, path: Path, numbers: Iterator[int]) -> None:
 
 
 def _free_path(top: Path, numbers: Iterator[int]) -> Path:
+    """Returns a path in a folder that does not exist. numbers: those that no earlier call has used."""
     while True:
         path = top / f"{_NEW_NAME}{next(numbers)}"
         if not os.path.lexists(path):

@@ -124,6 +124,7 @@ def newest_marked_processes(
     resolved_folders = tuple(os.path.realpath(folder) + "/" for folder in folders)
     for pid in sorted(other_processes(), reverse=True):
         environment = _initial_environment(pid, waits)
+        # overwritten with the title of the process
         if environment.startswith(b"\0"):
             is_marked = any(path.startswith(resolved_folders) for path in open_files(pid))
         else:
@@ -168,9 +169,10 @@ def mapped_files(pid: int) -> list[str]:
 
 
 def name_of_input() -> str:
-    """Returns the name of this process's standard input as `open_files` of other processes shows it; empty without
-    /proc."""
-    return os.readlink(f"{_PROC}/self/fd/0") if _has_proc() else ""
+    """Returns the name of this process's standard input, as `open_files` shows it; empty without /proc."""
+    if not _has_proc():
+        return ""
+    return os.readlink(f"{_PROC}/self/fd/0")
 
 
 def _has_proc() -> bool:
@@ -184,13 +186,17 @@ def _listed_pids() -> list[int]:
 def _stat_fields(pid: int) -> list[bytes]:
     """Returns the fields of /proc/PID/stat that follow the name of the command, which can contain anything."""
     with open(f"{_PROC}/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
+        content = file.read()
+    # the name stands in brackets, and may contain brackets and blanks itself
+    return content.rpartition(b")")[2].split()
 
 
 def _initial_environment(pid: int, waits: bool) -> bytes:
     """Returns the environment with which a process started; empty if it has ended or belongs to another user.
 
-    waits: whether to wait for a process that starts a program at this moment.
+    Args:
+        pid: id of the process.
+        waits: whether to wait for a process that starts a program at this moment.
     """
     times_empty = 0
     with contextlib.suppress(OSError):

@@ -85,6 +85,7 @@ def hide_memory() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Sets an attribute of this process. Does nothing on systems other than Linux, which do not have the call."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(option, ctypes.c_ulong(value), 0, 0, 0)
@@ -173,22 +174,32 @@ class ProcessTree:
             _started.discard(self.process.pid)
 
     def _end_group(self) -> None:
-        """Ends what remains of the group of a process whose exit code was not read yet, so that its id is still
-        reserved."""
+        """Ends the other processes of the program's group."""
+        # once the exit code is read, the id may belong to another group
+        if self.process.returncode is not None:
+            return
         root = self.process.pid
-        if self.process.returncode is None:
-            _end(lambda table: [status for status in table.values() if status.group == root and status.pid != root])
+
+        def others(table: Table) -> list[Status]:
+            return [status for status in table.values() if status.group == root and status.pid != root]
+
+        _end(others)
 
 
 class ForkedProcess:
-    """A fork of this process that runs one function and exits. pid: its id.
+    """A fork of this process that runs one function and exits.
 
     The function may call `os.setsid`; then the processes of its process group belong to it. `kill` and `wait` must be
     called. Unlike a `ProcessTree`, it does not find descendants in other groups: the function must prevent them.
+
+    Args:
+        run: called in the fork. It returns the exit status, which is 1 if the function raises an exception.
+
+    Attributes:
+        pid: its id.
     """
 
     def __init__(self, run: Callable[[], int]) -> None:
-        """run: called in the fork. It returns the exit status, which is 1 if the function raises an exception."""
         self.pid = os.fork()
         if self.pid == 0:
             exit_status = 1
@@ -204,6 +215,7 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Kills the process and the group that it leads. Must not be called after `wait`, which frees the id."""
+        # the process itself, too: it may not have become the leader of a group yet
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, signal.SIGKILL)
@@ -245,16 +257,25 @@ def end_below(root: int) -> None:
 
     Returns after ten seconds at the latest, even if the kernel blocks one of the processes.
     """
-    if root != os.getpid():
+    is_own = root == os.getpid()
+    if not is_own:
+        # otherwise it could start further processes meanwhile
         with contextlib.suppress(ProcessLookupError):
             os.kill(root, signal.SIGSTOP)
-    _end(lambda table: [status for status in table.values() if status.parent == root], reaps=root == os.getpid())
+
+    def children(table: Table) -> list[Status]:
+        return [status for status in table.values() if status.parent == root]
+
+    _end(children, reaps=is_own)
 
 
 def end_marked(mark: str, reaps: bool = False) -> None:
     """Ends the processes of the tree with this mark and of the trees that it contains, and everything below them.
 
-    reaps: True to remove those from the system's table that are children of this process and were started by others.
+    Args:
+        mark: value of MARK.
+        reaps: True to remove those from the system's table that are children of this process and were started by
+            others.
     """
 
     def marked(table: Table) -> list[Status]:
@@ -287,18 +308,23 @@ def end_adopted() -> None:
     if not _is_subreaper:
         return
 
+    own = os.getpid()
+
     def adopted(table: Table) -> list[Status]:
         with _starting:
-            children = [status for status in table.values() if status.parent == os.getpid()]
-            return [status for status in children if status.pid not in _started]
+            return [status for status in table.values() if status.parent == own and status.pid not in _started]
 
     _end(adopted, reaps=True)
 
 
 def end_processes(pids: Iterable[int]) -> None:
     """Ends processes and everything below them."""
-    roots = list(pids)
-    _end(lambda table: [table[pid] for pid in roots if pid in table])
+    root_pids = list(pids)
+
+    def roots(table: Table) -> list[Status]:
+        return [table[pid] for pid in root_pids if pid in table]
+
+    _end(roots)
 
 
 def _end(find_roots: Callable[[Table], Iterable[Status]], reaps: bool = False) -> None:
@@ -315,10 +341,14 @@ def _end(find_roots: Callable[[Table], Iterable[Status]], reaps: bool = False) -
 
 def _stop(find_roots: Callable[[Table], Iterable[Status]], deadline: float, reaps: bool) -> list[Status]:
     """Stops the processes that `find_roots` returns and everything below them. Returns those that have not ended."""
+    own = os.getpid()
+    # a process that the kernel blocks does not stop; then the others are killed all the same
     until = min(deadline, time.monotonic() + _STOP_S)
     while True:
         table = list_processes()
-        tree = [status for status in _with_descendants(find_roots(table), table) if status.pid != os.getpid()]
+        tree = _with_descendants(find_roots(table), table)
+        # this process may itself be below one of the roots
+        tree = [status for status in tree if status.pid != own]
         if reaps:
             _reap(tree)
         alive = [status for status in tree if not status.has_ended]
@@ -394,6 +424,7 @@ def _send(status: Status, number: int) -> None:
 
 
 def _is_alive(status: Status) -> bool:
+    """Returns False once a process has ended, also if its id belongs to another one by then."""
     now = status_of(status.pid)
     return now is not None and now.started == status.started and not now.has_ended
 

@@ -74,8 +74,12 @@ class SandboxError(RuntimeError):
 class Outcome:
     """The result of one test.
 
-    value: output of a script, return value of a call (in the format of `values.encode`), or True for a snippet that
-    raised nothing. error: reason for a missing value, in one line.
+    Attributes:
+        is_compiled: False if the code is not valid Python.
+        value: output of a script, return value of a call (in the format of `values.encode`), or True for a snippet
+            that raised nothing.
+        error: reason for a missing value, in one line.
+        is_timeout: True if the test exceeded a limit of time.
     """
 
     is_compiled: bool
@@ -88,8 +92,11 @@ class Outcome:
 class Ended:
     """The end of a confined process.
 
-    met: exceeded limit (time, output, files, threads), or "". exit_code: exit code, or minus the signal that killed the
-    process. messages: valid messages of the process, as untrusted as its text.
+    Attributes:
+        met: exceeded limit (time, output, files, threads), or "".
+        exit_code: exit code, or minus the signal that killed the process.
+        stdout, stderr: its output.
+        messages: valid messages of the process, as untrusted as its text.
     """
 
     met: str
@@ -111,8 +118,11 @@ class Ended:
 class Sandbox:
     """Runs programs in confined processes, which a fork server creates. Not thread-safe.
 
-    The fork server starts at first use. limits: limits of each process. allow_unsafe: True to run programs on a machine
-    that cannot confine them.
+    The fork server starts at first use.
+
+    Args:
+        limits: limits of each process.
+        allow_unsafe: True to run programs on a machine that cannot confine them.
     """
 
     def __init__(self, limits: Limits | None = None, *, allow_unsafe: bool = False) -> None:
@@ -169,7 +179,8 @@ class Sandbox:
         [ended] = self.run([("hold_functions", task)], "", total_s, reply_bytes)
 
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
-        if outcomes and outcomes[0].error:  # the code itself failed
+        # the first message says whether the code itself has run
+        if outcomes and outcomes[0].error:
             return [outcomes[0]] * len(calls)
         # the code may have forged further replies
         outcomes_of_calls = outcomes[1 : 1 + len(calls)]
@@ -203,9 +214,11 @@ class Sandbox:
         Raises:
             ValueError: if the tests are not valid Python.
         """
-        held = ("hold_functions", [{"code": code, "has_requests": False}])
-        task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
-        functions, tester = self.run([held, ("run_tests", [task])], "", total_s)
+        # in two processes: the tested code cannot reach the tests, whatever it does
+        answer_task: JsonObject = {"code": code, "has_requests": False}
+        tests_task: JsonObject = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
+        programs = [("hold_functions", [answer_task]), ("run_tests", [tests_task])]
+        functions, tester = self.run(programs, "", total_s)
 
         outcomes = []
         count = len(tests)
@@ -263,6 +276,7 @@ class Sandbox:
 
             ended = []
             for number, report in enumerate(self._send_job(request, files)):
+                # each program has five files
                 _, stdout, stderr, _, reply = files[5 * number : 5 * number + 5]
                 ended.append(
                     Ended(
@@ -384,38 +398,50 @@ def _messages(fd: int, most_bytes: int) -> list[JsonObject]:
 def _error_of(message: JsonObject) -> Outcome | None:
     """Returns the error in a message of `run_script` (before the code runs) or `run_tests`; None if it has none."""
     error = message.get("error")
-    return Outcome(message.get("compiled") is not False, error=error) if error else None
+    if not error:
+        return None
+    return Outcome(message.get("compiled") is not False, error=error)
 
 
 def _returned(message: JsonObject, number: int) -> Outcome:
-    """Returns the outcome of a call from its reply; number 0 is the reply to loading the code.
+    """Returns the outcome of a call from its reply.
 
     The code may have forged the message, so a shape that `hold_functions` does not send is an error.
+
+    Args:
+        message: the reply.
+        number: number of the call, from 1; 0 for the reply to loading the code.
     """
+    forged = Outcome(True, error=FORGED)
     if number and message.pop("number", None) != number:
-        return Outcome(True, error=FORGED)
+        return forged
     raised = fields(message, raised=dict)
-    exception = fields(raised[0], name=str, base=str, text=str) if raised else None
-    if exception:
+    if raised is not None:
+        exception = fields(raised[0], name=str, base=str, text=str)
+        if exception is None:
+            return forged
         name, _, text = exception
         return Outcome(True, error=f"{name}: {text}"[:ERROR_CHARACTERS])
 
     if number == 0:
-        if failure := fields(message, compiled=bool, error=str):
+        failure = fields(message, compiled=bool, error=str)
+        if failure is not None:
             _, error = failure
             return Outcome(False, error=error[:ERROR_CHARACTERS] or "not valid Python")
-        return Outcome(True) if fields(message, names=dict) else Outcome(True, error=FORGED)
+        has_run = fields(message, names=dict) is not None
+        return Outcome(True) if has_run else forged
 
-    if fields(message, object=int, after=list):
+    if fields(message, object=int, after=list) is not None:
         return Outcome(True, error="the call returned no plain value")
     returned = fields(message, value=object, after=list)
-    return Outcome(True, returned[0]) if returned else Outcome(True, error=FORGED)
+    return forged if returned is None else Outcome(True, returned[0])
 
 
 def _readable_folders() -> list[str]:
     """Returns the folders and files that programs may read: Python, its packages and the system's libraries."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     # conda's shared libraries
-    folders += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
-    python_folders = sorted({os.path.realpath(folder) for folder in folders})
-    return [*python_folders, *_SYSTEM_FILES]
+    for name in ("lib", "lib64"):
+        folders.append(os.path.join(sys.base_prefix, name))
+    python_folders = {os.path.realpath(folder) for folder in folders}
+    return [*sorted(python_folders), *_SYSTEM_FILES]

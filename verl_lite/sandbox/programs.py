@@ -68,15 +68,23 @@ def prepare() -> None:
     """Imports the modules that programs can use without importing them, and makes asyncio work without sockets."""
     for name in (*LIBRARY, *_PRELUDE_MODULES):
         __import__(name)
-    sockets = vars(socket) | {"socketpair": lambda: [*map(_PipeEnd, os.pipe(), "rw")]}
+
+    def pipe_ends() -> tuple[_PipeEnd, _PipeEnd]:
+        readable, writable = os.pipe()
+        return _PipeEnd(readable, "r"), _PipeEnd(writable, "w")
+
+    # only for asyncio: a program that uses the module `socket` itself meets the filter of system calls
+    sockets = vars(socket) | {"socketpair": pipe_ends}
     vars(asyncio.selector_events)["socket"] = types.SimpleNamespace(**sockets)
 
 
 def run_script(task: int, reply: int) -> int:
     """Runs code as a script and returns its exit code.
 
-    task: file with {"code"}. reply: receives {"compiled": false, "error"} if the code is not valid Python; it is closed
-    before the code runs.
+    Args:
+        task: file with {"code"}.
+        reply: receives {"compiled": false, "error"} if the code is not valid Python; it is closed before the code
+            runs.
     """
     _prepare_answer()
     with open(task, "rb") as file:
@@ -102,9 +110,13 @@ def run_script(task: int, reply: int) -> int:
 def hold_functions(task: int, reply: int) -> None:
     """Runs the answer's code, then serves requests to call its functions.
 
-    task: file with {"code", "has_requests"}. The requests follow in this file if "has_requests" is true, else they come
-    from `reply`. `reply` first receives {"names"} when the code has run, or {"compiled": false, "error"} or {"raised"}.
-    Then it receives one reply, with the request's "number", per request:
+    Args:
+        task: file with {"code", "has_requests"}. The requests follow in this file if "has_requests" is true, else they
+            come from `reply`.
+        reply: first receives {"names"} when the code has run, or {"compiled": false, "error"} or {"raised"}. Then it
+            receives one reply per request, with the request's "number".
+
+    Requests and replies:
 
     - {"call": name, "args", "kwargs"} calls a function. The reply is {"value", "after": arguments changed in place} or
       {"raised"}. A result that is not a plain value stays in this process; its reply is {"object": number}.
@@ -125,11 +137,13 @@ def hold_functions(task: int, reply: int) -> None:
 
     held = _HeldCode()
     # requests in the task file need no names
-    _send(reply, _reply_or_raised(held.run, compiled, not message["has_requests"]))
+    describes_names = not message["has_requests"]
+    _send(reply, _reply_or_raised(held.run, compiled, describes_names))
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = read_line(requests)
-            _send(reply, _reply_or_raised(held.serve, request) | {"number": request["number"]})
+            answer = _reply_or_raised(held.serve, request)
+            _send(reply, answer | {"number": request["number"]})
 
 
 class _HeldCode:
@@ -155,7 +169,9 @@ class _HeldCode:
         """Returns the reply to a request, without its number."""
         attribute = self._find(request["call"], request.get("of"))
         if request["args"] is None:
-            return _function(attribute) or self._value_or_object(attribute)
+            if callable(attribute):
+                return _function(attribute)
+            return self._value_or_object(attribute)
         args = decode(request["args"])
         returned = attribute(*args, **decode(request["kwargs"]))
         if inspect.iscoroutine(returned):
@@ -189,10 +205,13 @@ class _HeldCode:
 def run_tests(task: int, reply: int, answer: int) -> None:
     """Runs tests against the functions of an answer.
 
-    task: file with {"tests": [snippet], "setup", "call", "stop_early"}. answer: connection to the process that runs
-    `hold_functions`. reply: receives {"broken": reason} if a snippet is not valid Python, {"tests": n} when the number
-    of tests is known, and {"passed": true} or {"error"} for each test. This process builds every message itself and
-    never forwards a message of the answer's process.
+    This process builds every message itself and never forwards a message of the answer's process.
+
+    Args:
+        task: file with {"tests": [snippet], "setup", "call", "stop_early"}.
+        reply: receives {"broken": reason} if a snippet is not valid Python, {"tests": n} when the number of tests is
+            known, and {"passed": true} or {"error"} for each test.
+        answer: connection to the process that runs `hold_functions`.
     """
     _allow_long_integers()
     with open(task, "rb") as file:
@@ -222,6 +241,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
             or _error_of(tested, exec, snippet, namespace)
             or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
+        # the snippet itself counts as one already
         count += max(1, len(cases)) - 1
         # before the tests run, so that a killed process leaves the right number
         _send(reply, {"tests": count})
@@ -298,11 +318,11 @@ def _builtin_base(kind: type[BaseException]) -> str:
     return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
 
 
-def _function(value: object) -> JsonObject | None:
-    """Returns the description of a function, None for a value that cannot be called."""
-    if not callable(value):
-        return None
-    return {"coroutine" if inspect.iscoroutinefunction(value) else "function": True}
+def _function(value: Callable[..., object]) -> JsonObject:
+    """Returns the description of a function."""
+    if inspect.iscoroutinefunction(value):
+        return {"coroutine": True}
+    return {"function": True}
 
 
 def _plain(value: object) -> JsonObject | None:
@@ -335,7 +355,8 @@ def _namespace(names: Namespace) -> Namespace:
 class _Result(unittest.TestResult):
     """Reports the result of each test of a snippet when the test ends.
 
-    tests: number of tests of all snippets, without the skipped tests.
+    Attributes:
+        tests: number of tests of all snippets, without the skipped tests.
     """
 
     def __init__(self, reply: int, tested: Answer, tests: int, stop_early: bool) -> None:
@@ -350,8 +371,12 @@ class _Result(unittest.TestResult):
         self._requests = 0
 
     def report(self, failure: str) -> None:
-        _send(self._reply, {"error": failure} if failure else {"passed": True})
-        if failure and self._stop_early:
+        """Reports a test. failure: the reason; empty if the test has passed."""
+        if not failure:
+            _send(self._reply, {"passed": True})
+            return
+        _send(self._reply, {"error": failure})
+        if self._stop_early:
             self.stop()
 
     def startTest(self, test: unittest.TestCase) -> None:
@@ -402,12 +427,15 @@ def _collect(cases: list[unittest.TestCase], namespace: Namespace, names: Namesp
     # without the names that the snippet imported, or that come from the answer
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
     if call is not None:
-        return cases.append(unittest.FunctionTestCase(lambda: own["check"](names[call])))
+        check = unittest.FunctionTestCase(lambda: own["check"](names[call]))
+        cases.append(check)
+        return
 
     for name, value in own.items():
         if type(value) is types.FunctionType and name.startswith("test"):
             # a function such as `testing(value)` is a helper of the tests
-            if name.startswith("test_") or not inspect.signature(value).parameters:
+            is_helper = not name.startswith("test_") and inspect.signature(value).parameters
+            if not is_helper:
                 cases.append(unittest.FunctionTestCase(_running_coroutines(value)))
         elif isinstance(value, type) and issubclass(value, unittest.TestCase):
             cases += _cases_of_class(value)
@@ -420,9 +448,10 @@ def _cases_of_class(kind: type[unittest.TestCase]) -> list[unittest.TestCase]:
     cases = []
     for method in unittest.defaultTestLoader.getTestCaseNames(kind):
         case = kind(method)
-        # which runs its coroutines itself
+        # that class runs its coroutines itself
         if not issubclass(kind, unittest.IsolatedAsyncioTestCase):
-            setattr(case, method, _running_coroutines(getattr(case, method)))
+            test = getattr(case, method)
+            setattr(case, method, _running_coroutines(test))
         cases.append(case)
     return cases
 
@@ -437,11 +466,12 @@ _FIXTURES = {
 
 def _test_case(kind: type) -> type[unittest.TestCase]:
     """Converts a pytest class of tests to a `TestCase`."""
-    fixtures = {}
+    attributes: Namespace = {"__module__": TESTS}
     for name_in_pytest, name in _FIXTURES.items():
         if hasattr(kind, name_in_pytest):
-            fixtures[name] = inspect.getattr_static(kind, name_in_pytest)
-    return type(kind.__name__, (kind, unittest.TestCase), {"__module__": TESTS, **fixtures})
+            # static, so that a class method stays one
+            attributes[name] = inspect.getattr_static(kind, name_in_pytest)
+    return type(kind.__name__, (kind, unittest.TestCase), attributes)
 
 
 def _running_coroutines(test: Callable[..., object]) -> Callable[..., None]:

@@ -80,12 +80,13 @@ def _run_job(
         for number, program in enumerate(request["programs"]):
             files = fds[number * len(FILES) : (number + 1) * len(FILES)]
             has_connection = len(request["programs"]) > 1
-            # the tested functions, which reply to the tests instead of the parent
+            # the tested functions reply to the tests instead of the parent
             if has_connection and number == 0:
                 files[-1] = connection_ends[0].fileno()
             elif has_connection:
                 files.append(connection_ends[1].fileno())
             processes.append(_Process(program, files, limits, number * _GRACE_S, readable))
+        # now only the processes hold them, so that each notices the end of the other
         for end_of_connection in connection_ends:
             end_of_connection.close()
 
@@ -93,8 +94,9 @@ def _run_job(
         while not processes[-1].has_ended():
             if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
                 continue
+            # the parent sends nothing during a job: a connection that can be read is closed, and the parent has exited
             if select.select([connection], [], [], 0)[0]:
-                sys.exit()  # the parent has exited
+                sys.exit()
             size = os.fstat(fds[-1]).st_size
             for process in processes:
                 # a test has ended; the limits of time restart for the next test
@@ -110,7 +112,11 @@ def _run_job(
 
 
 class _Process:
-    """A confined process that runs `program`, started by the constructor. met: the exceeded limit, or ""."""
+    """A confined process that runs `program`, started by the constructor.
+
+    Attributes:
+        met: the exceeded limit, or "".
+    """
 
     def __init__(self, program: str, files: list[int], limits: Limits, grace_s: float, readable: Sequence[str]) -> None:
         self._limits = limits
@@ -118,7 +124,8 @@ class _Process:
         self._output_files = files[1:3]
         self.met = ""
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._process = ForkedProcess(functools.partial(_run_confined, program, files, limits, self._folder, readable))
+        run = functools.partial(_run_confined, program, files, limits, self._folder, readable)
+        self._process = ForkedProcess(run)
         self.begin_test()
 
     def begin_test(self) -> None:
@@ -208,6 +215,7 @@ def _run_confined(program: str, files: list[int], limits: Limits, folder: str, r
         code = getattr(programs, program)(*range(3, len(files))) or 0
     except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
+    # the fork leaves by `os._exit`, which flushes nothing
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

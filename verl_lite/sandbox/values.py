@@ -46,9 +46,12 @@ class Unreadable(ValueError):
 
 
 class JobRequest(TypedDict):
-    """What the parent asks of the fork server: to run `programs` of `verl_lite.sandbox.programs` at the same time.
+    """A job of the fork server: to run functions of `verl_lite.sandbox.programs` at the same time.
 
-    limits: fields of `Limits`. total_s: wall-clock time of the whole job.
+    Attributes:
+        limits: fields of `Limits`.
+        total_s: wall-clock time of the whole job.
+        programs: names of the functions.
     """
 
     limits: JsonObject
@@ -57,7 +60,12 @@ class JobRequest(TypedDict):
 
 
 class ProcessReport(TypedDict):
-    """How a confined process ended. met: the exceeded limit, or "". exit: exit code, or minus the signal."""
+    """The end of a confined process.
+
+    Attributes:
+        met: the exceeded limit, or "".
+        exit: exit code, or minus the signal.
+    """
 
     met: str
     exit: int
@@ -72,7 +80,9 @@ def encode(value: object, depth: int = 0) -> JsonValue:
     if isinstance(value, str):
         return str.__str__(value)  # a subclass may override __str__
     if isinstance(value, int):
-        return int(value) if value.bit_length() <= _LONG_NUMBER_BITS else {"int": hex(value)}
+        if value.bit_length() > _LONG_NUMBER_BITS:
+            return {"int": hex(value)}
+        return int(value)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
@@ -141,9 +151,11 @@ def fields(message: object, **kinds: type) -> list[Any] | None:
 
 def send(fd: int, line: bytes) -> None:
     """Writes a whole line to a file descriptor."""
-    data = memoryview(line)
-    while data:
-        data = data[os.write(fd, data) :]
+    # a pipe or a socket may take only a part of it
+    rest = memoryview(line)
+    while rest:
+        num_written = os.write(fd, rest)
+        rest = rest[num_written:]
 
 
 def as_line(message: JsonMapping) -> bytes:
