@@ -89,6 +89,7 @@ def load_schema(
     merge = _Merge(root, schema_of(root))
     options, words = _PARSER.parse_known_args(argv)
     wants_help = options.help or options.help_config is not None
+    # the help is printed whatever the rest of the command line says
     if not wants_help:
         sources = [merge.reader.read_file(name) for name in options.config]
         sources.append(merge.reader.parse_words(words))
@@ -103,6 +104,7 @@ def load_schema(
         action = "help"
     elif options.print_config:
         action = "print"
+    # several keys can have the same note
     notes = list(dict.fromkeys(merge.notes))
     return LoadedConfig(config, omega, merge.provenance(), notes, action, options.verbosity, options.help_config)
 
@@ -413,6 +415,7 @@ class _Merge(Generic[C]):
             name = str(error.full_key)
             setting = f"{name}={self.value(name)} " if name in self.schema.keys else ""
             self.problems.append(f"{setting}cannot be resolved: {' '.join(str(error).split())}")
+            # the caller raises this problem together with all others
             return self.root(), omega
 
     def provenance(self) -> dict[str, str]:

@@ -182,7 +182,7 @@ def sft_keys() -> KeyTable:
     content = _content("verl_sft_keys")
     entries = _read("verl_keys", prefixes=("",), below=tuple(content["shared"]))
     for name, entry in list(entries.items()):
-        # it computes options of PPO
+        # the computed options are options of PPO
         if entry.computed:
             del entries[name]
     entries |= _read("verl_sft_keys")

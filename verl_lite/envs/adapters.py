@@ -87,6 +87,7 @@ class GymnasiumEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         parsed = self.parser(action)
         if parsed.action is None:
+            # nothing has happened, so the agent sees the same observation again
             hint = ""
             if self.parser.names:
                 hint = f"This is not an action. Actions are {', '.join(self.parser.names.values())}.\n"

@@ -66,6 +66,7 @@ def find_env(env_type: str) -> EnvFactory:
 def make_env(env_type: str, env_config: KeywordArguments | None = None) -> Env:
     """Creates an environment. Raises UserError for an unknown env_type or key, or a missing reset or step method."""
     factory = find_env(env_type)
+    # before the call, whose TypeError would not name the key of the configuration
     check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
     if not (hasattr(env, "reset") and hasattr(env, "step")):

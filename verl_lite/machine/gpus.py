@@ -166,10 +166,15 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
 def _find_gpu(gpus: Sequence[Gpu], token: str) -> Gpu | None:
     """Returns the device with this index (the first of its partitions), or with this prefix of its UUID alone."""
     if token.isdigit():
-        return next((gpu for gpu in gpus if gpu.index == int(token)), None)
+        for gpu in gpus:
+            if gpu.index == int(token):
+                return gpu
+        return None
     with_prefix = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
     # a prefix of several UUIDs names none of them
-    return with_prefix[0] if len(with_prefix) == 1 else None
+    if len(with_prefix) != 1:
+        return None
+    return with_prefix[0]
 
 
 def other_users(gpu: Gpu) -> list[str]:

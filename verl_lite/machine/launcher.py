@@ -58,6 +58,7 @@ def _refusal(launcher: Launcher, copies: int, environment: Mapping[str, str]) ->
     names = [name for name in names if name in environment]
     variables = " ".join(f"{name}={environment[name]}" for name in names)
     unset = " ".join(f"-u {name}" for name in names)
+    # torchrun and Open MPI say how many copies run on this machine
     per_node = _count(environment, "LOCAL_WORLD_SIZE") or _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") or copies
     devices = f"trainer.n_gpus_per_node={per_node}" if per_node else "trainer.n_gpus_per_node=N"
     machines = ""

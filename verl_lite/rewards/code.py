@@ -290,6 +290,7 @@ def _run_next(
     return sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
 
 
+# by process id, so that a fork of this process starts its own and does not share the connection
 @functools.cache
 def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
     """Returns the sandbox of these limits, one per process `pid`. Prints its permissions when it starts."""

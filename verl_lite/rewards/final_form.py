@@ -15,8 +15,9 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from verl_lite.rewards.answer_in_text import answer_in_text
-from verl_lite.rewards.answer_syntax import Answer, Node, parse_answer, render
+from verl_lite.rewards.answer_syntax import Answer, parse_answer
 from verl_lite.rewards.answer_tokens import UnknownSyntax, clean
+from verl_lite.rewards.answer_tree import Node, render
 from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, Expression, are_equal, is_too_large
 from verl_lite.rewards.open_operations import is_final, names_of, symbols_of
 
@@ -47,6 +48,7 @@ _POWERS_OF_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
 _MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _WORDS = re.compile(r"(?=.*[a-z]{3})[a-z][a-z,'-]*")
+_AS_WRITTEN = LatexExtractionConfig(boxed_match_priority=0)
 _AS_RENDERED = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False),
@@ -54,6 +56,7 @@ _AS_RENDERED = LatexExtractionConfig(
 """math-verify reads what `render` writes as it is; by default it drops letters at the end as units."""
 
 
+# all samples of a prompt have the same reference
 @functools.lru_cache(maxsize=4096)
 def read_reference(ground_truth: str) -> list[Expression | str]:
     """Returns the reference as math-verify parses it: the expression, if it can be parsed, and its text.
@@ -102,7 +105,7 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     """Returns True if the answer `text` is in its final form and equals the reference, and the parsed answer."""
     words = _words(text)
     expected_words = _words(ground_truth)
-    # as mathematics, words would be products of letters
+    # first, because as mathematics words would be products of letters
     if words and expected_words:
         return words == expected_words, text
 
@@ -123,6 +126,7 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
             return False, pred
         return are_equal(_gold_expression(ground_truth), _parse_rendered(answer)), pred
 
+    # the reference is an interval or a union of some: an answer may write it as inequalities
     if reference.node.kind in ("brackets", "operation"):
         answer = Answer(_as_intervals(answer.node), answer.unit)
     pred = answer.latex()
@@ -147,14 +151,7 @@ def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> 
     """
     if reference is not None or not set(_COMMAND.findall(text)) <= set(_COMMAND.findall(ground_truth)):
         return False
-    parsed = parse(
-        _boxed(clean(text)),
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
-    return bool(parsed) and are_equal(_gold_expression(ground_truth), parsed[0])
+    return are_equal(_gold_expression(ground_truth), _parse_latex(clean(text), _AS_WRITTEN))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,10 +169,15 @@ def _reference_answer(ground_truth: str) -> Answer | None:
 
 
 def _parse_rendered(answer: Answer) -> Expression | None:
-    """Returns the expression as math-verify parses it, None if it cannot."""
+    """Returns an answer of this package as math-verify parses it, None if it cannot."""
+    return _parse_latex(answer.latex(), _AS_RENDERED)
+
+
+def _parse_latex(latex: str, config: LatexExtractionConfig) -> Expression | None:
+    """Returns the expression that math-verify parses from the whole text, None if it cannot."""
     parsed = parse(
-        _boxed(answer.latex()),
-        extraction_config=[_AS_RENDERED],
+        _boxed(latex),
+        extraction_config=[config],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
@@ -190,7 +192,9 @@ def _words(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _TEXT.sub(r"\1", clean(text)))
+    """Returns an answer without spaces, except for those between two digits: 1 2 is not 12."""
+    plain = _TEXT.sub(r"\1", clean(text))
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", plain)
 
 
 def _are_different_units(unit: str, other: str) -> bool:
@@ -202,6 +206,7 @@ def _are_different_units(unit: str, other: str) -> bool:
 
 def _unit_factors(unit: str) -> Counter[str]:
     """Returns the exponent of each unit in a product or quotient of units; nothing if a unit is not known."""
+    # "square cm" becomes cm^2, and "mph" mi/h
     text = _POWER_WORD.sub(lambda match: f"{match['unit']}^{_POWERS_OF_WORDS[match['power']]}", unit.rstrip("."))
     text = _SPEEDS.get(text, text).replace("per", "/")
     exponents: Counter[str] = Counter()

@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from verl_lite.errors import UserError
@@ -122,16 +122,14 @@ async def compute_score(
     for problem in option_problems(options, "judge"):
         raise UserError(problem)
 
-    reference = "" if ground_truth is None else str(ground_truth)
     values = {
         **_prompt_texts(prompt or []),
         "answer": solution_str,
-        "ground_truth": reference,
+        "ground_truth": "" if ground_truth is None else str(ground_truth),
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
-    # a single pass does not replace placeholders inside the inserted values
-    message = _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], template)
+    message = _filled(template, values)
     body: JsonObject = {"model": model, "messages": [{"role": "user", "content": message}]}
     if temperature is not None:
         body["temperature"] = temperature
@@ -146,6 +144,12 @@ async def compute_score(
     if verdict == "yes_no":
         return {"score": rating, "acc": rating, **result}
     return {"score": (rating - lowest) / (highest - lowest), **result}
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """Returns a template with values in place of its placeholders."""
+    # in a single pass, which leaves placeholders inside the inserted values alone: an answer may contain {rubric}
+    return _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], template)
 
 
 def _prompt_texts(prompt: Sequence[ChatMessage]) -> dict[str, str]:

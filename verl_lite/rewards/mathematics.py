@@ -94,6 +94,7 @@ def _reply(request: str) -> list[str]:
     return lines
 
 
+# by process id, so that a fork of this process starts its own and does not share the pipes
 @functools.cache
 def _process(pid: int) -> subprocess.Popen[str]:
     """Starts the comparison process of the process `pid`. It exits when its stdin is closed."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from sympy import integer_nthroot
 
-from verl_lite.rewards.answer_syntax import Node, is_integer, render
+from verl_lite.rewards.answer_tree import Node, is_integer, render
 
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
 _COLLECTIONS = ("matrix", "brackets", "set")

@@ -277,16 +277,8 @@ class Sandbox:
             ended = []
             for number, report in enumerate(self._send_job(request, files)):
                 # each program has five files
-                _, stdout, stderr, _, reply = files[5 * number : 5 * number + 5]
-                ended.append(
-                    Ended(
-                        met=report["met"],
-                        exit_code=report["exit"],
-                        stdout=_content(stdout).decode("utf-8", "replace"),
-                        stderr=_content(stderr).decode("utf-8", "replace"),
-                        messages=_messages(reply, reply_bytes),
-                    )
-                )
+                own_files = files[5 * number : 5 * number + 5]
+                ended.append(_read_results(report, own_files, reply_bytes))
             return ended
         finally:
             for fd in files:
@@ -382,7 +374,20 @@ def _file(content: bytes) -> int:
 
 
 def _content(fd: int) -> bytes:
+    """Returns the content of a file. Does not move its position, which the processes share."""
     return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def _read_results(report: ProcessReport, files: Sequence[int], reply_bytes: int) -> Ended:
+    """Returns the end of a process, with the content of its `server.FILES`. For `reply_bytes` see `Sandbox.run`."""
+    _, stdout, stderr, _, reply = files
+    return Ended(
+        met=report["met"],
+        exit_code=report["exit"],
+        stdout=_content(stdout).decode("utf-8", "replace"),
+        stderr=_content(stderr).decode("utf-8", "replace"),
+        messages=_messages(reply, reply_bytes),
+    )
 
 
 def _messages(fd: int, most_bytes: int) -> list[JsonObject]:

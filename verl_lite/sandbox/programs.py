@@ -219,13 +219,11 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     tested = Answer(answer)
 
     # before the code is waited for: invalid tests are an error of the data, whatever the code does
-    snippets = []
-    for text in (message["setup"], *message["tests"]):
-        try:
-            snippets.append(compile(text, TESTS, "exec", dont_inherit=True))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return _send(reply, {"broken": str(error)})
-    setup, *tests = snippets
+    texts = [message["setup"], *message["tests"]]
+    try:
+        setup, *tests = [compile(text, TESTS, "exec", dont_inherit=True) for text in texts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return _send(reply, {"broken": str(error)})
     names, unusable = tested.begin()
     if unusable:
         return _send(reply, unusable)

@@ -5,6 +5,8 @@ reads untrusted code; the parent passes files, which only a forked process reads
 server exits with its parent, and its processes exit with the server. Imports only the standard library.
 """
 
+from __future__ import annotations
+
 import builtins
 import contextlib
 import fcntl
@@ -90,25 +92,38 @@ def _run_job(
         for end_of_connection in connection_ends:
             end_of_connection.close()
 
-        reply_size = 0
-        while not processes[-1].has_ended():
-            if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
-                continue
-            # the parent sends nothing during a job: a connection that can be read is closed, and the parent has exited
-            if select.select([connection], [], [], 0)[0]:
-                sys.exit()
-            size = os.fstat(fds[-1]).st_size
-            for process in processes:
-                # a test has ended; the limits of time restart for the next test
-                if size > reply_size:
-                    process.begin_test()
-                process.watch(deadline)
-            reply_size = size
+        _watch(processes, fds[-1], connection, deadline)
     finally:
         reports = [process.end() for process in processes]
         for fd in fds:
             os.close(fd)
     return reports
+
+
+def _watch(processes: Sequence[_Process], reply: int, connection: socket.socket, deadline: float) -> None:
+    """Enforces the limits of a job's processes until the last one ends.
+
+    Args:
+        processes: the processes.
+        reply: the file in which the last process reports each test that ends.
+        connection: the connection to the parent.
+        deadline: time at which the job ends.
+    """
+    reply_size = 0
+    while not processes[-1].has_ended():
+        # a process has ended: look at once whether it is the last one
+        if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
+            continue
+        # the parent sends nothing during a job: a connection that can be read is closed, and the parent has exited
+        if select.select([connection], [], [], 0)[0]:
+            sys.exit()
+        size = os.fstat(reply).st_size
+        for process in processes:
+            # a test has ended; the limits of time restart for the next test
+            if size > reply_size:
+                process.begin_test()
+            process.watch(deadline)
+        reply_size = size
 
 
 class _Process:

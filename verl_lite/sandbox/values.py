@@ -28,6 +28,7 @@ _LONG_NUMBER_BITS = 8192
 """Integers with more bits are sent in base 16, because Python does not parse thousands of decimal digits."""
 
 _ATTRIBUTES: dict[type, str] = {
+    # before date, of which it is a subclass
     datetime.datetime: "year month day hour minute second microsecond",
     datetime.date: "year month day",
     datetime.time: "hour minute second microsecond",
@@ -75,6 +76,7 @@ def encode(value: object, depth: int = 0) -> JsonValue:
     """Encodes a value as JSON types. Raises Unreadable if an object is not plain or is nested too deeply."""
     if depth > DEPTH_MAX:
         raise Unreadable("a value is nested too deeply")
+    # by identity, because 1 equals True
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):

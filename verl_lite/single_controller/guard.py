@@ -155,6 +155,7 @@ def start_guard() -> Guard:
 
     # without the marks of a run, so that the guard does not end itself
     unmarked = {name: value for name, value in os.environ.items() if name not in (RUN_MARK, CLUSTER_MARK)}
+    # -I and -S: the guard uses only the standard library, and ignores what the user's environment adds to Python
     watching = ProcessTree(
         [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, str(folder), str(temp)],
         unmarked,

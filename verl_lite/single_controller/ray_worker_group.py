@@ -311,7 +311,9 @@ class RayTransport:
         return ray_cluster.call_ray(lambda: ray.put(value))
 
     def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
-        handles = [self._submit(rank, role, method, arguments) for rank, arguments in enumerate(calls)]
+        handles = []
+        for rank, arguments in enumerate(calls):
+            handles.append(self._submit(rank, role, method, arguments))
         return partial(self._wait, handles)
 
     def _submit(self, rank: int, role: str, method: str, arguments: WorkerArguments) -> _Handle:

@@ -37,6 +37,7 @@ def idle_options(
     for row in table:
         notes: list[str] = []
         problems: list[str] = []
+        # a copy, because an option is removed when it is reported
         for name, (key, source) in list(unreported.items()):
             if not row.names(name) or not row.is_idle(situation, name):
                 continue
