@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject, KeywordArguments
 from verl_lite.registry import object_at
@@ -84,7 +84,7 @@ class GymnasiumEnv:
         self.text = self._text(observation)
         return self.text, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         parsed = self.parser(action)
         if parsed.action is None:
             # nothing has happened, so the agent sees the same observation again
@@ -150,7 +150,7 @@ class GemEnv:
         observation, info = self.env.reset(seed=seed)
         return observation, dict(info or {})
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = self.env.step(action)
         info = dict(info or {})
         if "metrics" not in info:
@@ -211,7 +211,7 @@ class ReasoningGymEnv:
         self.entry = self.dataset[seed % self.size]
         return str(self.entry["question"]), {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         parsed = self.parser(action)
         is_valid = parsed.action is not None
         score = 0.0

@@ -27,6 +27,13 @@ state_hash        identifier of the state for gigpo; by default sha256 of the ob
 """
 
 
+StepResult: TypeAlias = tuple[str, float, bool, bool, Info]
+"""(observation, reward, terminated, truncated, info), as in gymnasium.
+
+`terminated` is True if the task has ended in success or failure, `truncated` if the episode ends before that.
+"""
+
+
 class Env(Protocol):
     """An environment in which an agent acts by text. One object runs many episodes, one after the other.
 
@@ -38,11 +45,8 @@ class Env(Protocol):
         """Starts the episode of `seed`, which is the same in each call. Returns (observation, info)."""
         ...
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """Responds to any text of the agent with (observation, reward, terminated, truncated, info).
-
-        terminated: True if the task has ended in success or failure. truncated: True if the episode ends before that.
-        """
+    def step(self, action: str) -> StepResult:
+        """Responds to any text of the agent."""
         ...
 
 

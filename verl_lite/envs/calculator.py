@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from verl_lite.envs.actions import ANSWER_PATTERN, ActionParser
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
 from verl_lite.errors import UserError
 
@@ -77,7 +77,7 @@ class Calculator:
         self.expression = self._question(random.Random(seed))
         return f"What is {self.expression}?", {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         calls = parse_tool_calls(action)
         if calls:
             return self._respond_to_calls(calls)
@@ -92,7 +92,7 @@ class Calculator:
     def sample_random_action(self) -> str:
         return '<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
 
-    def _respond_to_calls(self, calls: Sequence[ToolCall]) -> tuple[str, float, bool, bool, Info]:
+    def _respond_to_calls(self, calls: Sequence[ToolCall]) -> StepResult:
         results = []
         errors = 0
         for call in calls:

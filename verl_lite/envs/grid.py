@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import ClassVar
 
 from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
-from verl_lite.envs.base import Info
+from verl_lite.envs.base import Info, StepResult
 from verl_lite.errors import UserError
 
 AGG_MODES = {"action_is_valid": "mean", "action_is_effective": "mean", "success": "last"}
@@ -94,7 +94,7 @@ class GridEnv(ABC):
         self._begin(seed)
         return self.text(), {"env_instruction": self.instruction, "metrics": {}, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         parsed = self.parser(action)
         move = parsed.action
         is_valid = False

@@ -14,7 +14,7 @@ import types
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls, with_types
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonMapping, JsonObject, KeywordArguments
@@ -73,7 +73,7 @@ class _VerifiersEnvironment(Protocol):
     async def rollout(self, row: JsonMapping, client: object, model: str, sampling: JsonObject) -> _FinalState: ...
 
 
-class _StepResult(Protocol):
+class _ServerReply(Protocol):
     """The reply of an OpenEnv server to reset and step."""
 
     observation: object
@@ -130,7 +130,7 @@ class VerifiersEnv:
             instruction = f"{system_text}\n{instruction}"
         return _text_of(other_messages), {"env_instruction": instruction}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         text = _encodable(action)
         try:
             calls = _tool_calls(text, self.tools)
@@ -298,7 +298,7 @@ class OpenEnv:
         self.connection = self.client._ws
         return self.text, {"env_instruction": self.instruction}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         match = self.pattern.search(_encodable(action))
         if match is None:
             hint = f"This is not an action. Actions match {self.pattern.pattern}\n"
@@ -323,10 +323,10 @@ class OpenEnv:
     def close(self) -> None:
         self.client.close()
 
-    def _call(self, method: str, *arguments: object, **options: object) -> _StepResult:
+    def _call(self, method: str, *arguments: object, **options: object) -> _ServerReply:
         """Calls a method of the client. Raises RuntimeError if the server fails or exceeds timeout_s."""
         try:
-            result: _StepResult = getattr(self.client, method)(*arguments, **options)
+            result: _ServerReply = getattr(self.client, method)(*arguments, **options)
             return result
         except Exception as error:
             message = f"base_url={self.base_url!r}: {method} failed or exceeded timeout_s={self.timeout_s:g}: {error!r}"

@@ -247,6 +247,7 @@ def _solvable_positions(room: Room, players: list[Cell]) -> dict[State, int]:
             if ahead in boxes:
                 previous_states.append((back, (boxes - {ahead}) | {player}))
             for previous in previous_states:
+                # a position that is solved already needs no moves
                 is_solved = previous[1] == room.targets
                 if previous not in depth_of and not is_solved:
                     depth_of[previous] = depth_of[state] + 1
@@ -260,6 +261,7 @@ def _connected(cells: set[Cell]) -> frozenset[Cell]:
     largest: frozenset[Cell] = frozenset()
     while unvisited:
         part = set()
+        # from the first cell, so that the choice between parts of one size is the same in every process
         waiting = [min(unvisited)]
         while waiting:
             cell = waiting.pop()

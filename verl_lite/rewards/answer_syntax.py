@@ -353,6 +353,7 @@ class _Parser:
         raise UnknownSyntax(f"{token.text!r} is not expected")
 
     def _letter(self, letter: str) -> Node:
+        # f(3) is the value of a function, and x(3) a product
         if letter in "fgh" and self._accept("("):
             arguments = self.items()
             self._expect(")")
@@ -362,6 +363,7 @@ class _Parser:
     def _brackets(self, opening: str) -> Node:
         content = self.items()
         closing = self._next().text
+        # the brackets of a half-open interval differ
         if closing not in (")", "]"):
             raise UnknownSyntax(f"{closing!r} does not close {opening!r}")
         if content.kind != "list":

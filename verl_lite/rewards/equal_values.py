@@ -180,6 +180,7 @@ def _differ(first: sympy.Expr, second: sympy.Expr) -> bool:
     """Returns True if the values of two constants differ relatively."""
     first_value = complex_value(first)
     second_value = complex_value(second)
+    # without values, math-verify's verdict stays
     if first_value is None or second_value is None:
         return False
     difference = sympy.Abs(first_value - second_value).evalf(_PRECISION)

@@ -256,6 +256,7 @@ class Endpoint:
             self._clients[loop] = (await anext(lasting), lasting)
         client = self._clients[loop][0]
 
+        # values that JSON does not have, such as the dates of a parquet file, are sent as text
         json_body = json.loads(json.dumps(body, default=str))
         try:
             response = await client.post(self.url, cast_to=self._limited_http.Response, body=json_body)

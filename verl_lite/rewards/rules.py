@@ -36,6 +36,7 @@ def last_boxed(text: str) -> str | None:
             open_at.append(start if is_box else -1)
         elif open_at:
             start = open_at.pop()
+            # the box that begins last: inside another box, the inner one
             if start > last_start:
                 last_start = start
                 last_end = brace.start()

@@ -78,7 +78,7 @@ def end(
         time.sleep(_POLL_S)
 
     if shared_files:
-        # a process outside the run, such as a debugger, may have mapped them
+        # files that another process has mapped, too, are not those of the run alone
         in_use = shared_memory_of(other_processes())
         for path in shared_files - in_use:
             Path(path).unlink(missing_ok=True)
