@@ -6,7 +6,12 @@ from verl_lite.machine.device import is_on_cpu
 
 
 def rollout_devices(config: PPOConfig, slots: int) -> int:
-    """Returns the number of devices with a rollout engine. slots: devices of the trainer."""
+    """Returns the number of devices with a rollout engine.
+
+    Args:
+        config: the options of the run.
+        slots: number of devices of the trainer.
+    """
     if config.hybrid_engine:
         return slots
     per_node = config.rollout.n_gpus_per_node or slots // max(1, config.trainer.nnodes)
@@ -14,7 +19,7 @@ def rollout_devices(config: PPOConfig, slots: int) -> int:
 
 
 def num_engines(config: PPOConfig, slots: int) -> int:
-    """Returns the number of rollout engines. slots: devices of the trainer."""
+    """Returns the number of rollout engines. For the arguments see `rollout_devices`."""
     return max(1, rollout_devices(config, slots) // config.rollout.tensor_model_parallel_size)
 
 

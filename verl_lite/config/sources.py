@@ -174,10 +174,10 @@ class SourceReader:
         return []
 
     def follow(self, value: object, content: Tree) -> object:
-        """Replaces references in a file's value to names that are not keys here: variables of the file, keys of verl
-        and ROLL.
+        """Replaces references in a file's value to names that are not keys here.
 
-        References to keys remain, because a later source may set these keys.
+        These are variables of the file, and keys of verl and ROLL. References to keys remain, because a later source
+        may set these keys.
 
         Args:
             value: a value in the file.

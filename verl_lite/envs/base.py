@@ -168,6 +168,7 @@ class EnvTemplate:
         self._refuse("env_manager_cls", f"{' | '.join(names)}{did_you_mean(name, names)}")
 
     def _check_values(self) -> None:
+        """Refuses options of the wrong type, and numbers that are too small."""
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:

@@ -93,6 +93,7 @@ class Calculator:
         return '<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
 
     def _respond_to_calls(self, calls: Sequence[ToolCall]) -> StepResult:
+        """Returns the results of all calls of a turn, one per line."""
         results = []
         errors = 0
         for call in calls:

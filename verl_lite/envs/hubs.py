@@ -429,7 +429,14 @@ def _encodable(text: str) -> str:
 def _info(
     *, valid: bool = True, success: bool = False, is_tool: bool = False, scores: Mapping[str, float] | None = None
 ) -> Info:
-    """Returns the info of a step. scores: metrics of the environment, which can replace `success`."""
+    """Returns the info of a step.
+
+    Args:
+        valid: whether the agent's text was an action.
+        success: whether the task is done.
+        is_tool: whether the observation is the result of a tool.
+        scores: metrics of the environment, which can replace `success`.
+    """
     metrics = {"success": success, **(scores or {}), "action_is_valid": valid}
     modes = dict.fromkeys(metrics, "last")
     modes["action_is_valid"] = "mean"

@@ -162,7 +162,10 @@ def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
 
 
 class _MallocInfo(ctypes.Structure):
-    """The result of glibc's mallinfo2. uordblks, hblkhd: bytes in use, in heaps and in mappings of their own."""
+    """The result of glibc's mallinfo2.
+
+    Of its fields, `uordblks` and `hblkhd` are used: bytes in use in heaps, and in mappings of their own.
+    """
 
     _fields_ = [
         (name, ctypes.c_size_t)

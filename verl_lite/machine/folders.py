@@ -78,7 +78,12 @@ def _remove_entry(top: Path, path: Path, numbers: Iterator[int]) -> None:
 
 
 def _free_path(top: Path, numbers: Iterator[int]) -> Path:
-    """Returns a path in a folder that does not exist. numbers: those that no earlier call has used."""
+    """Returns a path that does not exist.
+
+    Args:
+        top: folder of the path.
+        numbers: numbers that no earlier call has used.
+    """
     while True:
         path = top / f"{_NEW_NAME}{next(numbers)}"
         if not os.path.lexists(path):

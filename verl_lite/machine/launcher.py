@@ -53,7 +53,13 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
 
 
 def _refusal(launcher: Launcher, copies: int, environment: Mapping[str, str]) -> str:
-    """Returns the message for copies of this command. copies: number of copies; 0 if it is unknown."""
+    """Returns the message of the error.
+
+    Args:
+        launcher: the launcher that has started copies of this command.
+        copies: number of copies; 0 if it is unknown.
+        environment: environment variables of this process.
+    """
     names = [launcher.size, launcher.rank, "TORCHELASTIC_RUN_ID"]
     names = [name for name in names if name in environment]
     variables = " ".join(f"{name}={environment[name]}" for name in names)

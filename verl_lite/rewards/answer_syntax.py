@@ -32,7 +32,12 @@ _LONGEST_UNIT = 40
 
 @dataclass(frozen=True)
 class Answer:
-    """A parsed answer, without its unit. unit: the words of the unit, "" without one."""
+    """A parsed answer.
+
+    Attributes:
+        node: the expression, without its unit.
+        unit: the words of the unit, "" without one.
+    """
 
     node: Node
     unit: str = ""
@@ -107,6 +112,7 @@ class _Parser:
         return _one_or_all("list", items)
 
     def _relation(self) -> Node:
+        """Parses sides between relation signs: x = 7, 0 < x <= 1."""
         sides = [self._set_operation()]
         operators = []
         while self.token is not None and self.token.text in _RELATIONS:
@@ -123,6 +129,7 @@ class _Parser:
         return Node("relation", tuple(sides), " ".join(operators))
 
     def _set_operation(self) -> Node:
+        """Parses sets with unions, intersections and differences between them."""
         node = self._sum()
         while self.token is not None and self.token.text in _OPERATIONS:
             operator = self._next().text
@@ -130,6 +137,7 @@ class _Parser:
         return node
 
     def _sum(self) -> Node:
+        """Parses terms between + and -, or a value with a plus-minus sign. Takes the unit after it."""
         if self._accept("\\pm", "\\mp"):
             return Node("plus_minus", (self._signed_term(),))
         terms = [self._signed_term()]
@@ -147,6 +155,7 @@ class _Parser:
         return node
 
     def _signed_term(self) -> Node:
+        """Parses a term with any number of signs before it."""
         if self._accept("+"):
             return self._signed_term()
         if self._accept("-"):
@@ -154,6 +163,7 @@ class _Parser:
         return self._term()
 
     def _term(self) -> Node:
+        """Parses factors between signs of multiplication and division."""
         node = self._adjacent()
         while True:
             if self._accept("*", "\\cdot", "\\times"):
@@ -169,12 +179,17 @@ class _Parser:
                 return node
 
     def _signed_factor(self) -> Node:
+        """Parses a factor after a sign of multiplication or division, where it may be negative."""
         if self._accept("-"):
             return Node("negative", (self._signed_factor(),))
         return self._adjacent()
 
     def _adjacent(self, in_function: bool = False) -> Node:
-        """Parses factors without signs between them. in_function: True to stop before the next function."""
+        """Parses factors without signs between them.
+
+        Args:
+            in_function: True for the argument of a function without brackets, which ends before the next function.
+        """
         factors = [self._power()]
         while self._begins_factor(in_function):
             if self._at_unit(factors):
@@ -199,6 +214,7 @@ class _Parser:
         return number.text
 
     def _begins_factor(self, in_function: bool) -> bool:
+        """Returns True if the next token can follow a factor without a sign. For `in_function` see `_adjacent`."""
         token = self.token
         if token is None:
             return False
@@ -267,6 +283,7 @@ class _Parser:
         return len(self._rest) > 1 and self._rest[-2].kind in ("text", "word", "letter")
 
     def _power(self) -> Node:
+        """Parses an operand with an exponent. A degree sign is dropped."""
         node = self._postfix(self._atom())
         if not self._accept("^"):
             return node
@@ -281,6 +298,7 @@ class _Parser:
         return self._postfix(Node("power", (node, self._argument(takes_number=True))))
 
     def _postfix(self, node: Node) -> Node:
+        """Takes the percent signs, factorials and indices behind an operand."""
         while True:
             if self._accept("%"):
                 node = Node("percent", (node,))
@@ -322,6 +340,7 @@ class _Parser:
         return self._atom()
 
     def _atom(self) -> Node:
+        """Parses a single operand: a numeral, a letter, a word, a command, or an expression in brackets."""
         token = self._next()
         if token.kind == "number":
             return _number(token.text)
@@ -353,6 +372,7 @@ class _Parser:
         raise UnknownSyntax(f"{token.text!r} is not expected")
 
     def _letter(self, letter: str) -> Node:
+        """Returns a symbol, or a call of f, g or h with arguments in brackets."""
         # f(3) is the value of a function, and x(3) a product
         if letter in "fgh" and self._accept("("):
             arguments = self.items()
@@ -361,6 +381,7 @@ class _Parser:
         return _symbol(letter)
 
     def _brackets(self, opening: str) -> Node:
+        """Parses the content of brackets after the opening one: an expression, a tuple or an interval."""
         content = self.items()
         closing = self._next().text
         # the brackets of a half-open interval differ
@@ -371,6 +392,7 @@ class _Parser:
         return Node("brackets", content.parts, opening + closing)
 
     def _environment(self, name: str) -> Node:
+        r"""Parses a matrix or a determinant after its \begin."""
         if "matrix" not in name:
             raise UnknownSyntax(f"the environment {name!r} is not known")
         rows: list[list[Node]] = [[self._sum()]]
@@ -393,6 +415,7 @@ class _Parser:
         return Node("matrix", row_nodes, "pmatrix")
 
     def _command(self, name: str) -> Node:
+        """Parses what follows a command, as far as this module knows it."""
         if name == "\\frac":
             return Node("quotient", (self._argument(), self._argument()))
         if name == "\\sqrt":
@@ -415,6 +438,7 @@ class _Parser:
         raise UnknownSyntax(f"the command {name} is not known")
 
     def _root(self) -> Node:
+        """Parses the index, if there is one, and the radicand of a root."""
         index = None
         if self._accept("["):
             index = self._sum()

@@ -289,7 +289,12 @@ def _measure(node: Expression | str) -> tuple[float, float]:
 
 
 def _largest_value(part: sympy.Basic, bits: float) -> float:
-    """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
+    """Returns an upper bound of an exponent, an argument or the limit of a sum.
+
+    Args:
+        part: the expression.
+        bits: bound of its binary digits.
+    """
     # The digits of a decimal say nothing about its size: 1.5 has 53. At least 2, because a power with an exponent
     # below one can have more digits than `bits` times that exponent.
     if isinstance(part, sympy.Float):

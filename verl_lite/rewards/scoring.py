@@ -209,7 +209,12 @@ def part_problems(functions: JsonMapping) -> Iterator[str]:
 
 
 def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
-    """Yields the problems of one entry of `reward.functions`. option: its key in the configuration."""
+    """Yields the problems of one entry of `reward.functions`.
+
+    Args:
+        option: key of the entry in the configuration.
+        entry: the entry.
+    """
     for key, value in entry.items():
         if key not in _ENTRIES:
             hint = did_you_mean(str(key), _ENTRIES)
@@ -292,7 +297,11 @@ _LISTS = {"batch": lists_of_verl, "trl": lists_of_trl}
 
 @dataclass(frozen=True)
 class Scorer:
-    """The reward of a run. parts: one part without a name, or several parts whose weighted sum is the score."""
+    """The reward of a run.
+
+    Attributes:
+        parts: one part without a name, or several parts whose weighted sum is the score.
+    """
 
     parts: tuple[RewardPart, ...]
 

@@ -369,7 +369,7 @@ class _Result(unittest.TestResult):
         self._requests = 0
 
     def report(self, failure: str) -> None:
-        """Reports a test. failure: the reason; empty if the test has passed."""
+        """Reports a test, with the reason of its failure; an empty reason means that it has passed."""
         if not failure:
             _send(self._reply, {"passed": True})
             return

@@ -416,7 +416,12 @@ def stop_ray() -> None:
 
 
 def _end_processes(guard: Guard, is_lost: bool = False) -> None:
-    """Ends all processes of a private cluster and removes their files. is_lost: a part no longer answers."""
+    """Ends all processes of a private cluster and removes their files.
+
+    Args:
+        guard: the run's guard.
+        is_lost: True if a part of Ray no longer answers; Ray's own shutdown would then not return.
+    """
     # before the shutdown, because the mappings of an ended process cannot be read
     shared_memory = watcher.shared_memory_of(marked_processes(watcher.CLUSTER_MARK, guard.token))
     if not is_lost:
