@@ -22,7 +22,7 @@ from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.core_algos import RunningMoments
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
-from verl_lite.rewards.scoring import is_score
+from verl_lite.rewards.results import is_score
 from verl_lite.seqlen_balance import plan_batch
 from verl_lite.single_controller.worker_group import WorkerGroup
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.fuzz.cases import Case
 from trainer.observe.tracking import TRACKERS
 from verl_lite.config import Key, PPOConfig, schema_of
-from verl_lite.config.loader import PREFIX
+from verl_lite.config.sources import PREFIX
 from verl_lite.config.spellings import ppo_keys
 from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 

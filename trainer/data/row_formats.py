@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from trainer.data.images import PLACEHOLDER, read_image
 from trainer.data.sources import Row, RowTable, parse_json
 from verl_lite.config import DataConfig
-from verl_lite.config.loader import is_unicode
+from verl_lite.config.sources import is_unicode
 from verl_lite.errors import UserError
 from verl_lite.json_types import ChatMessage, ExtraInfo, JsonObject, ToolSchema
 

@@ -1,9 +1,9 @@
 """The options of all commands, with defaults, ranges and help, and the loader that reads them from a command line.
 
 Read `fields.py` first: how an option is declared. The sections of the configuration are dataclasses in the files of
-their names. `loader.py` reads the command line, files and recipes, `spellings.py` translates keys of verl and ROLL,
-`checks.py` checks a whole configuration, and `conflicts/` and `idle_options/` are the tables of options that exclude
-each other or have no effect.
+their names. `sources.py` reads the command line and files, `loader.py` merges them, `spellings.py` translates keys of
+verl and ROLL, `checks.py` checks a whole configuration, and `conflicts/` and `idle_options/` are the tables of options
+that exclude each other or have no effect.
 
 Imports the registries of losses, rewards and environments, so that a wrong name is refused on the command line.
 """
@@ -31,7 +31,7 @@ from verl_lite.config.learners import (
     PolicyLossConfig,
     WrapPolicyConfig,
 )
-from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema, parse_value, split_choices
+from verl_lite.config.loader import LoadedConfig, Verbosity, load_config, load_schema
 from verl_lite.config.option_table import ConfigError, Key, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.printing import help_config, help_text, print_config, save_config
@@ -39,6 +39,7 @@ from verl_lite.config.reward import CustomRewardConfig, RemoteRewardConfig, Rewa
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 from verl_lite.config.run import EarlyStoppingConfig, RayInitConfig, RunConfig, RunOptions, TrainerConfig
+from verl_lite.config.sources import parse_value, split_choices
 from verl_lite.config.supervised import (
     DPOConfig,
     PreferenceDataConfig,

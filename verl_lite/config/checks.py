@@ -43,15 +43,15 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class NamedCode:
     """An option whose value is the name of registered code, or the path of code of the user.
 
-    Args:
+    Attributes:
         key: the option.
-        known: the registered objects by name.
+        registered: the registered objects by name.
         kind: what a path leads to, "function" or "Class".
         call: how the trainer calls it.
     """
 
     key: str
-    known: Mapping[str, object]
+    registered: Mapping[str, object]
     kind: str
     call: UserCall
 
@@ -59,7 +59,7 @@ class NamedCode:
         """Yields a problem if the value is neither registered nor the path of a callable that fits."""
         value = value_of(config, self.key)
         if value is not None:
-            yield from registered_problems(self.key, str(value), self.known, self.kind, self.call)
+            yield from registered_problems(self.key, str(value), self.registered, self.kind, self.call)
 
 
 LOSS_CODE = NamedCode("actor.policy_loss.loss_mode", POLICY_LOSS_REGISTRY, "function", LOSS_CALL)
@@ -128,7 +128,8 @@ def _choice_problems(key: Key, value: object) -> Problems:
     """Yields a problem if the value is none of those that the option declares."""
     assert isinstance(key.expects, tuple)
     if value not in key.expects:
-        yield unknown_value(key.name, value, key.expects) + ("; or null" if key.optional else "")
+        or_null = "; or null" if key.optional else ""
+        yield unknown_value(key.name, value, key.expects) + or_null
 
 
 def _sections_of(options: object) -> list[Options]:
@@ -198,10 +199,14 @@ def _engine_problems(config: PPOConfig, count: int | None, engines: Collection[s
         if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
             yield f"rollout.engine_kwargs.{name}={entries}: expected an engine's name, as in engine_kwargs.vllm.KEY"
 
-    per_node = count // config.trainer.nnodes if count and config.trainer.nnodes > 0 else 0
+    if not count or config.trainer.nnodes < 1:
+        return
+    per_node = count // config.trainer.nnodes
     parallel = rollout.tensor_model_parallel_size
     # the engine hf has one device, and `pool_problems` checks engines with devices of their own
-    if parallel > 1 and rollout.name != "hf" and config.hybrid_engine and per_node % parallel:
+    if rollout.name == "hf" or not config.hybrid_engine:
+        return
+    if parallel > 1 and per_node % parallel:
         yield f"rollout.tensor_model_parallel_size={parallel}: set one of {divisors(per_node)}"
 
 

@@ -74,7 +74,8 @@ class DataConfig(Options):
 
     def check_prompts(self, *, trains: bool) -> Problems:
         """Yields the problems of files, columns and order for a run on prompts. Rows are checked when they are read."""
-        if self.custom_cls.path is None:  # a custom dataset class interprets the files itself
+        # a custom dataset class interprets the files itself
+        if self.custom_cls.path is None:
             for name in ("train_files", "val_files"):
                 for file in getattr(self, name):
                     yield from _data_file(f"data.{name}", file)

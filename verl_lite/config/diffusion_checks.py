@@ -15,7 +15,8 @@ INDEX = "model_index.json"
 PACKAGES = ("diffusers", "av")
 """Packages of the extra `diffusion` that every run of reward flow needs."""
 _WAN_CLASS = "AutoencoderKLWan"
-_WAN_FACTOR = 8  # default of scale_factor_spatial in diffusers; config files of Wan2.1 and Wan2.2-A14B may omit it
+# default of scale_factor_spatial in diffusers; config files of Wan2.1 and Wan2.2-A14B may omit it
+_WAN_FACTOR = 8
 
 
 def validate_reward_flow(
@@ -78,7 +79,8 @@ def _frame_problems(config: RewardFlowConfig, folder: Path) -> Problems:
     vae = _read_json(folder / "vae" / "config.json")
     default_factor = _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None
     factor = vae.get("scale_factor_spatial", default_factor)
-    patch = _read_json(folder / "transformer" / "config.json").get("patch_size")  # absent in some config files
+    # absent in some config files
+    patch = _read_json(folder / "transformer" / "config.json").get("patch_size")
     if not factor or not isinstance(patch, list):
         return
     data = config.data

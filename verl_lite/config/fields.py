@@ -28,7 +28,8 @@ class Range:
     """The valid values of an option as a predicate, and in words. Null is valid for optional options."""
 
     words: str
-    holds: Callable[[Any], bool]  # of a number, or of a list of numbers
+    # of a number, or of a list of numbers
+    holds: Callable[[Any], bool]
 
 
 def at_least(least: float) -> Range:
@@ -62,15 +63,17 @@ def section(cls: type[V], doc: str) -> V:
     return field(default_factory=cls, metadata={"doc": doc})
 
 
-def unknown_value(name: str, value: object, known: Collection[str]) -> str:
+def unknown_value(name: str, value: object, choices: Collection[str]) -> str:
     """Returns the problem of an unknown value, with the known values and the nearest of them."""
-    return f"{name}={value} is not known; known: {', '.join(sorted(known))}{did_you_mean(str(value), known)}"
+    hint = did_you_mean(str(value), choices)
+    return f"{name}={value} is not known; known: {', '.join(sorted(choices))}{hint}"
 
 
 class Options:
     """Base class of all sections of options.
 
-    gone: for a root class, messages for removed options by dotted key.
+    Attributes:
+        gone: for a root class, messages for removed options by dotted key.
     """
 
     gone: ClassVar[Mapping[str, str]] = {}

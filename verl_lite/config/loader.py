@@ -3,6 +3,7 @@
 `load_config` reads the arguments after `python -m trainer.main_ppo` (`key=value`, `+key=value`, `++key=value`, `~key`,
 `--config FILE`) and returns a `LoadedConfig`, which records the source of each value. Keys of verl and ROLL are
 translated (`spellings`). Unknown keys and values of the wrong type are errors in every source; one error reports all.
+`sources.py` reads the text of the sources; here their assignments are merged.
 """
 
 import argparse
@@ -12,31 +13,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config import spellings
-from verl_lite.config.option_table import ConfigError, Key, Path, Schema, convert, is_interpolation, schema_of, split
+from verl_lite.config.option_table import ConfigError, Key, Path, Schema, convert, is_interpolation, schema_of
 from verl_lite.config.ppo import PPOConfig
+from verl_lite.config.sources import COMMAND_LINE, PREFIX, Assignment, SourceReader
 from verl_lite.config.supervised import SFTConfig
 from verl_lite.errors import UserError
 
 C = TypeVar("C")
-C_co = TypeVar("C_co", covariant=True)  # so that a function for every command takes a LoadedConfig[object]
-Tree = Mapping[Any, object]
-"""A nested mapping of a file, a recipe or a value. YAML also has keys that are no texts, such as numbers."""
+# so that a function for every command takes a LoadedConfig[object]
+C_co = TypeVar("C_co", covariant=True)
 RecipeLoader = Callable[[str], Mapping[str, object]]
 Action = Literal["run", "print", "help"]
 Verbosity = Literal["quiet", "normal", "verbose"]
 DEFAULT_RECIPE = "quickstart"
 RECIPE_FILE = "recipe.py"
-COMMAND_LINE = "command line"
-PREFIX = "actor_rollout_ref"
-"""verl's prefix of the sections of the policy."""
-SWITCHES = "--config FILE, --print-config, --help, --help-config [PREFIX], --quiet and --verbose"
 
 _PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 _PARSER.add_argument("--config", action="append", default=[], nargs="?", const="")
@@ -45,45 +41,15 @@ _PARSER.add_argument("--help-config", nargs="?", const="")
 _PARSER.add_argument("--print-config", action="store_true")
 _PARSER.add_argument("--quiet", dest="verbosity", action="store_const", const="quiet", default="normal")
 _PARSER.add_argument("--verbose", dest="verbosity", action="store_const", const="verbose")
-_OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_COMMENT_SIGN = re.compile(r"(?<!\S)#")
-_NO_COMMENT = "\ue000"  # a character of private use, which YAML treats as a letter
-_VALUE_SHOWN = 200  # characters of a value in a message
 _PATHS = re.compile(r"(^|_|\.)(path|files|dir)$|class_path$")
 """Names of keys whose values are paths. A leading ~/ is expanded, because the shell leaves it in `key=~/data`."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A `key=value` of one source.
-
-    Args:
-        path: the parts of the key.
-        value: the parsed value.
-        source: where it was given, such as "command line".
-        raw: the value's text on the command line.
-        reset: True for `~key`, which restores the default.
-    """
-
-    path: Path
-    value: object
-    source: str
-    raw: str | None = None
-    reset: bool = False
-
-    def shown(self) -> str:
-        value = str(self.value if self.raw is None else self.raw)
-        if len(value) > _VALUE_SHOWN:
-            value = f"{value[:_VALUE_SHOWN]}... ({len(value)} characters)"
-        return f"{'.'.join(self.path)}={value} ({self.source})"
 
 
 @dataclass
 class LoadedConfig(Generic[C_co]):
     """A configuration with the sources of its values.
 
-    Args:
+    Attributes:
         config: the resolved dataclasses.
         omega: the configuration with unresolved interpolations.
         provenance: source of each dotted key: "default", "recipe:NAME", "file:PATH", "command line" or another.
@@ -123,20 +89,11 @@ def load_schema(
     merge = _Merge(root, schema_of(root))
     options, words = _PARSER.parse_known_args(argv)
     wants_help = options.help or options.help_config is not None
+    # the help is printed whatever the rest of the command line says
     if not wants_help:
-        sources = [merge.read_file(name) for name in options.config]
-        sources.append(merge.parse_words(words))
-        for source in sources:
-            merge.named |= {".".join(assignment.path): assignment.value for assignment in source}
-
-        given: list[Assignment] = []
-        for source in sources:
-            given += merge.translate(source)
-        for assignment in (*merge.recipe(given, recipe_loader, default_recipe), *given):
-            merge.assign(assignment)
-        merge.derive()
-        if merge.speaks_verl:
-            merge.notes += spellings.left_out(merge.named, merge.value, merge.source)
+        sources = [merge.reader.read_file(name) for name in options.config]
+        sources.append(merge.reader.parse_words(words))
+        merge.merge_sources(sources, recipe_loader, default_recipe)
     config, omega = merge.resolve()
     refusals = [f"{', '.join(settings)}: {reason}" for reason, settings in merge.refused.items()]
     if merge.problems or refusals:
@@ -147,57 +104,9 @@ def load_schema(
         action = "help"
     elif options.print_config:
         action = "print"
+    # several keys can have the same note
     notes = list(dict.fromkeys(merge.notes))
     return LoadedConfig(config, omega, merge.provenance(), notes, action, options.verbosity, options.help_config)
-
-
-def parse_value(raw: str) -> object:
-    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text.
-
-    Unlike a file, a value has no comments: `/data/run #2` is a path.
-    """
-    without_comments = _COMMENT_SIGN.sub(_NO_COMMENT, raw)
-    try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + without_comments]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException):
-        return raw
-    assert isinstance(parsed, dict)
-    return _with_comment_signs(parsed["value"])
-
-
-def _with_comment_signs(value: object) -> object:
-    """Returns a parsed value with # in place of `_NO_COMMENT`."""
-    if isinstance(value, str):
-        return value.replace(_NO_COMMENT, "#")
-    if isinstance(value, list):
-        return [_with_comment_signs(item) for item in value]
-    if isinstance(value, dict):
-        return {_with_comment_signs(key): _with_comment_signs(entry) for key, entry in value.items()}
-    return value
-
-
-def split_choices(raw: str) -> list[str]:
-    """Splits at commas outside quotes and brackets: `a,b,[c,d]` becomes `a`, `b`, `[c,d]`."""
-    choices = [""]
-    depth = 0  # open brackets
-    quote = ""  # the open quotation mark
-    for character in raw:
-        if character == "," and not depth and not quote:
-            choices.append("")
-            continue
-        choices[-1] += character
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        else:
-            depth += (character in "[{(") - (character in ")}]")
-    return [choice.strip() for choice in choices]
-
-
-def is_unicode(text: str) -> bool:
-    """Returns True if `text` can be encoded. Half of a surrogate pair, which json can contain, cannot."""
-    return text.encode(errors="ignore").decode() == text
 
 
 def is_recipe_path(name: str) -> bool:
@@ -209,158 +118,98 @@ def is_recipe_path(name: str) -> bool:
 class _Merge(Generic[C]):
     """The merged assignments of the sources read so far.
 
-    Args:
+    Attributes:
         root: the dataclass of the options.
         schema: the options of the command.
-        given: last assignment of each leaf.
+        leaves: last assignment of each leaf.
         notes: sentences for the user.
         problems: sentences that refuse the configuration.
         refused: keys and values by the sentence that refuses them.
-        named: keys of files and command line, as they are written there.
-        variables: names that files define for their own references.
+        written: values of files and command line, by the key that is written there.
+        reader: reads the sources; shares `problems`.
+        keys: the keys of verl and ROLL for these options; None if the command has no such keys.
+        speaks_verl: True if users of verl and ROLL paste whole configurations of this command.
     """
 
     root: type[C]
     schema: Schema
-    given: dict[Path, Assignment] = field(default_factory=dict)
+    leaves: dict[Path, Assignment] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
-    named: dict[str, object] = field(default_factory=dict)
-    variables: set[str] = field(default_factory=set)
+    written: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         root: type = self.root
         tables = {PPOConfig: spellings.ppo_keys, SFTConfig: spellings.sft_keys}
         self.speaks_verl = root is PPOConfig
         self.keys = tables[root]() if root in tables else None
+        self.reader = SourceReader(self.schema, self.problems)
 
     def value(self, name: str) -> object:
         """Returns the current value of a leaf; None if the key does not exist."""
-        assignment = self.given.get(tuple(name.split(".")))
+        assignment = self.leaves.get(tuple(name.split(".")))
         if assignment is not None:
             return assignment.value
         key = self.schema.keys.get(name)
         return None if key is None else key.default
 
     def source(self, name: str) -> str:
-        assignment = self.given.get(tuple(name.split(".")))
+        """Returns the source of the current value of a leaf."""
+        assignment = self.leaves.get(tuple(name.split(".")))
         return "default" if assignment is None else assignment.source
 
     def set(self, name: str, value: object, source: str) -> None:
+        """Sets a leaf to a value that no source contains, such as one that follows from other options."""
         path = tuple(name.split("."))
-        self.given[path] = Assignment(path, value, source)
+        self.leaves[path] = Assignment(path, value, source)
 
     # ------------------------------------------------------------------------------------------------ sources
 
-    def parse_words(self, words: Iterable[str]) -> list[Assignment]:
-        """Returns the assignments of the command line; adds a problem for each word that is none."""
+    def merge_sources(
+        self, sources: list[list[Assignment]], recipe_loader: RecipeLoader | None, default_recipe: str | None
+    ) -> None:
+        """Merges the recipe and the sources, and sets the options that follow from others.
+
+        Args:
+            sources: the assignments of each file, then those of the command line.
+            recipe_loader, default_recipe: see `load_schema`.
+        """
+        # before the first translation, because the meaning of some keys of ROLL depends on keys of all sources
+        for source in sources:
+            self.written |= {".".join(assignment.path): assignment.value for assignment in source}
         assignments: list[Assignment] = []
-        for word in words:
-            assignments += self.parse_word(word)
-        return assignments
+        for source in sources:
+            assignments += self.translate(source)
 
-    def parse_word(self, word: str) -> Iterator[Assignment]:
-        """Parses `key=value`, `+key=value`, `++key=value` or `~key`. A mapping gives one assignment per leaf."""
-        match = _OVERRIDE.fullmatch(word)
-        if word.startswith("-"):
-            hydra = "; verl's files are not read, its keys are: paste them" if word.startswith("--config-") else ""
-            self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}{hydra}")
-            return
-        if match is None or not is_unicode(word):
-            self.problems.append(f"{word!r} is not key=value in UTF-8, without blanks around the equals sign")
-            return
-        name, raw, reset = match.groups()
-        try:
-            path = _without_prefix(split(name or reset))
-        except ValueError as error:
-            self.problems.append(str(error))
-            return
-        if reset:
-            yield Assignment(path, None, COMMAND_LINE, reset=True)
-            return
-        key = self.schema.find(path)
-        value = parse_value(raw)
-        is_text = key is not None and key.kind == "str"
-        if isinstance(value, dict) and value and not is_text:
-            yield from self.flatten(value, path, COMMAND_LINE)
-        else:
-            yield Assignment(path, value, COMMAND_LINE, raw)
+        # the recipe comes first, so that every source overrides it, although a source may name it
+        for assignment in (*self.recipe(assignments, recipe_loader, default_recipe), *assignments):
+            self.assign(assignment)
+        self.derive()
+        if self.speaks_verl:
+            self.notes += spellings.left_out(self.written, self.value, self.source)
 
-    def read_file(self, name: str) -> list[Assignment]:
-        """Returns the assignments of a YAML file; adds a problem if the file cannot be read."""
-        path = FilePath(name).expanduser().absolute()
-        try:
-            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-            if not isinstance(content, dict):
-                raise ValueError("it is a list; a mapping of keys to values is expected")
-            followed = {key: self.follow(entry, content) for key, entry in content.items()}
-            return list(self.flatten(followed, (), f"file:{name}"))
-        except FileNotFoundError:
-            self.problems.append(f"--config: there is no file {path}")
-        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-            self.problems.append(f"--config: {path} cannot be read: {error}")
-        return []
+    def recipe(
+        self, assignments: list[Assignment], loader: RecipeLoader | None, default: str | None
+    ) -> list[Assignment]:
+        """Returns the assignments of the last recipe named, else of the default if neither model nor data is set.
 
-    def follow(self, value: object, content: Tree) -> object:
-        """Replaces references in a file's value to names that are not keys here: variables of the file, keys of verl
-        and ROLL. References to keys remain, because a later source may set these keys."""
-        if isinstance(value, dict):
-            return {name: self.follow(entry, content) for name, entry in value.items()}
-        if isinstance(value, list):
-            return [self.follow(entry, content) for entry in value]
-        if not is_interpolation(value):
-            return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole:
-            return self._referenced(whole, content)
-        return _REFERENCE.sub(lambda reference: str(self._referenced(reference, content)), value)
-
-    def _referenced(self, reference: re.Match[str], content: Tree) -> object:
-        """Returns the value in the file that a reference names, or the text of a reference to a key."""
-        path = _without_prefix(tuple(reference[1].split(".")))
-        if self._exists(".".join(path)):
-            return reference[0]
-        value: object = content
-        for part in path:
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is None:
-            return reference[0]
-        if not self._exists(path[0]):
-            self.variables.add(path[0])
-        return self.follow(value, {**content, path[0]: None})  # None ends a cycle; resolving reports it
-
-    def flatten(self, mapping: Tree, prefix: Path, source: str) -> Iterator[Assignment]:
-        """Yields the leaves of nested mappings. A key with dots is a path, except below a free dictionary. An empty
-        mapping in place of a section gives no assignment."""
-        # below a free dictionary the names are the user's, and may contain dots
-        is_free = self.schema.find(prefix) is not None
-        for name, value in mapping.items():
-            parts = (str(name),) if is_free else split(str(name))
-            path = _without_prefix((*prefix, *parts))
-            if isinstance(value, Mapping) and value:
-                yield from self.flatten(value, path, source)
-                continue
-            is_empty_section = isinstance(value, Mapping) and not is_free and (not path or self._exists(".".join(path)))
-            if not is_empty_section:
-                yield Assignment(path, value, source)
-
-    def _exists(self, dotted: str) -> bool:
-        return dotted in self.schema.keys or dotted in self.schema.sections
-
-    def recipe(self, given: list[Assignment], loader: RecipeLoader | None, default: str | None) -> list[Assignment]:
-        """Returns the assignments of the last recipe named, else of the default if neither model nor data is set."""
+        Args:
+            assignments: those of files and command line.
+            loader, default: see `load_schema`.
+        """
         if "recipe" not in self.schema.keys or loader is None:
             return []
-        recipes = [assignment.value for assignment in given if assignment.path == ("recipe",)]
-        if default is not None and not recipes and not _has_model_or_data(given):
+        recipes = [assignment.value for assignment in assignments if assignment.path == ("recipe",)]
+        if default is not None and not recipes and not _has_model_or_data(assignments):
             self.set("recipe", default, "default, because neither model.path nor data.train_files is given")
             recipes = [default]
         if not recipes or recipes[-1] is None:
             return []
         recipe = str(recipes[-1])
         try:
-            return self.translate(self.flatten(loader(recipe), (), f"recipe:{recipe}"))
+            overrides = loader(recipe)
+            return self.translate(self.reader.flatten(overrides, (), f"recipe:{recipe}"))
         except UserError as error:
             self.problems.append(str(error))
             return []
@@ -382,10 +231,12 @@ class _Merge(Generic[C]):
                     f"{PREFIX}={assignment.value} ({assignment.source}): the sections below {PREFIX} are expected"
                 )
                 continue
-            if assignment.value == "???":  # verl's placeholder for a required value
+            # verl's placeholder for a required value
+            if assignment.value == "???":
                 continue
             verdict = self._verdict(assignment)
-            if verdict is None and assignment.path[0] in self.variables:
+            # the references to a variable of a file are replaced already
+            if verdict is None and assignment.path[0] in self.reader.variables:
                 continue
             if verdict is None or assignment.reset:
                 translated.append(assignment)
@@ -408,8 +259,8 @@ class _Merge(Generic[C]):
             return None
         name = ".".join(assignment.path)
         verdict = self.keys.choose_group(name, assignment.value)
-        if verdict is None and not self._exists(name):
-            verdict = self.keys.translate(name, assignment.value, self.named)
+        if verdict is None and not self.reader.exists(name):
+            verdict = self.keys.translate(name, assignment.value, self.written)
         return verdict
 
     def contradictions(self, assignments: list[Assignment]) -> Iterator[str]:
@@ -420,7 +271,9 @@ class _Merge(Generic[C]):
         for assignment in assignments:
             if ", as " not in assignment.source:
                 own_values[assignment.path] = assignment.value
+
         for assignment in assignments:
+            # `_renamed` appends the key of verl to the source
             written_as = assignment.source.partition(", as ")[2]
             entry = self.keys.entries.get(written_as)
             if entry is None or not entry.must_equal:
@@ -437,7 +290,9 @@ class _Merge(Generic[C]):
         name = ".".join(path)
         key = self.schema.find(path)
         if assignment.reset and (key is not None or name in self.schema.sections):
-            self.given = {known: value for known, value in self.given.items() if known[: len(path)] != path}
+            for leaf in list(self.leaves):
+                if _is_below(leaf, path):
+                    del self.leaves[leaf]
             return
         if key is None:
             self.problems.append(f"{assignment.shown()}: {self._unknown(name)}")
@@ -445,23 +300,27 @@ class _Merge(Generic[C]):
 
         assignment = self.worded_number(key, assignment)
         value = assignment.value
+        # the entries of a free dictionary have no declared type
         if path == key.path:
             try:
                 value = convert(key, value, assignment.raw)
             except (ValueError, OverflowError):
                 self.problems.append(f"{assignment.shown()}: {key.describe()}")
                 return
-        if key.kind == "dict":  # an entry replaces the entries of earlier layers above and below it
-            for other in list(self.given):
-                if other != path and (other[: len(path)] == path or path[: len(other)] == other):
-                    del self.given[other]
+
+        if key.kind == "dict":
+            # an entry replaces the entries of earlier layers above and below it
+            for leaf in list(self.leaves):
+                if leaf != path and (_is_below(leaf, path) or _is_below(path, leaf)):
+                    del self.leaves[leaf]
+            # an empty dictionary has no leaf, and `flatten` yields the entries of others
             if path == key.path:
                 return
         elif self.keys is not None:
             value, note = self.keys.same_meaning(name, value)
             if note:
                 self.notes.append(note)
-        self.given[path] = replace(assignment, value=_expand(name, value))
+        self.leaves[path] = replace(assignment, value=_expand(name, value))
 
     def worded_number(self, key: Key, assignment: Assignment) -> Assignment:
         """Returns the assignment with a number in place of verl's word for it, such as after_each_epoch."""
@@ -499,8 +358,11 @@ class _Merge(Generic[C]):
     def _derive_switch(self, name: str) -> None:
         """Turns off dynamic batch sizes if `name` is the size of a micro-batch, as verl does."""
         section, _, leaf = name.rpartition(".")
-        switch = f"{section}.log_prob_use_dynamic_bsz" if leaf.startswith("log_prob") else f"{section}.use_dynamic_bsz"
-        if not leaf.endswith("micro_batch_size_per_gpu") or switch not in self.schema.keys:
+        if not leaf.endswith("micro_batch_size_per_gpu"):
+            return
+        pass_prefix = "log_prob_" if leaf.startswith("log_prob") else ""
+        switch = f"{section}.{pass_prefix}use_dynamic_bsz"
+        if switch not in self.schema.keys:
             return
         # a switch that the same or a later source sets counts
         if self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(switch)):
@@ -510,7 +372,8 @@ class _Merge(Generic[C]):
     def _check_critic(self) -> None:
         """Adds a problem if a user of verl sets options of the critic and relies on verl's default estimator."""
         names: list[str] = []
-        for path, assignment in self.given.items():
+        for path, assignment in self.leaves.items():
+            # a recipe (rank 1) is not what the user wrote
             if path[0] == "critic" and _rank(assignment.source) > 1:
                 names.append(".".join(path))
         if names and self.source("algorithm.adv_estimator") == "default":
@@ -535,10 +398,12 @@ class _Merge(Generic[C]):
     def resolve(self) -> tuple[C, DictConfig]:
         """Returns the configuration as dataclasses and as OmegaConf. An unresolved reference adds a problem."""
         nested: dict[str, object] = {}
-        for path, assignment in self.given.items():
-            section: dict[str, Any] = nested
+        for path, assignment in self.leaves.items():
+            section = nested
             for part in path[:-1]:
-                section = section.setdefault(part, {})
+                inner = section.setdefault(part, {})
+                assert isinstance(inner, dict)
+                section = inner
             section[path[-1]] = assignment.value
         omega = OmegaConf.structured(self.root)
         try:
@@ -550,41 +415,54 @@ class _Merge(Generic[C]):
             name = str(error.full_key)
             setting = f"{name}={self.value(name)} " if name in self.schema.keys else ""
             self.problems.append(f"{setting}cannot be resolved: {' '.join(str(error).split())}")
+            # the caller raises this problem together with all others
             return self.root(), omega
 
     def provenance(self) -> dict[str, str]:
         """Returns the source of each key and of each entry of a free dictionary."""
-        above = {path[:depth] for path in self.given for depth in range(1, len(path))}
-        sources = {name: "default" for name, key in self.schema.keys.items() if key.path not in above}
-        for path, assignment in self.given.items():
+        # a dictionary with entries has no source of its own
+        paths_above: set[Path] = set()
+        for path in self.leaves:
+            paths_above |= {path[:depth] for depth in range(1, len(path))}
+
+        sources = {name: "default" for name, key in self.schema.keys.items() if key.path not in paths_above}
+        for path, assignment in self.leaves.items():
             sources[".".join(path)] = assignment.source
         return sources
+
+
+def _is_below(path: Path, section: Path) -> bool:
+    """Returns True for the path of a section itself, and of everything below it."""
+    return path[: len(section)] == section
 
 
 def _has_model_or_data(assignments: Iterable[Assignment]) -> bool:
     """Returns True if one of the assignments sets `model.path` or `data.train_files`."""
     keys = (("model", "path"), ("data", "train_files"))
-    return any(assignment.path in keys and assignment.value not in (None, []) for assignment in assignments)
+    for assignment in assignments:
+        is_set = assignment.value not in (None, [])
+        if assignment.path in keys and is_set:
+            return True
+    return False
 
 
 def _renamed(assignment: Assignment, verdict: spellings.Verdict) -> Iterator[Assignment]:
     """Yields the assignments of the options that a translated key sets."""
-    name = ".".join(assignment.path)
+    source = f"{assignment.source}, as {'.'.join(assignment.path)}"
     for key, value in verdict.settings.items():
         # the text on the command line is that of the written value
         raw = assignment.raw if value == assignment.value else None
-        yield Assignment(tuple(key.split(".")), value, f"{assignment.source}, as {name}", raw)
+        yield Assignment(tuple(key.split(".")), value, source, raw)
 
 
 def _last_of_each(source: Iterable[Assignment]) -> list[Assignment]:
     """Returns the assignments of a source without those that a later assignment of the same key replaces."""
-    assignments = list(source)
-    last_index = {assignment.path: index for index, assignment in enumerate(assignments)}
-    return [assignment for index, assignment in enumerate(assignments) if last_index[assignment.path] == index]
-
-
-def _without_prefix(path: Path) -> Path:
-    return path[1:] if path[:1] == (PREFIX,) else path
+    last: dict[Path, Assignment] = {}
+    for assignment in source:
+        # removed first, so that the key moves to the place of its last assignment
+        last.pop(assignment.path, None)
+        last[assignment.path] = assignment
+    return list(last.values())
 
 
 def _strip_prefix(value: object) -> object:

@@ -39,7 +39,7 @@ class ConfigError(UserError):
 class Key:
     """One option.
 
-    Args:
+    Attributes:
         path: the parts of its dotted key.
         kind: int | float | bool | str | list (of `item`) | dict (free dictionary, which accepts any entry).
         item: kind of the entries of a list.
@@ -69,7 +69,8 @@ class Key:
             words = _WORDS[self.kind]
         if self.optional:
             words += " or null"
-        has_example = self.default not in (None, "", {}, [])  # an empty value shows nothing
+        # an empty value shows nothing
+        has_example = self.default not in (None, "", {}, [])
         example = f", for example {self.name}={value_text(self.default)}" if has_example else ""
         return f"{words} is expected{example}"
 
@@ -84,29 +85,35 @@ class Schema:
     @cached_property
     def sections(self) -> frozenset[str]:
         """Dotted names of all sections."""
-        paths = [key.path for key in self.keys.values()]
-        return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
+        names: set[str] = set()
+        for key in self.keys.values():
+            names |= {".".join(key.path[:depth]) for depth in range(1, len(key.path))}
+        return frozenset(names)
 
     def find(self, path: Path) -> Key | None:
         """Returns the option at `path`, or the free dictionary with the entry `path`; None if neither exists."""
         for depth in range(len(path), 0, -1):
             key = self.keys.get(".".join(path[:depth]))
-            if key is not None and (depth == len(path) or key.kind == "dict"):
+            is_whole_path = depth == len(path)
+            if key is not None and (is_whole_path or key.kind == "dict"):
                 return key
         return None
 
     def nearest(self, name: str) -> list[str]:
         """Returns up to three keys with a similar last part, the most similar key first."""
+        # by the last part first, which also finds an option of another section
         last_parts = {key: key.rpartition(".")[2] for key in self.keys}
         last_part = name.rpartition(".")[2]
         close_parts = [last_part]
         if last_part not in last_parts.values():
             close_parts = difflib.get_close_matches(last_part, {*last_parts.values()}, n=2, cutoff=0.75)
 
+        def similarity(key: str) -> float:
+            return difflib.SequenceMatcher(None, name, key).ratio()
+
         candidates = [key for key, part in last_parts.items() if part in close_parts]
-        candidates.sort(key=lambda key: difflib.SequenceMatcher(None, name, key).ratio(), reverse=True)
         if candidates:
-            return candidates[:3]
+            return sorted(candidates, key=similarity, reverse=True)[:3]
         return difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
 
@@ -164,13 +171,14 @@ def _walk(cls: type, prefix: Path) -> Iterator[Key]:
         members = typing.get_args(annotation) if is_optional else (annotation,)
         (plain,) = (member for member in members if member is not type(None))
         kind = typing.get_origin(plain) or plain
+        item = typing.get_args(plain)[0].__name__ if kind is list else ""
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield Key(
             path=path,
             kind=kind.__name__,
-            item=typing.get_args(plain)[0].__name__ if kind is list else "",
+            item=item,
             optional=is_optional,
             default=default,
             doc=field.metadata.get("doc", ""),
@@ -187,6 +195,7 @@ def split(text: str) -> Path:
 
 
 def is_interpolation(value: object) -> TypeGuard[str]:
+    """Returns True for a text with a reference to another key, such as `${model.path}`."""
     return isinstance(value, str) and "${" in value
 
 
@@ -227,11 +236,14 @@ def _items(kind: str, value: object, raw: str | None) -> list[object]:
     is_unquoted = raw is not None and raw.strip()[:1] not in ("", "'", '"')
     if isinstance(value, str) and is_unquoted and not is_interpolation(value):
         # brackets that YAML did not parse, because ` #` in an entry begins a comment there
-        inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-        value = [part.strip() for part in inner.split(",") if part.strip()]
+        if value.startswith("[") and value.endswith("]"):
+            value = value[1:-1]
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list):
+        value = [value]
 
     items: list[object] = []
-    for entry in value if isinstance(value, list) else [value]:
+    for entry in value:
         if isinstance(entry, list):
             items += entry
         else:

@@ -6,7 +6,12 @@ from verl_lite.machine.device import is_on_cpu
 
 
 def rollout_devices(config: PPOConfig, slots: int) -> int:
-    """Returns the number of devices with a rollout engine. slots: devices of the trainer."""
+    """Returns the number of devices with a rollout engine.
+
+    Args:
+        config: the options of the run.
+        slots: number of devices of the trainer.
+    """
     if config.hybrid_engine:
         return slots
     per_node = config.rollout.n_gpus_per_node or slots // max(1, config.trainer.nnodes)
@@ -14,7 +19,7 @@ def rollout_devices(config: PPOConfig, slots: int) -> int:
 
 
 def num_engines(config: PPOConfig, slots: int) -> int:
-    """Returns the number of rollout engines. slots: devices of the trainer."""
+    """Returns the number of rollout engines. For the arguments see `rollout_devices`."""
     return max(1, rollout_devices(config, slots) // config.rollout.tensor_model_parallel_size)
 
 
@@ -26,7 +31,8 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
         count: number of devices of the trainer; None = unknown.
         available: number of devices of this machine; None = not checked.
     """
-    rollout, trainer = config.rollout, config.trainer
+    rollout = config.rollout
+    trainer = config.trainer
     has_own_devices = not config.hybrid_engine and rollout.nnodes > 0
     if not has_own_devices or count is None or trainer.nnodes < 1:
         return
@@ -42,15 +48,16 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
     ray_init = config.ray_kwargs.ray_init
     if available is None or ray_init.address is not None:
         return
-    on_cpu = is_on_cpu(trainer.device)
-    if on_cpu:  # several processes may share a core
+    remedies = "set fewer of either, or join a cluster with ray_kwargs.ray_init.address"
+    if is_on_cpu(trainer.device):
+        # several processes may share a core
         available = max(available, ray_init.num_cpus or 0)
+        remedies += ", or share cores with ray_kwargs.ray_init.num_cpus"
     # `machine_problems` reports a trainer that needs more devices alone
     if count <= available < count // trainer.nnodes + per_node:
         yield (
             f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={per_node} are more than the {available} "
-            f"{device_noun(trainer.device)} of this machine: set fewer of either, or join a cluster with "
-            "ray_kwargs.ray_init.address" + (", or share cores with ray_kwargs.ray_init.num_cpus" if on_cpu else "")
+            f"{device_noun(trainer.device)} of this machine: {remedies}"
         )
 
 

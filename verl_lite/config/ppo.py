@@ -58,8 +58,12 @@ class PPOConfig(RunOptions):
     def spans_updates(self) -> bool:
         """True if running samples continue under new weights."""
         options = self.async_training
-        continues = options.max_off_policy_threshold > 1 if options.partial_rollout is None else options.partial_rollout
-        return continues and (options.depth > 0 or self.rollout.oversample > 1)
+        continues = options.partial_rollout
+        if continues is None:
+            continues = options.max_off_policy_threshold > 1
+        # otherwise no sample is running when the weights change
+        has_running_samples = options.depth > 0 or self.rollout.oversample > 1
+        return continues and has_running_samples
 
     @property
     def staleness(self) -> int:
@@ -71,7 +75,9 @@ class PPOConfig(RunOptions):
     @property
     def validates(self) -> bool:
         """True if the run has validation prompts or environments."""
-        return bool(self.data.val_files if self.reads_prompts else self.agentic.val_env_manager.tags)
+        if self.reads_prompts:
+            return bool(self.data.val_files)
+        return bool(self.agentic.val_env_manager.tags)
 
     @property
     def longest_sample(self) -> int:

@@ -10,9 +10,10 @@ from pathlib import Path
 import yaml
 from omegaconf import DictKeyType, OmegaConf
 
-from verl_lite.config.loader import SWITCHES, LoadedConfig
+from verl_lite.config.loader import LoadedConfig
 from verl_lite.config.option_table import Key, Schema, schema_of, value_of
 from verl_lite.config.ppo import PPOConfig
+from verl_lite.config.sources import SWITCHES
 from verl_lite.errors import UserError
 
 _COMMENT_COLUMN = 64
@@ -32,7 +33,8 @@ def print_config(loaded: LoadedConfig[object]) -> str:
         if OmegaConf.is_config(loaded_value):
             loaded_value = OmegaConf.to_object(loaded_value)
         if value_of(loaded.config, name) != loaded_value:
-            sources[name] = "filled in at launch"  # number of devices, files that a recipe wrote
+            # number of devices, files that a recipe wrote
+            sources[name] = "filled in at launch"
 
     notes = [f"# {note}" for note in loaded.notes]
     resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
@@ -54,14 +56,17 @@ def help_text(loaded: LoadedConfig[object]) -> str:
     if loaded.help_prefix is not None:
         return help_config(root, loaded.help_prefix)
     keys = schema_of(root).keys
+    # the name of the command under `python -m`; a program that calls this function has no such name
     module = getattr(sys.modules["__main__"].__spec__, "name", "trainer.main_ppo")
     lines = [f"usage: python -m {module} key=value ...   (switches: {SWITCHES})", ""]
     lines += ["--help-config PREFIX explains keys, such as --help-config actor.optim. The sections are:", ""]
-    docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(root)}
-    for start in dict.fromkeys(key.path[0] for key in keys.values()):
-        lines.append(f"  {start:<14} {docs[start]}")
-    used = [keys[name] for name in _MOST_USED.split() if name in keys]
-    lines += ["", "Most used:", "", *(f"  {key.name} = {_default(key.default)}" for key in used)]
+    for field in dataclasses.fields(root):
+        lines.append(f"  {field.name:<14} {field.metadata['doc']}")
+
+    lines += ["", "Most used:", ""]
+    for name in _MOST_USED.split():
+        if name in keys:
+            lines.append(f"  {name} = {_default(keys[name].default)}")
     return "\n".join(lines) + "\n"
 
 
@@ -115,15 +120,19 @@ def _render(
 
 
 class _OneLine(yaml.SafeDumper):
-    """Dumps YAML on one line that OmegaConf reads back unchanged. Text other than plain words is quoted, because
-    OmegaConf parses `1e-6` as a number and `${` as a reference."""
+    """Dumps YAML on one line that OmegaConf reads back unchanged.
+
+    Text other than plain words is quoted, because OmegaConf parses `1e-6` as a number and `${` as a reference.
+    """
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
-        style = None if re.fullmatch(r"[A-Za-z_/][\w/.-]*( [\w/.-]+)*", text, re.ASCII) else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", text.replace("${", r"\${"), style)
+        is_plain = re.fullmatch(r"[A-Za-z_/][\w/.-]*( [\w/.-]+)*", text, re.ASCII)
+        style = None if is_plain else '"'
+        escaped = text.replace("${", r"\${")
+        return self.represent_scalar("tag:yaml.org,2002:str", escaped, style)
 
 
 _OneLine.add_representer(str, _OneLine.text)

@@ -11,84 +11,92 @@ from verl_lite.config.rollout_correction import WEIGHT_LEVELS
 from verl_lite.errors import UserError
 
 
-def trains_on_prompts(given: Settings) -> bool:
+def trains_on_prompts(keys: Settings) -> bool:
     """Returns True if the keys are those of ROLL's RLVR pipeline, whose batches count prompts."""
-    sections = {name.partition(".")[0] for name in given}
+    sections = {name.partition(".")[0] for name in keys}
     is_agentic = "train_env_manager" in sections
     return bool(sections & {"validation", "rewards", "num_return_sequences_in_group"}) and not is_agentic
 
 
-def async_generation_ratio(given: Settings) -> Settings:
+def async_generation_ratio(keys: Settings) -> Settings:
     """Returns async_training for ROLL's number of steps by which a batch is started ahead."""
-    ratio = given.get("agentic.async_generation_ratio", given.get("async_generation_ratio"))
+    ratio = keys.get("agentic.async_generation_ratio", keys.get("async_generation_ratio"))
     return {"async_training.max_off_policy_threshold": ratio, "async_training.batches_ahead": ratio}
 
 
-def colocate_async(given: Settings) -> Settings | None:
-    """Returns async_training for verl's trainer.v1.trainer_mode=colocate_async; None in other modes. Raises UserError
-    if the threshold is no whole number."""
-    if given.get("trainer.v1.trainer_mode") != "colocate_async":
+def colocate_async(keys: Settings) -> Settings | None:
+    """Returns async_training for verl's trainer.v1.trainer_mode=colocate_async; None in other modes.
+
+    Raises:
+        UserError: if the threshold is no whole number.
+    """
+    if keys.get("trainer.v1.trainer_mode") != "colocate_async":
         return None
     key = "trainer.v1.sampler.max_off_policy_threshold"
-    versions = given.get(key, 8)
+    versions = keys.get(key, 8)
     if not isinstance(versions, int):
         raise UserError(f"{key}={versions}: expected a whole number; or set async_training.max_off_policy_threshold")
-    options: dict[str, object] = {}
-    options["async_training.max_off_policy_threshold"] = versions - 1  # verl counts 1 for an on-policy sample
-    batches_ahead = given.get("trainer.v1.colocate_async.num_warmup_batches")
+    # verl counts 1 for an on-policy sample
+    options: dict[str, object] = {"async_training.max_off_policy_threshold": versions - 1}
+    batches_ahead = keys.get("trainer.v1.colocate_async.num_warmup_batches")
     if batches_ahead is not None:
         options["async_training.batches_ahead"] = batches_ahead
     return options
 
 
-def dual_clip_loss(given: Settings) -> Settings | None:
+def dual_clip_loss(keys: Settings) -> Settings | None:
     """Returns the bound of the dual clip, 1 + 2 pg_clip; None if pg_clip is no number."""
-    if not given.get("dual_clip_loss"):
+    if not keys.get("dual_clip_loss"):
         return {"actor.clip_ratio_c": None}
-    clip = given.get("actor.clip_ratio", given.get("pg_clip", 0.2))
-    return {"actor.clip_ratio_c": 1 + 2 * clip} if isinstance(clip, int | float) else None
+    clip = keys.get("actor.clip_ratio", keys.get("pg_clip", 0.2))
+    if not isinstance(clip, int | float):
+        return None
+    return {"actor.clip_ratio_c": 1 + 2 * clip}
 
 
-def train_infer_correction(given: Settings) -> Settings:
-    """Returns algorithm.rollout_correction for ROLL's weights and filters of train_infer_correction. Raises UserError
-    if the filters are no list of dicts."""
+def train_infer_correction(keys: Settings) -> Settings:
+    """Returns algorithm.rollout_correction for ROLL's weights and filters of train_infer_correction.
+
+    Raises:
+        UserError: if the filters are no list of dicts.
+    """
     # ROLL's older switch, whose keys `infer_correction` reads
-    if given.get("infer_correction"):
+    if keys.get("infer_correction"):
         return {}
-    filters = given.get("train_infer_correction.filters") or []
+    filters = keys.get("train_infer_correction.filters") or []
     if not isinstance(filters, list) or not all(isinstance(entry, dict) for entry in filters):
         raise UserError(
             f"train_infer_correction.filters={filters}: expected a list of filters, such as "
             "[{enabled: true, agg_type: token, ratio_low: 0.5, ratio_high: 2.0}]"
         )
     section = "train_infer_correction.is_weight"
-    is_weighted = given.get(f"{section}.enabled", False)
-    level = given.get(f"{section}.weight_type", "token") if is_weighted else None
-    return _correction(level, given.get(f"{section}.upper_bound", 1.2), filters)
+    is_weighted = keys.get(f"{section}.enabled", False)
+    level = keys.get(f"{section}.weight_type", "token") if is_weighted else None
+    return _correction(level, keys.get(f"{section}.upper_bound", 1.2), filters)
 
 
-def infer_correction(given: Settings) -> Settings:
+def infer_correction(keys: Settings) -> Settings:
     """Returns algorithm.rollout_correction for ROLL's older keys infer_* and enable_*_reject."""
-    if not given.get("infer_correction"):
+    if not keys.get("infer_correction"):
         return {}
     filters: list[Settings] = [
         {
-            "enabled": given.get("enable_token_reject"),
+            "enabled": keys.get("enable_token_reject"),
             "agg_type": "token",
-            "ratio_low": given.get("infer_token_mask_threshold_min", 0.0),
-            "ratio_high": given.get("infer_token_mask_threshold_max", 2.0),
+            "ratio_low": keys.get("infer_token_mask_threshold_min", 0.0),
+            "ratio_high": keys.get("infer_token_mask_threshold_max", 2.0),
         },
         {
-            "enabled": given.get("enable_seq_reject") not in (None, False, "None"),
-            "agg_type": given.get("enable_seq_reject"),
-            "ratio_low": given.get("infer_seq_mask_threshold_min", 0.1),
-            "ratio_high": given.get("infer_seq_mask_threshold_max", 10.0),
+            "enabled": keys.get("enable_seq_reject") not in (None, False, "None"),
+            "agg_type": keys.get("enable_seq_reject"),
+            "ratio_low": keys.get("infer_seq_mask_threshold_min", 0.1),
+            "ratio_high": keys.get("infer_seq_mask_threshold_max", 10.0),
         },
     ]
-    level = given.get("infer_is_mode", "token")
+    level = keys.get("infer_is_mode", "token")
     if level == "none":
         level = None
-    return _correction(level, given.get("infer_is_threshold_max", 2.0), filters)
+    return _correction(level, keys.get("infer_is_threshold_max", 2.0), filters)
 
 
 def _correction(level: object, bound: object, filters: Iterable[Settings]) -> Settings:
@@ -103,7 +111,8 @@ def _correction(level: object, bound: object, filters: Iterable[Settings]) -> Se
     settings: dict[str, object] = {}
     if level is not None:
         settings[f"{section}.rollout_is"] = level
-        settings[f"{section}.rollout_is_threshold"] = str(math.inf if bound is None else bound)
+        threshold = math.inf if bound is None else bound
+        settings[f"{section}.rollout_is_threshold"] = str(threshold)
 
     thresholds: dict[str, str] = {}
     for criterion in filters:
@@ -113,11 +122,9 @@ def _correction(level: object, bound: object, filters: Iterable[Settings]) -> Se
         roll_level = criterion.get("agg_type", "token")
         level_here = WEIGHT_LEVELS.get(str(roll_level), roll_level)
         if criterion.get("ratio_enabled", True):
-            low, high = criterion.get("ratio_low", 0.8), criterion.get("ratio_high", 1.2)
-            thresholds[f"{level_here}_ratio"] = f"{low}_{high}"
+            thresholds[f"{level_here}_ratio"] = f"{criterion.get('ratio_low', 0.8)}_{criterion.get('ratio_high', 1.2)}"
         if criterion.get("diff_enabled", False):
-            low, high = criterion.get("diff_low", -0.2), criterion.get("diff_high", 0.2)
-            thresholds[f"{level_here}_diff"] = f"{low}_{high}"
+            thresholds[f"{level_here}_diff"] = f"{criterion.get('diff_low', -0.2)}_{criterion.get('diff_high', 0.2)}"
     if thresholds:
         settings[f"{section}.rollout_rs"] = ",".join(thresholds)
         settings[f"{section}.rollout_rs_threshold"] = ",".join(thresholds.values())

@@ -48,9 +48,13 @@ class RolloutCorrectionConfig(Options):
 
 @dataclass(frozen=True)
 class Weighting:
-    """Importance weights. level: token, segment, seq_mean or seq_sum.
+    """Importance weights.
 
-    If `lower` is None, larger weights are truncated to `upper`; else weights outside [lower, upper] are 0 (IcePop).
+    Attributes:
+        level: token, segment, seq_mean or seq_sum.
+        upper, lower: if `lower` is None, larger weights are truncated to `upper`; else weights outside
+            [lower, upper] are 0 (IcePop).
+        batch_normalize: True to divide the weights by their mean over the batch.
     """
 
     level: str
@@ -63,9 +67,11 @@ class Weighting:
 class Rejection:
     """A rejection criterion: samples pass if their measure lies in [lower, upper] (logarithms for k1 and ratio).
 
-    level: token, segment, seq_mean, seq_sum, seq_max, or batch: the tokens with the largest measure are rejected until
-    the mean over the others is at most `upper`. measure: k1 = -x, ratio = x, k2 = x^2 / 2, k3 = e^x - 1 - x,
-    diff = pi_trainer - pi_rollout.
+    Attributes:
+        level: token, segment, seq_mean, seq_sum, seq_max, or batch: the tokens with the largest measure are rejected
+            until the mean over the others is at most `upper`.
+        measure: k1 = -x, ratio = x, k2 = x^2 / 2, k3 = e^x - 1 - x, diff = pi_trainer - pi_rollout.
+        lower, upper: bounds of the measure.
     """
 
     level: str
@@ -133,7 +139,9 @@ def _rejections(options: CorrectionOptions) -> Iterator[Rejection]:
             f"{_KEY}.rollout_rs={options.rollout_rs} with rollout_rs_threshold={options.rollout_rs_threshold}: "
             "expected different options, such as token_k1, and one threshold for all or one per option"
         )
-    for name, text in zip(names, texts * (len(names) // len(texts)), strict=True):
+    if len(texts) == 1:
+        texts *= len(names)
+    for name, text in zip(names, texts, strict=True):
         try:
             yield _rejection(name, text)
         except ValueError as error:
@@ -153,17 +161,22 @@ def _rejection(name: str, threshold: str) -> Rejection:
         if not -1 <= low <= 0 <= upper:
             raise ValueError("expected low_high with low <= 0 <= high, such as -0.2_0.2, or 0.2")
         return Rejection(level, measure, low, upper)
-    # ratios are compared as logarithms
-    low = 1 / (upper or math.nan) if low is None else low
+    if low is None:
+        # an upper bound of 0 has no inverse; NaN fails the check below
+        low = 1 / (upper or math.nan)
     if not 0 <= low <= 1 <= upper:
         raise ValueError("expected low_high with low <= 1 <= high, such as 0.5_2.0, or 2.0")
-    return Rejection(level, measure, math.log(low) if low > 0 else -math.inf, math.log(upper))
+    # ratios are compared as logarithms
+    log_low = math.log(low) if low > 0 else -math.inf
+    return Rejection(level, measure, log_low, math.log(upper))
 
 
 def _bounds(text: str) -> tuple[float | None, float]:
     """Parses `low_high` or `high`. Returns (low or None, high); high is NaN if the text is neither."""
     try:
-        *low, upper = (float(part) for part in text.split("_", 1))
+        if "_" not in text:
+            return None, float(text)
+        low, upper = text.split("_", 1)
+        return float(low), float(upper)
     except ValueError:
         return None, math.nan
-    return (low[0] if low else None), upper

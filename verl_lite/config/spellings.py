@@ -73,7 +73,11 @@ class Verdict:
 class KeyTable:
     """The keys of verl and ROLL for the options of `root`, and the options whose values differ from verl's.
 
-    groups: the files of verl that a section may select and that have the meaning of this trainer.
+    Attributes:
+        root: the dataclass of the options.
+        entries: keys of other trainers.
+        options: options of the same name whose values differ.
+        groups: the files of verl that a section may select and that have the meaning of this trainer.
     """
 
     root: type
@@ -81,57 +85,64 @@ class KeyTable:
     options: dict[str, Entry]
     groups: dict[str, list[str]] = field(default_factory=dict)
 
-    def translate(self, name: str, value: object, given: Settings) -> Verdict | None:
+    def translate(self, name: str, value: object, written: Settings) -> Verdict | None:
         """Returns the verdict on a key that is no option here; None if verl and ROLL do not have the key.
 
         Args:
             name: dotted key without `actor_rollout_ref.`.
             value: its value.
-            given: all keys that are set, since the meaning of some keys of ROLL depends on others.
+            written: all keys of the user, since the meaning of some keys of ROLL depends on others.
         """
-        if name.rpartition(".")[2] == "_target_":  # the class of a section, which Hydra reads
+        # the class of a section, which Hydra reads
+        if name.rpartition(".")[2] == "_target_":
             return Verdict()
         match = _find(self.entries, name)
         if match is None:
             return None
         entry = match.entry
+        # these entries describe one value, not a section with keys below it
         if match.rest and (entry.computed or entry.only_if):
             return None
 
         if entry.computed:
-            settings = _COMPUTED[entry.computed](given)
+            settings = _COMPUTED[entry.computed](written)
             # None: the other keys give this key another meaning, which the rest of the entry describes
             if settings is not None:
-                called = _called(entry.computed, settings)
-                return replace(called, note=f"{called.note}: {entry.note}") if entry.note else called
-        if entry.only_if and not given.get(entry.only_if):
+                verdict = _called(entry.computed, settings)
+                if entry.note:
+                    verdict = replace(verdict, note=f"{verdict.note}: {entry.note}")
+                return verdict
+        if entry.only_if and not written.get(entry.only_if):
             return Verdict(note=f"{name}={value_text(value)} has no effect here: {entry.only_if} is not true")
 
         target = entry.renamed
-        if entry.on_prompts and trains_on_prompts(given):
+        if entry.on_prompts and trains_on_prompts(written):
             target = entry.on_prompts
         if target:
-            return self._renamed(name, value, target.replace("*", match.any_part) + match.rest, given, entry)
+            own_name = target.replace("*", match.any_part) + match.rest
+            return self._renamed(name, value, own_name, written, entry)
         if entry.no_effect:
             return Verdict(note=f"{name}={value_text(value)} has no effect here: {entry.no_effect}")
         return _refused(name, value, entry)
 
-    def _renamed(self, name: str, value: object, target: str, given: Settings, entry: Entry) -> Verdict:
+    def _renamed(self, name: str, value: object, target: str, written: Settings, entry: Entry) -> Verdict:
         """Returns the verdict on a key that has another name here.
 
         Args:
             name: the key of verl or ROLL.
             value: its value.
             target: its name here, which may again be a key of verl.
-            given: all keys that are set.
+            written: all keys of the user.
             entry: the entry of the key.
         """
         new_value = entry.value_here(value)
         if new_value is None:
             return Verdict()
-        further = self.translate(target, new_value, given)
+        further = self.translate(target, new_value, written)
         if further is not None:
-            return replace(further, note=further.note and further.note.replace(target, name, 1))
+            # the user knows only the first name of the chain
+            note = further.note and further.note.replace(target, name, 1)
+            return replace(further, note=note)
         if entry.refused and target not in schema_of(self.root).keys:
             return _refused(name, new_value, entry)
         return _called(name, {target: new_value, **entry.also})
@@ -171,33 +182,38 @@ def sft_keys() -> KeyTable:
     content = _content("verl_sft_keys")
     entries = _read("verl_keys", prefixes=("",), below=tuple(content["shared"]))
     for name, entry in list(entries.items()):
-        if entry.computed:  # it computes options of PPO
+        # the computed options are options of PPO
+        if entry.computed:
             del entries[name]
     entries |= _read("verl_sft_keys")
     options = _read("verl_keys", "options", prefixes=("",)) | _read("verl_sft_keys", "options")
     return KeyTable(SFTConfig, entries, options, content["groups"])
 
 
-def left_out(given: Settings, value: Callable[[str], object], source: Callable[[str], str]) -> list[str]:
+def left_out(written: Settings, value: Callable[[str], object], source: Callable[[str], str]) -> list[str]:
     """Returns a note on omitted keys with another default in ROLL, for files of ROLL (which set `pretrain`).
 
     Args:
-        given: all keys that are set.
+        written: all keys of the user.
         value: returns the value of an option.
         source: returns the source of the value of an option.
     """
-    if "pretrain" not in given:
+    if "pretrain" not in written:
         return []
     differences = []
     for key, roll_default in _content("roll_keys")["defaults"].items():
         if source(key) == "default":
             differences.append(f"{key}={value_text(value(key))} (ROLL: {value_text(roll_default)})")
-    return [f"left out, and another default here: {', '.join(differences)}"] if differences else []
+    if not differences:
+        return []
+    return [f"left out, and another default here: {', '.join(differences)}"]
 
 
 class _Content(TypedDict):
-    """The content of verl_keys.yaml, which has no `shared`, of roll_keys.yaml or of verl_sft_keys.yaml. The files
-    explain the sections."""
+    """The content of verl_keys.yaml, which has no `shared`, of roll_keys.yaml or of verl_sft_keys.yaml.
+
+    The files explain the sections.
+    """
 
     keys: dict[str, FreeDict]
     options: dict[str, FreeDict]
@@ -210,7 +226,8 @@ class _Content(TypedDict):
 def _content(file: str) -> _Content:
     text = Path(__file__).with_name(f"{file}.yaml").read_text(encoding="utf-8")
     # libyaml is many times faster than PyYAML's own loader, but some installations lack it
-    content: _Content = yaml.load(text, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    content: _Content = yaml.load(text, loader)
     return content
 
 
@@ -246,7 +263,7 @@ def _read(
 class _Match:
     """An entry that applies to a name.
 
-    Args:
+    Attributes:
         entry: the entry.
         rest: the part of the name below the entry's key.
         any_part: the part of the name that a `*` in the key stands for.
@@ -265,6 +282,7 @@ def _find(entries: Mapping[str, Entry], name: str) -> _Match | None:
         rest = name.removeprefix(key)
         if key in entries:
             return _Match(entries[key], rest)
+        # a `*` stands for one part between the first and the last
         for index in range(1, depth - 1):
             pattern = ".".join([*parts[:index], "*", *parts[index + 1 : depth]])
             if pattern in entries:
@@ -284,7 +302,8 @@ def _refused(name: str, value: object, entry: Entry) -> Verdict:
     """Returns the verdict on a key that would change the run at all values except null and the harmless."""
     if value is None:
         return Verdict()
-    if is_interpolation(value) or value in entry.harmless:  # the key of a reference has its own verdict
+    # the key of a reference has its own verdict
+    if is_interpolation(value) or value in entry.harmless:
         note = f"{name}={value_text(value)} has no effect here; other values are refused: {entry.refused}"
         return Verdict(note=note)
     accepted = [value_text(harmless) for harmless in (*entry.harmless, None)]

@@ -9,7 +9,8 @@ from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, Op
 from verl_lite.config.run import RunConfig, RunOptions
 
 _BELOW_HALF = Range("at least 0 and less than 0.5 is expected", lambda value: 0 <= value < 0.5)
-EACH_EPOCH = -2  # value of trainer.test_freq and trainer.save_freq; verl calls it after_each_epoch
+# value of trainer.test_freq and trainer.save_freq; verl calls it after_each_epoch
+EACH_EPOCH = -2
 _FREQUENCY = at_least(EACH_EPOCH)
 _SCORE_AT = ("end_of_turn", "end_of_text")
 LOG_PROB_CHUNK_TOKENS = 1024  # maximum tokens of a tile of logits

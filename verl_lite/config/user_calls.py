@@ -35,7 +35,8 @@ class UserCall:
             inspect.signature(function)
         except (TypeError, ValueError):
             raise UserError(f"{function} has no signature that Python can read. Expected {self.words}") from None
-        names = [*self.named, *(name for name in self.offered if accepts(function, name))]
+        offered = [name for name in self.offered if accepts(function, name)]
+        names = [*self.named, *offered]
         try:
             require_call(function, self.words, *range(self.positional), **dict.fromkeys(names))
         except UserError:
@@ -71,22 +72,23 @@ FILTER_CALL = UserCall("Class(config, env_manager_config, mode)", positional=3)
 TRACKER_CALL = UserCall("f(run: TrackedRun) -> Tracker", positional=1)
 
 
-def registered_problems(key: str, value: str, known: Collection[str], kind: str, call: UserCall) -> Problems:
+def registered_problems(key: str, value: str, registered: Collection[str], kind: str, call: UserCall) -> Problems:
     """Yields a problem if `value` is neither registered nor the path of a callable that fits.
 
     Args:
         key, value: the option.
-        known: the registered names; as a mapping, with the registered objects.
+        registered: the registered names; as a mapping, with the registered objects.
         kind: what a path leads to, "function" or "Class".
         call: how the trainer calls it.
     """
-    if ":" not in value and value not in known:
-        yield f"{unknown_value(key, value, known)}; or pkg.module:{kind}"
+    if ":" not in value and value not in registered:
+        yield f"{unknown_value(key, value, registered)}; or pkg.module:{kind}"
         return
     try:
-        if value not in known:
+        if value not in registered:
             call.require(object_at(value))
-        elif isinstance(known, Mapping) and not is_own(known[value]):
-            call.require(known[value])
+        elif isinstance(registered, Mapping) and not is_own(registered[value]):
+            # the user's own module has registered it
+            call.require(registered[value])
     except UserError as error:
         yield f"{key}={value}: {error}. Set {key} to pkg.module:{kind}, or to a registered name"

@@ -7,5 +7,6 @@ environments.
 Imports `verl_lite.errors` and the registry; environments run in `workers/agents/`, in processes of their own.
 """
 
-from verl_lite.envs import adapters, calculator, frozen_lake, hubs, sokoban  # imported to register
+# importing these modules registers their environments
+from verl_lite.envs import adapters, calculator, frozen_lake, hubs, sokoban
 from verl_lite.envs.base import ENVS, Env, EnvTemplate, env_modules, env_templates, find_env, make_env, register_env

@@ -7,7 +7,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from verl_lite.errors import UserError
 
@@ -16,7 +16,10 @@ ANSWER_PATTERN = r"\A(?>.*?<answer>)(.*?)</answer>"
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
-Lookup = Mapping[Any, str] | Sequence[str]
+Action: TypeAlias = int | str
+"""An action of an environment: a number with a name, or the agent's text itself."""
+
+Lookup: TypeAlias = Mapping[int, str] | Mapping[str, str] | Sequence[str]
 """Names by action: {0: "Left", 1: "Down"}, or a list whose indices are the actions."""
 
 
@@ -24,20 +27,26 @@ Lookup = Mapping[Any, str] | Sequence[str]
 class ParsedAction:
     """The result of `ActionParser`.
 
-    action: key of the lookup, or the text itself without a lookup; None if the text contains no action.
-    action_content: text of the pattern's last group; the whole text if the pattern does not match.
+    Attributes:
+        action: key of the lookup, or the text itself without a lookup; None if the text contains no action.
+        action_content: text of the pattern's last group; the whole text if the pattern does not match.
     """
 
-    action: Any
+    action: Action | None
     action_content: str
 
 
 class ActionParser:
     """Finds the action in a text.
 
-    pattern: regular expression in which `.` matches line ends. Its last group is the action; the first of two groups
-    contains the agent's thoughts. UserError if it does not have one or two groups. lookup: names of the actions,
-    compared without regard to case; None = any text is an action. special_tokens: removed from the text first.
+    Args:
+        pattern: regular expression in which `.` matches line ends. Its last group is the action; the first of two
+            groups contains the agent's thoughts.
+        lookup: names of the actions, compared without regard to case; None = any text is an action.
+        special_tokens: removed from the text first.
+
+    Raises:
+        UserError: if the pattern does not have one or two groups, or two actions have the same name.
     """
 
     def __init__(
@@ -56,8 +65,12 @@ class ActionParser:
                 "(thoughts)(action)"
             )
         pairs = lookup.items() if isinstance(lookup, Mapping) else enumerate(lookup or ())
-        # keys such as "0", read from a file, become numbers
-        names = {int(key) if isinstance(key, str) and key.isdecimal() else key: str(name) for key, name in pairs}
+        names: dict[Action, str] = {}
+        for key, name in pairs:
+            # keys such as "0", read from a file, become numbers
+            if isinstance(key, str) and key.isdecimal():
+                key = int(key)
+            names[key] = str(name)
         self.names = None if lookup is None else names
         self.special_tokens = tuple(special_tokens)
         self._by_name = {name.strip().lower(): action for action, name in names.items()}
@@ -71,6 +84,7 @@ class ActionParser:
         match = self.pattern.search(text)
         if match is None:
             return ParsedAction(None, text)
+        # the last group that took part in the match; a pattern may make its action optional
         content = (match.group(match.lastindex or 1) or "").strip()
         if self.names is None:
             return ParsedAction(content, content)

@@ -9,14 +9,14 @@ import functools
 import importlib
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject, KeywordArguments
 from verl_lite.registry import object_at
 
 AGG_MODES = {"action_is_valid": "mean", "success": "last"}
@@ -29,16 +29,19 @@ class GymnasiumEnv:
     """A gymnasium environment by its id, "FrozenLake-v1" or "module:Id-v0".
 
     Args:
-        env_kwargs: Keyword arguments of gymnasium.make.
-        action_lookup: Names of the actions of a Discrete space; None = their numbers.
+        env_id: the id.
+        env_kwargs: keyword arguments of gymnasium.make.
+        action_lookup: names of the actions of a Discrete space; None = their numbers.
+        action_pattern, special_token_list: see `ActionParser`.
         observe: "space", the returned observation as text, or "render", the text frame (render_mode "ansi").
-        success_reward: Sum of rewards from which a terminated episode is a success.
+        env_instruction: description of the task.
+        success_reward: sum of rewards from which a terminated episode is a success.
     """
 
     def __init__(
         self,
         env_id: str,
-        env_kwargs: Mapping[str, Any] | None = None,
+        env_kwargs: KeywordArguments | None = None,
         action_lookup: Lookup | None = None,
         action_pattern: str = ANSWER_PATTERN,
         special_token_list: Sequence[str] = SPECIAL_TOKENS,
@@ -81,9 +84,10 @@ class GymnasiumEnv:
         self.text = self._text(observation)
         return self.text, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         parsed = self.parser(action)
         if parsed.action is None:
+            # nothing has happened, so the agent sees the same observation again
             hint = ""
             if self.parser.names:
                 hint = f"This is not an action. Actions are {', '.join(self.parser.names.values())}.\n"
@@ -100,8 +104,9 @@ class GymnasiumEnv:
         self.env.close()
 
     def sample_random_action(self) -> str:
-        names = list((self.parser.names or {}).values())
-        return f"<answer>{names[0] if names else 'a'}</answer>"
+        # without names any text is an action
+        names = list((self.parser.names or {}).values()) or ["a"]
+        return f"<answer>{names[0]}</answer>"
 
     def _text(self, observation: object) -> str:
         if self.by_render:
@@ -118,13 +123,16 @@ class GymnasiumEnv:
 class GemEnv:
     """An object with the interface of GEM (`gem-llm`): `reset(seed=)` and `step(action)` on texts.
 
-    env: "pkg.module:Class", which does not need the package gem, or a name for gem.make, "game:GuessTheNumber-v0".
-    env_kwargs: arguments of the environment. success_reward: final reward from which an episode is a success.
-
     The environment's info is passed on. If it has no metrics, the metric success is added.
+
+    Args:
+        env: "pkg.module:Class", which does not need the package gem, or a name for gem.make,
+            "game:GuessTheNumber-v0".
+        env_kwargs: arguments of the environment.
+        success_reward: final reward from which an episode is a success.
     """
 
-    def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None, success_reward: float = 1.0) -> None:
+    def __init__(self, env: str, env_kwargs: KeywordArguments | None = None, success_reward: float = 1.0) -> None:
         try:
             factory = object_at(env)
         except UserError as problem:
@@ -142,7 +150,7 @@ class GemEnv:
         observation, info = self.env.reset(seed=seed)
         return observation, dict(info or {})
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = self.env.step(action)
         info = dict(info or {})
         if "metrics" not in info:
@@ -155,22 +163,29 @@ class GemEnv:
             self.env.close()
 
     def sample_random_action(self) -> str:
-        return str(self.env.sample_random_action()) if hasattr(self.env, "sample_random_action") else ""
+        if not hasattr(self.env, "sample_random_action"):
+            return ""
+        return str(self.env.sample_random_action())
 
 
 @register_env("reasoning_gym")
 class ReasoningGymEnv:
     """One question of a reasoning-gym generator. The reward is the score of its scorer, from 0 to 1.
 
-    task: name of the generator, such as "spell_backward". task_config: options of the generator. size, dataset_seed:
-    size and seed of the set of questions. The question of an episode has the number seed modulo size. An episode with
-    the full score is a success.
+    The question of an episode has the number seed modulo `size`. An episode with the full score is a success.
+
+    Args:
+        task: name of the generator, such as "spell_backward".
+        task_config: options of the generator.
+        size, dataset_seed: size and seed of the set of questions.
+        answer_pattern: see `ActionParser`.
+        env_instruction: description of the task.
     """
 
     def __init__(
         self,
         task: str,
-        task_config: Mapping[str, Any] | None = None,
+        task_config: KeywordArguments | None = None,
         size: int = 10_000,
         dataset_seed: int = 0,
         answer_pattern: str = ANSWER_PATTERN,
@@ -182,20 +197,21 @@ class ReasoningGymEnv:
         options = dict(task_config or {}) | {"size": size, "seed": dataset_seed}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
+                # raised by a dependency when it is first compiled
+                warnings.simplefilter("ignore", SyntaxWarning)
                 reasoning_gym = importlib.import_module("reasoning_gym")
             self.dataset = reasoning_gym.create_dataset(task, **options)
         except ImportError as error:
             raise UserError(f"task={task!r}: reasoning-gym is not installed: pip install reasoning-gym") from error
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"task={task!r} with {options}: reasoning-gym cannot create it: {error}") from error
-        self.entry: dict[str, Any] = {}
+        self.entry: JsonObject = {}
 
     def reset(self, seed: int) -> tuple[str, Info]:
         self.entry = self.dataset[seed % self.size]
         return str(self.entry["question"]), {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         parsed = self.parser(action)
         is_valid = parsed.action is not None
         score = 0.0

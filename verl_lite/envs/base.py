@@ -9,12 +9,13 @@ import string
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject, KeywordArguments
 from verl_lite.registry import Registry, did_you_mean, foreign_modules
 
-Info = dict[str, Any]
+Info: TypeAlias = JsonObject
 """Information that an environment returns in addition to the observation. All keys are optional:
 
 env_instruction   in reset: description of the task, shown once before the first observation
@@ -23,6 +24,13 @@ use_tool          true: the observation becomes a message with the role "tool", 
 metrics           {name: number or bool}; action_is_valid=false adds format_penalty; success is shown in charts
 metrics_agg_mode  {name: mean | sum | min | max | last | first} over the steps of an episode; mean by default
 state_hash        identifier of the state for gigpo; by default sha256 of the observation
+"""
+
+
+StepResult: TypeAlias = tuple[str, float, bool, bool, Info]
+"""(observation, reward, terminated, truncated, info), as in gymnasium.
+
+`terminated` is True if the task has ended in success or failure, `truncated` if the episode ends before that.
 """
 
 
@@ -37,11 +45,8 @@ class Env(Protocol):
         """Starts the episode of `seed`, which is the same in each call. Returns (observation, info)."""
         ...
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """Responds to any text of the agent with (observation, reward, terminated, truncated, info).
-
-        terminated: True if the task has ended in success or failure. truncated: True if the episode ends before that.
-        """
+    def step(self, action: str) -> StepResult:
+        """Responds to any text of the agent."""
         ...
 
 
@@ -62,9 +67,10 @@ def find_env(env_type: str) -> EnvFactory:
         raise UserError(f"env_type={env_type!r}: {error}") from error
 
 
-def make_env(env_type: str, env_config: Mapping[str, Any] | None = None) -> Env:
+def make_env(env_type: str, env_config: KeywordArguments | None = None) -> Env:
     """Creates an environment. Raises UserError for an unknown env_type or key, or a missing reset or step method."""
     factory = find_env(env_type)
+    # before the call, whose TypeError would not name the key of the configuration
     check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
     if not (hasattr(env, "reset") and hasattr(env, "step")):
@@ -72,7 +78,7 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None) -> Env:
     return env
 
 
-def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> None:
+def check_env_config(env_type: str, env_config: KeywordArguments) -> None:
     """Raises UserError if env_config has an unknown key or lacks a required key."""
     keywords = {}
     accepts_any_key = False
@@ -139,7 +145,7 @@ class EnvTemplate:
     agent_system_template: str | None = None
     agent_template: str = "{observation}{suffix}"
     history_length: int = 3
-    env_config: dict[str, Any] = field(default_factory=dict)
+    env_config: JsonObject = field(default_factory=dict)
     use_thread_lock: bool = False
     max_env_step_concurrent: int | None = None
 
@@ -162,10 +168,12 @@ class EnvTemplate:
         self._refuse("env_manager_cls", f"{' | '.join(names)}{did_you_mean(name, names)}")
 
     def _check_values(self) -> None:
+        """Refuses options of the wrong type, and numbers that are too small."""
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
+            # True and False are integers for Python
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if not is_number or value < least:
                 or_null = " or null" if name in _OPTIONAL else ""
@@ -179,18 +187,22 @@ class EnvTemplate:
 
     def _check_template(self) -> None:
         """Refuses an agent_template with fields that have no value."""
-        available = [*TRAJECTORY_FIELDS, *STEP_FIELDS] if self.by_step else [*TRAJECTORY_FIELDS]
+        available = [*TRAJECTORY_FIELDS]
+        with_step = f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}"
+        if self.by_step:
+            available += STEP_FIELDS
+            with_step = ""
         try:
             unknown = sorted(self.fields - set(available))
         except ValueError as error:
             self._refuse("agent_template", f"text for str.format ({error})")
-        if unknown:
-            with_step = "" if self.by_step else f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}"
-            hint = did_you_mean(unknown[0], available)
-            self._refuse(
-                "agent_template",
-                f"only the fields {', '.join(available)}{with_step}; found {{{unknown[0]}}}{hint}; double other braces",
-            )
+        if not unknown:
+            return
+        hint = did_you_mean(unknown[0], available)
+        self._refuse(
+            "agent_template",
+            f"only the fields {', '.join(available)}{with_step}; found {{{unknown[0]}}}{hint}; double other braces",
+        )
 
     @property
     def by_step(self) -> bool:
@@ -202,6 +214,7 @@ class EnvTemplate:
         """The fields in agent_template, without their attributes and indices."""
         names = set()
         for _, field_name, _, _ in string.Formatter().parse(self.agent_template):
+            # None: text after the last field
             if field_name is not None:
                 names.add(field_name.split(".")[0].split("[")[0])
         return frozenset(names)
@@ -222,7 +235,7 @@ class EnvTemplate:
         raise UserError(f"agentic.custom_envs.{self.tag}.{name} is {getattr(self, name)!r}: expected {expected}")
 
 
-def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
+def env_templates(custom_envs: Mapping[str, object]) -> dict[str, EnvTemplate]:
     """Returns the checked entries of `agentic.custom_envs` by tag.
 
     Raises:
@@ -232,7 +245,9 @@ def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
     templates: dict[str, EnvTemplate] = {}
     for tag, entry in custom_envs.items():
         options = _options_of_entry(str(tag), entry)
-        if not isinstance(options.get("env_type"), str) or not isinstance(options.get("env_config") or {}, Mapping):
+        has_type = isinstance(options.get("env_type"), str)
+        has_config = isinstance(options.get("env_config") or {}, Mapping)
+        if not has_type or not has_config:
             raise UserError(
                 f"agentic.custom_envs.{tag} is {entry!r}: expected a mapping with env_type, one of "
                 f"{', '.join(sorted(ENVS))}, or pkg.module:Class; and env_config, a mapping"
@@ -241,7 +256,7 @@ def env_templates(custom_envs: Mapping[str, Any]) -> dict[str, EnvTemplate]:
     return templates
 
 
-def _options_of_entry(tag: str, entry: object) -> dict[str, Any]:
+def _options_of_entry(tag: str, entry: object) -> JsonObject:
     """Returns the options of an entry for `EnvTemplate`. Options of ROLL that are null are left out."""
     if not isinstance(entry, Mapping):
         return {}

@@ -12,10 +12,9 @@ import operator
 import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from verl_lite.envs.actions import ANSWER_PATTERN, ActionParser
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls
 from verl_lite.errors import UserError
 
@@ -42,8 +41,11 @@ class Calculator:
     """Questions with `terms` numbers up to `max_number`, joined by `operators` (from + - * /; quotients are integers).
 
     Args:
-        reward_right, reward_wrong: Rewards of the answer.
-        penalty_for_call: Added to the reward for each call of the tool.
+        terms, max_number, operators: the questions.
+        reward_right, reward_wrong: rewards of the answer.
+        penalty_for_call: added to the reward for each call of the tool.
+        answer_pattern: see `ActionParser`.
+        env_instruction: replaces the default instruction.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Calculator:
         self.expression = self._question(random.Random(seed))
         return f"What is {self.expression}?", {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         calls = parse_tool_calls(action)
         if calls:
             return self._respond_to_calls(calls)
@@ -88,9 +90,10 @@ class Calculator:
         return f"Wrong: it is {written(value)}.", self.reward_wrong, True, False, _info(success=False)
 
     def sample_random_action(self) -> str:
-        return f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': '1+2'}})}</tool_call>"
+        return '<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
 
-    def _respond_to_calls(self, calls: Sequence[ToolCall]) -> tuple[str, float, bool, bool, Info]:
+    def _respond_to_calls(self, calls: Sequence[ToolCall]) -> StepResult:
+        """Returns the results of all calls of a turn, one per line."""
         results = []
         errors = 0
         for call in calls:
@@ -118,7 +121,8 @@ class Calculator:
         """Returns an expression to be evaluated from left to right, with brackets where * or / follows + or -."""
         numbers = [rng.randint(1, self.max_number) for _ in range(self.terms)]
         text = str(numbers[0])
-        has_open_sum = False  # + or - outside of brackets
+        # True while the text has a + or - outside of brackets
+        has_open_sum = False
         for number in numbers[1:]:
             operator = rng.choice(self.operators)
             if operator in "*/" and has_open_sum:
@@ -143,16 +147,15 @@ def _info(*, valid: bool = True, calls: int = 0, errors: int = 0, success: bool 
 MAX_CHARACTERS = 400
 """Maximum length of an expression. It also bounds time and result, because powers are not allowed."""
 
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
 }
+_SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def evaluate(expression: str) -> Fraction:
@@ -171,14 +174,16 @@ def evaluate(expression: str) -> Fraction:
 
 
 def _value(node: ast.expr) -> Fraction:
+    """Returns the value of a parsed expression. Raises ValueError for a node that is not allowed."""
+    # by its text: 0.1 is then a tenth, and not the nearest float; True is no number here
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        apply = _OPERATORS[type(node.op)]
-        return Fraction(apply(_value(node.operand)))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        apply = _OPERATORS[type(node.op)]
-        return Fraction(apply(_value(node.left), _value(node.right)))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
+        return _SIGNS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left = _value(node.left)
+        right = _value(node.right)
+        return Fraction(_BINARY[type(node.op)](left, right))
     raise ValueError(f"{ast.unparse(node)!r} is not allowed: numbers, + - * / // %, brackets")
 
 
@@ -192,6 +197,7 @@ def written(value: Fraction) -> str:
 def number_in(text: str) -> Fraction | None:
     """Parses a text such as "1,234.50" or "2/3" as a number; returns None if it is not a number."""
     cleaned = text.strip().rstrip(".").replace(",", "").replace(" ", "").replace("−", "-").lstrip("$")
+    # 1e999999999 would be a number with as many digits
     if len(cleaned) > MAX_CHARACTERS or "e" in cleaned.lower():
         return None
     try:

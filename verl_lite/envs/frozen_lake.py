@@ -30,9 +30,15 @@ _NEXT_SEED = 1_000_003
 class FrozenLake(GridEnv):
     """The lake. `GridEnv` describes the other options.
 
-    desc: map as rows of S, F, H, G. map_name: gymnasium's map "4x4" or "8x8". Without both, each seed has a solvable
-    map of size x size, in which a tile is ice with probability p, and `split` selects among these maps. is_slippery:
-    True to move sideways with probability 1 - success_rate (the default of gymnasium, but not here).
+    Without `desc` and `map_name`, each seed has a solvable map, and `split` selects among these maps.
+
+    Args:
+        size: number of rows and of columns of a random map.
+        p: probability of ice for a tile of a random map.
+        is_slippery: True to move sideways with probability 1 - success_rate (the default of gymnasium, but not here).
+        success_rate: probability of the wanted direction on slippery ice.
+        map_name: gymnasium's map "4x4" or "8x8".
+        desc: map as rows of S, F, H, G.
     """
 
     moves: ClassVar = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
@@ -55,7 +61,7 @@ class FrozenLake(GridEnv):
         self.lake: GymnasiumLake
 
     def _task(self) -> str:
-        return TASK + (SLIPPERY if self.is_slippery else "")
+        return TASK + SLIPPERY if self.is_slippery else TASK
 
     def map_of(self, seed: int) -> list[str]:
         """Returns the map of this seed as rows of S, F, H, G."""
@@ -63,8 +69,10 @@ class FrozenLake(GridEnv):
             return self.fixed
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        for attempt in range(_MAPS_TRIED):  # the map of the seed, or the next map in this split
-            rows = [str(row) for row in generate_random_map(self.size, self.p, seed=seed + attempt * _NEXT_SEED)]
+        # the map of the seed, or the next map in this split
+        for attempt in range(_MAPS_TRIED):
+            random_map = generate_random_map(self.size, self.p, seed=seed + attempt * _NEXT_SEED)
+            rows = [str(row) for row in random_map]
             if self._is_in_split(rows):
                 return rows
         raise UserError(

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import ClassVar
 
 from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
-from verl_lite.envs.base import Info
+from verl_lite.envs.base import Info, StepResult
 from verl_lite.errors import UserError
 
 AGG_MODES = {"action_is_valid": "mean", "action_is_effective": "mean", "success": "last"}
@@ -27,11 +27,11 @@ class GridEnv(ABC):
 
     Args:
         split: "train" and "test" use disjoint worlds; one world in five, selected by its content, is "test".
-        env_instruction: Replaces the default instruction; "" = no instruction.
-        action_lookup: Other names of the moves.
-        action_pattern, special_token_list: See `ActionParser`.
+        env_instruction: replaces the default instruction; "" = no instruction.
+        action_lookup: other names of the moves.
+        action_pattern, special_token_list: see `ActionParser`.
         feedback: True to begin each observation with a sentence about the effect of the action.
-        max_steps: Number of actions after which the episode is truncated; None = the template's number.
+        max_steps: number of actions after which the episode is truncated; None = the template's number.
     """
 
     moves: ClassVar[Mapping[int, str]]
@@ -50,16 +50,19 @@ class GridEnv(ABC):
             raise UserError(f"split={self.split!r}: expected one of {', '.join(SPLITS)}")
         lookup = self.moves if self.action_lookup is None else self.action_lookup
         self.parser = ActionParser(self.action_pattern, lookup, self.special_token_list)
-        self.names = self.parser.names or {}
-        if set(self.names) != set(self.moves):
-            first, last = min(self.moves), max(self.moves)
+        names = self.parser.names or {}
+        if set(names) != set(self.moves):
             raise UserError(
-                f"action_lookup={lookup!r}: expected names for the actions {first} to {last}, as in {self.moves}"
+                f"action_lookup={lookup!r}: expected names for the actions {min(self.moves)} to {max(self.moves)}, "
+                f"as in {self.moves}"
             )
+        self.names = {number: name for number, name in names.items() if not isinstance(number, str)}
         self.instruction = self.env_instruction
         if self.instruction is None:
-            names = ", ".join(self.names.values())
-            answer = f"Answer with one move a turn: {names}, for example <answer>{self.names[self.example]}</answer>.\n"
+            listed = ", ".join(self.names.values())
+            answer = (
+                f"Answer with one move a turn: {listed}, for example <answer>{self.names[self.example]}</answer>.\n"
+            )
             self.instruction = f"{self._task()} {answer}"
         self.steps = 0
 
@@ -91,22 +94,23 @@ class GridEnv(ABC):
         self._begin(seed)
         return self.text(), {"env_instruction": self.instruction, "metrics": {}, "metrics_agg_mode": AGG_MODES}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         parsed = self.parser(action)
-        is_valid = parsed.action is not None
-        if is_valid:
-            reward, terminated, is_effective = self._move(parsed.action)
-        else:
-            reward, terminated, is_effective = self._idle(), False, False
+        move = parsed.action
+        is_valid = False
+        is_effective = False
+        terminated = False
+        reward = self._idle()
+        effect = f"This is not an action. Actions are {', '.join(self.names.values())}."
+        # a text is never a move: the keys of the lookup are the numbers of the moves
+        if move is not None and not isinstance(move, str):
+            is_valid = True
+            reward, terminated, is_effective = self._move(move)
+            name = self.names[move]
+            effect = f"You moved {name}." if is_effective else f"Moving {name} changed nothing."
+
         self.steps += 1
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
-
-        if not is_valid:
-            effect = f"This is not an action. Actions are {', '.join(self.names.values())}."
-        elif is_effective:
-            effect = f"You moved {self.names[parsed.action]}."
-        else:
-            effect = f"Moving {self.names[parsed.action]} changed nothing."
         observation = f"{effect}\n{self.text()}" if self.feedback else self.text()
         info: Info = {
             "metrics": {
@@ -130,6 +134,7 @@ class GridEnv(ABC):
         """Returns True if `split` contains a world. The content of the world decides, so no world is in both splits."""
         if self.split == "all":
             return True
+        # not Python's own hash, which differs between processes
         digest = sha256("\n".join(rows).encode()).digest()
         is_test = int.from_bytes(digest[:8], "big") % TEST_SHARE == 0
         return is_test == (self.split == "test")

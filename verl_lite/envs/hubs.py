@@ -12,16 +12,74 @@ import re
 import threading
 import types
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
-from verl_lite.envs.base import Info, register_env
+from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls, with_types
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonMapping, JsonObject, KeywordArguments
 from verl_lite.registry import Registry
 
 T = TypeVar("T")
-Tools = Mapping[str, Mapping[str, Any]]
+Tools: TypeAlias = Mapping[str, JsonMapping]
 """Tools by name; each has name, description, and parameters (a JSON schema)."""
+
+
+# ---------------------------------------------------------------------- what this module reads of the two packages
+
+
+class _Message(Protocol):
+    """A message of a conversation in verifiers."""
+
+    role: str
+    content: str | list[JsonObject] | None
+
+
+class _Tool(Protocol):
+    """A tool that verifiers offers to the model."""
+
+    name: str
+
+    def model_dump(self, *, exclude: set[str]) -> JsonObject: ...
+
+
+class _FinalState(TypedDict):
+    """The state of a rollout of verifiers after its end, with the scores of the rubric."""
+
+    reward: float
+    metrics: dict[str, float]
+    stop_condition: str | None
+    error: Exception | None
+
+
+class _Rubric(Protocol):
+    """The rewards of an environment of verifiers, which it writes into the state."""
+
+    async def score_rollout(self, state: _FinalState) -> None: ...
+
+    async def cleanup(self, state: _FinalState) -> None: ...
+
+
+class _VerifiersEnvironment(Protocol):
+    """An environment of verifiers."""
+
+    rubric: _Rubric
+    requires_group_rollouts: bool
+
+    def build_dataset(self) -> Sequence[JsonMapping]: ...
+
+    def build_eval_dataset(self) -> Sequence[JsonMapping]: ...
+
+    async def rollout(self, row: JsonMapping, client: object, model: str, sampling: JsonObject) -> _FinalState: ...
+
+
+class _ServerReply(Protocol):
+    """The reply of an OpenEnv server to reset and step."""
+
+    observation: object
+    # a server may send null or a text, which `OpenEnv.step` and the caller of the environment check
+    reward: float
+    done: bool
 
 
 @register_env("verifiers")
@@ -32,22 +90,23 @@ class VerifiersEnv:
     reward function raises, the episode fails; verifiers alone would continue with the reward 0.
 
     Args:
-        env_id, env_args: Module of the environment, and arguments of its load_environment.
-        split: Data of the episodes, "train" or "eval". The row of an episode is its seed modulo the number of rows.
-        success_reward: Reward from which an episode is a success.
+        env_id, env_args: module of the environment, and arguments of its load_environment.
+        split: data of the episodes, "train" or "eval". The row of an episode is its seed modulo the number of rows.
+        success_reward: reward from which an episode is a success.
     """
 
     def __init__(
-        self, env_id: str, env_args: Mapping[str, Any] | None = None, split: str = "train", success_reward: float = 1.0
+        self, env_id: str, env_args: KeywordArguments | None = None, split: str = "train", success_reward: float = 1.0
     ) -> None:
         if split not in ("train", "eval"):
             raise UserError(f"split={split!r}: expected train or eval")
         self._verifiers = _import_verifiers()
         self.success_reward = success_reward
         try:
-            self.env = self._verifiers.load_environment(env_id, **dict(env_args or {}))
+            self.env: _VerifiersEnvironment = self._verifiers.load_environment(env_id, **dict(env_args or {}))
             self.rows = self.env.build_dataset() if split == "train" else self.env.build_eval_dataset()
-        except Exception as error:  # the environment's module may raise anything
+        except Exception as error:
+            # the environment's module may raise anything
             raise UserError(f"env_id={env_id!r}, env_args={env_args}: verifiers cannot load it: {error}") from error
         if not self.rows:
             raise UserError(f"env_id={env_id!r}: it has no rows for split={split!r}; expected at least one")
@@ -55,10 +114,11 @@ class VerifiersEnv:
             raise UserError(f"env_id={env_id!r}: its rubric scores groups of episodes, which is not supported")
 
         self.tools: Tools = {}
-        self._prompt: list[Any] = []
-        self._loop = asyncio.new_event_loop()  # in its own thread, because the caller's thread may already run a loop
+        self._prompt: list[_Message] = []
+        # in its own thread, because the caller's thread may already run a loop
+        self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="verifiers", daemon=True).start()
-        self._episode: asyncio.Future[Any] = self._loop.create_future()
+        self._episode: asyncio.Future[_FinalState] = self._loop.create_future()
 
     def reset(self, seed: int) -> tuple[str, Info]:
         self._run(self._begin(self.rows[seed % len(self.rows)]))
@@ -70,11 +130,12 @@ class VerifiersEnv:
             instruction = f"{system_text}\n{instruction}"
         return _text_of(other_messages), {"env_instruction": instruction}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         text = _encodable(action)
         try:
             calls = _tool_calls(text, self.tools)
-        except (ValueError, RecursionError) as error:  # the environment does not see this turn
+        except (ValueError, RecursionError) as error:
+            # the environment does not see this turn
             return f"Error: {error}", 0.0, False, False, _info(valid=False, is_tool=True)
 
         prompt_before = self._prompt
@@ -84,10 +145,11 @@ class VerifiersEnv:
             info = _info(success=reward >= self.success_reward, scores=final_state["metrics"])
             return f"Reward {reward}.", reward, True, False, info
 
+        # An environment usually appends its messages to the agent's turn, but may also rewrite the conversation.
         new_messages = self._prompt
-        # an environment may also rewrite the conversation
-        if self._prompt[: len(prompt_before)] == prompt_before:
-            new_messages = self._prompt[len(prompt_before) + 1 :]  # after the agent's turn
+        is_continued = self._prompt[: len(prompt_before)] == prompt_before
+        if is_continued:
+            new_messages = self._prompt[len(prompt_before) + 1 :]
         is_tool = all(message.role == "tool" for message in new_messages)
         return _text_of(new_messages), 0.0, False, False, _info(is_tool=is_tool)
 
@@ -95,7 +157,9 @@ class VerifiersEnv:
         self._run(self._cancel())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def get_response(self, prompt: list[Any], *_: Any, tools: Sequence[Any] | None = None, **__: Any) -> Any:
+    async def get_response(
+        self, prompt: list[_Message], *_: object, tools: Sequence[_Tool] | None = None, **__: object
+    ) -> object:
         """Returns the agent's next turn. verifiers calls this method of its model client."""
         tools_by_name = {tool.name: tool.model_dump(exclude={"strict"}) for tool in tools or ()}
         await self._requests.put((prompt, tools_by_name))
@@ -105,15 +169,19 @@ class VerifiersEnv:
         self._loop.run_forever()
         self._loop.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Coroutine[object, None, T]) -> T:
+        """Runs a coroutine in the thread of the rollout and waits for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _begin(self, row: Mapping[str, Any]) -> None:
+    async def _begin(self, row: JsonMapping) -> None:
+        """Starts the rollout of a row, and waits for its first prompt."""
         await self._cancel()
-        self._requests: asyncio.Queue[Any] = asyncio.Queue()
-        self._responses: asyncio.Queue[Any] = asyncio.Queue()
+        # new queues, so that nothing of an abandoned episode reaches this one
+        self._requests: asyncio.Queue[tuple[list[_Message], Tools] | asyncio.Future[_FinalState]] = asyncio.Queue()
+        self._responses: asyncio.Queue[object] = asyncio.Queue()
         self._episode = asyncio.ensure_future(self._rollout(row))
-        self._episode.add_done_callback(self._requests.put_nowait)  # the end is the last request
+        # the last request is the ended episode itself, so that `_exchange` does not wait forever
+        self._episode.add_done_callback(self._requests.put_nowait)
         final_state = await self._exchange()
         if final_state is not None:
             raise RuntimeError(f"verifiers ended the episode before its first turn: {final_state['stop_condition']}")
@@ -122,19 +190,20 @@ class VerifiersEnv:
         self._episode.cancel()
         await asyncio.wait({self._episode})
 
-    async def _exchange(self, response: Any = None) -> Any:
+    async def _exchange(self, response: object = None) -> _FinalState | None:
         """Passes a turn to the rollout and waits for the next prompt. Returns the state if the episode has ended."""
         if self._episode.done() and self._requests.empty():
             raise RuntimeError("the episode has ended; call reset")
         if response is not None:
             await self._responses.put(response)
         request = await self._requests.get()
-        if request is self._episode:
-            return self._episode.result()
+        if isinstance(request, asyncio.Future):
+            return request.result()
         self._prompt, self.tools = request
         return None
 
-    async def _rollout(self, row: Mapping[str, Any]) -> Any:
+    async def _rollout(self, row: JsonMapping) -> _FinalState:
+        """Runs an episode in verifiers, which calls `get_response` for each turn, and scores it."""
         state = await self.env.rollout(row, self, "agent", {})
         if state["error"] is not None:
             raise RuntimeError(f"verifiers ended the episode with {state['error']!r}") from state["error"]
@@ -142,19 +211,21 @@ class VerifiersEnv:
         await self.env.rubric.cleanup(state)
         return state
 
-    def _response(self, text: str, calls: list[ToolCall]) -> Any:
+    def _response(self, text: str, calls: list[ToolCall]) -> object:
         """Returns a turn as a model's response. Its content ends before the first tool call."""
         verifiers_types = self._verifiers.types
         turn = len(self._prompt)
+        content = text
+        finish_reason = "stop"
+        if calls:
+            content = text.partition("<tool_call>")[0]
+            finish_reason = "tool_calls"
         tool_calls = []
         for number, call in enumerate(calls):
             arguments = json.dumps(call.arguments)
             tool_calls.append(verifiers_types.ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=arguments))
         message = verifiers_types.ResponseMessage(
-            content=text.partition("<tool_call>")[0] if calls else text,
-            tool_calls=tool_calls or None,
-            finish_reason="tool_calls" if calls else "stop",
-            is_truncated=False,
+            content=content, tool_calls=tool_calls or None, finish_reason=finish_reason, is_truncated=False
         )
         return verifiers_types.Response(id=f"turn_{turn}", created=0, model="agent", message=message)
 
@@ -167,13 +238,14 @@ class OpenEnv:
 
     Args:
         base_url: URL of the server.
-        action_fields, action_pattern: Fields of an action, and a regular expression in which `.` matches line ends,
+        action_fields, action_pattern: fields of an action, and a regular expression in which `.` matches line ends,
             with one group for each field. A text that does not match it is not sent.
-        observation_field: Field that is shown; None = all fields as JSON.
+        observation_field: field that is shown; None = all fields as JSON.
         client, action_class: pkg.module:Class of the client and of its actions; by default the client without types.
-        reset_options: Arguments of reset besides the seed.
-        timeout_s: Time limit of a connection, reset or step.
-        success_reward: Sum of rewards from which a completed episode is a success.
+        reset_options: arguments of reset besides the seed.
+        env_instruction: description of the task.
+        timeout_s: time limit of a connection, reset or step.
+        success_reward: sum of rewards from which a completed episode is a success.
     """
 
     def __init__(
@@ -184,7 +256,7 @@ class OpenEnv:
         observation_field: str | None = None,
         client: str = "openenv.core:GenericEnvClient",
         action_class: str = "builtins:dict",
-        reset_options: Mapping[str, Any] | None = None,
+        reset_options: KeywordArguments | None = None,
         env_instruction: str = "",
         timeout_s: float = 30.0,
         success_reward: float = 1.0,
@@ -200,7 +272,7 @@ class OpenEnv:
         self.score = 0.0
         self.text = ""
 
-        classes = Registry[Any]("class")
+        classes = Registry[type]("class")
         try:
             self.pattern = re.compile(action_pattern, re.DOTALL)
             self.action_class = classes.get_fn(action_class)
@@ -219,13 +291,14 @@ class OpenEnv:
             raise UserError(f"{error}; start the server, or correct base_url") from error
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        result = self._call("reset", **{**self.reset_options, "seed": seed % 2**31})
+        options = {**self.reset_options, "seed": seed % 2**31}
+        result = self._call("reset", **options)
         self.score = 0.0
         self.text = self._text(result.observation)
         self.connection = self.client._ws
         return self.text, {"env_instruction": self.instruction}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> StepResult:
         match = self.pattern.search(_encodable(action))
         if match is None:
             hint = f"This is not an action. Actions match {self.pattern.pattern}\n"
@@ -233,12 +306,14 @@ class OpenEnv:
 
         values = dict(zip(self.fields, match.groups(), strict=True))
         result = self._call("step", self.action_class(**values))
-        if self.client._ws is not self.connection:  # a new connection starts another session, which was not reset
+        # the client reconnects by itself; a new connection starts another session, which was not reset
+        if self.client._ws is not self.connection:
             raise RuntimeError(f"base_url={self.base_url!r}: the connection was lost during the episode")
 
+        # only the last step needs a number; without one there, the caller fails the episode
         reward = result.reward
         if reward is None and not result.done:
-            reward = 0.0  # only the last step needs a number
+            reward = 0.0
         if isinstance(reward, int | float):
             self.score += reward
         self.text = self._text(result.observation)
@@ -248,20 +323,22 @@ class OpenEnv:
     def close(self) -> None:
         self.client.close()
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, method: str, *arguments: object, **options: object) -> _ServerReply:
         """Calls a method of the client. Raises RuntimeError if the server fails or exceeds timeout_s."""
         try:
-            return getattr(self.client, method)(*arguments, **options)
+            result: _ServerReply = getattr(self.client, method)(*arguments, **options)
+            return result
         except Exception as error:
             message = f"base_url={self.base_url!r}: {method} failed or exceeded timeout_s={self.timeout_s:g}: {error!r}"
             raise RuntimeError(message) from error
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: object) -> str:
         """Returns the text of an observation: a model of pydantic, or a dict."""
-        fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
+        fields: object = observation
+        if hasattr(observation, "model_dump"):
+            fields = observation.model_dump()
         name = self.observation_field
-        has_fields = isinstance(fields, Mapping) and len(fields) > 0
-        if not has_fields or (name is not None and name not in fields):
+        if not isinstance(fields, Mapping) or not fields or (name is not None and name not in fields):
             expected = f"the field {name}" if name else "an observation with fields"
             raise RuntimeError(f"base_url={self.base_url!r}: the server returned {fields!r:.200}, expected {expected}")
         content = fields if name is None else fields[name]
@@ -277,7 +354,8 @@ class _RaisingHandler(logging.Handler):
         raise RuntimeError(record.getMessage())
 
 
-def _import_verifiers() -> Any:
+def _import_verifiers() -> types.ModuleType:
+    """Imports verifiers, and adapts it to a rollout in a thread whose model is an agent."""
     verifiers = _import("verifiers.legacy", "verifiers")
     importlib.import_module("verifiers.legacy.clients").Client.register(VerifiersEnv)
     # each environment would replace the process's signal handlers, which only the main thread can do
@@ -289,7 +367,8 @@ def _import_verifiers() -> Any:
     return verifiers
 
 
-def _import(module: str, extra: str) -> Any:
+def _import(module: str, extra: str) -> types.ModuleType:
+    """Imports a module of an optional package. Raises UserError, with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -297,22 +376,24 @@ def _import(module: str, extra: str) -> Any:
         raise UserError(f"env_type {extra} needs the package {extra}: {error}; {install}") from error
 
 
-def _text_of(messages: Sequence[Any]) -> str:
+def _text_of(messages: Sequence[_Message]) -> str:
     """Joins the texts of messages. Messages of an assistant, which occur in prompts with examples, are marked."""
     texts = []
     for message in messages:
-        parts = message.content
-        if not isinstance(parts, list):
-            parts = [{"type": "text", "text": parts}]
+        content = message.content
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         other_types = {part.get("type") for part in parts} - {"text"}
         if other_types:
             raise UserError(f"the environment sent parts of the types {other_types}; only text is supported")
         text = "".join(part.get("text") or "" for part in parts)
-        texts.append(f"assistant: {text}" if message.role == "assistant" else text)
+        if message.role == "assistant":
+            text = f"assistant: {text}"
+        texts.append(text)
     return "\n\n".join(texts)
 
 
 def _describe(tools: Tools) -> str:
+    """Returns the part of the instruction that lists the tools."""
     if not tools:
         return ""
     call = 'A call: <tool_call>{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}</tool_call>\n'
@@ -321,8 +402,11 @@ def _describe(tools: Tools) -> str:
 
 
 def _tool_calls(text: str, tools: Tools) -> list[ToolCall]:
-    """Returns the tool calls in a text; none if there are no tools. Raises ValueError or RecursionError, worded for the
-    agent, for a call that cannot be parsed."""
+    """Returns the tool calls in a text; none if there are no tools.
+
+    Raises:
+        ValueError, RecursionError: for a call that cannot be parsed. The message is worded for the agent.
+    """
     if not tools:
         return []
     calls = []
@@ -345,6 +429,14 @@ def _encodable(text: str) -> str:
 def _info(
     *, valid: bool = True, success: bool = False, is_tool: bool = False, scores: Mapping[str, float] | None = None
 ) -> Info:
+    """Returns the info of a step.
+
+    Args:
+        valid: whether the agent's text was an action.
+        success: whether the task is done.
+        is_tool: whether the observation is the result of a tool.
+        scores: metrics of the environment, which can replace `success`.
+    """
     metrics = {"success": success, **(scores or {}), "action_is_valid": valid}
     modes = dict.fromkeys(metrics, "last")
     modes["action_is_valid"] = "mean"

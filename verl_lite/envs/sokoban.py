@@ -7,6 +7,7 @@
 ######
 """
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,15 @@ State = tuple[Cell, frozenset[Cell]]
 
 @dataclass(frozen=True)
 class Room:
-    """A room in its initial state. walls: all wall cells, the border included."""
+    """A room in its initial state.
+
+    Attributes:
+        height, width: size of the room, walls included.
+        walls: all wall cells, the border included.
+        targets: cells onto which the boxes must be pushed.
+        boxes: cells with a box.
+        player: cell of the player.
+    """
 
     height: int
     width: int
@@ -46,10 +55,12 @@ class Room:
 @register_env("sokoban")
 @dataclass(eq=False, kw_only=True)
 class Sokoban(GridEnv):
-    """A room with `num_boxes` boxes. `GridEnv` describes the other options.
+    """A room with `num_boxes` boxes. `GridEnv` describes the other options, and the module the rewards.
 
-    dim_room: height and width, walls included. wall_share: share of wall cells among the inner cells. search_depth,
-    min_depth: maximum and minimum number of moves in the shortest solution. The module describes the rewards.
+    Args:
+        dim_room: height and width, walls included.
+        search_depth, min_depth: maximum and minimum number of moves in the shortest solution.
+        wall_share: share of wall cells among the inner cells.
     """
 
     moves: ClassVar = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
@@ -67,14 +78,17 @@ class Sokoban(GridEnv):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        room, boxes = self.dim_room, self.num_boxes
-        if isinstance(room, str) or len(room) != 2 or min(room) < 4:
-            raise UserError(f"dim_room={room!r}: expected [height, width] of at least 4, walls included")
-        if boxes < 1 or boxes + 2 > (room[0] - 2) * (room[1] - 2):
-            raise UserError(f"num_boxes={boxes!r}: expected at least 1, and fewer than fit dim_room={list(room)}")
+        size = self.dim_room
+        num_boxes = self.num_boxes
+        if isinstance(size, str) or len(size) != 2 or min(size) < 4:
+            raise UserError(f"dim_room={size!r}: expected [height, width] of at least 4, walls included")
+        # each box has a cell, one cell is the player's, and one is free
+        inner_cells = (size[0] - 2) * (size[1] - 2)
+        if num_boxes < 1 or num_boxes + 2 > inner_cells:
+            raise UserError(f"num_boxes={num_boxes!r}: expected at least 1, and fewer than fit dim_room={list(size)}")
         if not 1 <= self.min_depth <= self.search_depth:
-            found = f"min_depth={self.min_depth!r}, search_depth={self.search_depth!r}"
-            raise UserError(f"{found}: expected 1 <= min <= search")
+            depths = f"min_depth={self.min_depth!r}, search_depth={self.search_depth!r}"
+            raise UserError(f"{depths}: expected 1 <= min <= search")
         if not 0 <= self.wall_share < 1:
             raise UserError(f"wall_share={self.wall_share!r}: expected a share from 0 to less than 1")
         self.room: Room
@@ -169,8 +183,12 @@ def solution(room: Room) -> list[int] | None:
 
 
 def _actions_to(state: State, predecessors: Mapping[State, tuple[State, int] | None]) -> list[int]:
-    """Returns the actions from the start to a state. predecessors: the previous state and the action; None: the
-    start."""
+    """Returns the actions from the start to a state.
+
+    Args:
+        state: the state.
+        predecessors: by state, the previous state and the action that leads on from there; None for the start.
+    """
     actions = []
     step = predecessors[state]
     while step is not None:
@@ -188,12 +206,13 @@ def random_room(
     Draws walls and targets, then searches all ways to pull the boxes off the targets, breadth first. The depth at which
     the search finds a position is the length of its shortest solution.
     """
-    cells = [(row, column) for row in range(height) for column in range(width)]
-    inner = [(row, column) for row, column in cells if 0 < row < height - 1 and 0 < column < width - 1]
+    cells = list(itertools.product(range(height), range(width)))
+    inner = list(itertools.product(range(1, height - 1), range(1, width - 1)))
     floor = _connected({cell for cell in inner if rng.random() >= wall_share})
     if len(floor) < num_boxes + 2:
         return None
     walls = frozenset(cells) - floor
+    # sorted, because the order of a set is not defined, and a seed must give the same room in every process
     targets = frozenset(rng.sample(sorted(floor), num_boxes))
     solved_room = Room(height, width, walls, targets, boxes=targets, player=min(floor))
 
@@ -210,8 +229,8 @@ def _solvable_positions(room: Room, players: list[Cell]) -> dict[State, int]:
     """Returns positions from which the room can be solved, with the number of moves. Stops at about `_STATES_MAX`.
 
     Args:
-        room: The room, with the boxes on the targets.
-        players: Cells of the player at the end of a solution.
+        room: the room, with the boxes on the targets.
+        players: cells of the player at the end of a solution.
     """
     depth_of: dict[State, int] = {(player, room.targets): 0 for player in players}
     waiting = deque(depth_of)
@@ -228,6 +247,7 @@ def _solvable_positions(room: Room, players: list[Cell]) -> dict[State, int]:
             if ahead in boxes:
                 previous_states.append((back, (boxes - {ahead}) | {player}))
             for previous in previous_states:
+                # a position that is solved already needs no moves
                 is_solved = previous[1] == room.targets
                 if previous not in depth_of and not is_solved:
                     depth_of[previous] = depth_of[state] + 1
@@ -241,6 +261,7 @@ def _connected(cells: set[Cell]) -> frozenset[Cell]:
     largest: frozenset[Cell] = frozenset()
     while unvisited:
         part = set()
+        # from the first cell, so that the choice between parts of one size is the same in every process
         waiting = [min(unvisited)]
         while waiting:
             cell = waiting.pop()
@@ -253,6 +274,8 @@ def _connected(cells: set[Cell]) -> frozenset[Cell]:
 
 
 def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
+    """Returns the rows of a room, with the letters that the module describes."""
+
     def letter(cell: Cell) -> str:
         if cell in room.walls:
             return "#"
@@ -263,4 +286,7 @@ def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
             return "√" if on_target else "X"
         return "O" if on_target else "_"
 
-    return ["".join(letter((row, column)) for column in range(room.width)) for row in range(room.height)]
+    rows = []
+    for row in range(room.height):
+        rows.append("".join(letter((row, column)) for column in range(room.width)))
+    return rows

@@ -18,7 +18,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import NoReturn
+
+from verl_lite.json_types import JsonObject, JsonValue
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
@@ -36,16 +38,28 @@ _CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call. problem: syntax error, worded for the agent; name and arguments are then meaningless."""
+    """A tool call.
+
+    Attributes:
+        name: name of the tool.
+        arguments: arguments by name.
+        problem: syntax error, worded for the agent; name and arguments are then meaningless.
+    """
 
     name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
     problem: str | None = None
 
 
 @dataclass(frozen=True)
 class ParsedCalls:
-    """The calls of a text in their order. start, end: place of the first call, and place behind the last one."""
+    """The calls of a text in their order.
+
+    Attributes:
+        calls: the calls.
+        start: position of the first call.
+        end: position behind the last call.
+    """
 
     calls: Sequence[ToolCall]
     start: int
@@ -57,11 +71,12 @@ Notation = Callable[[str], ParsedCalls]
 
 
 class _SyntaxError(Exception):
-    """A call that cannot be read. place: where in the text the error is."""
+    """A call that cannot be read, because of an error at a position of the text."""
 
-    def __init__(self, problem: str, place: int) -> None:
+    def __init__(self, problem: str, position: int) -> None:
         super().__init__(problem)
-        self.problem, self.place = problem, place
+        self.problem = problem
+        self.position = position
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
@@ -74,24 +89,27 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 def tagged_calls(text: str) -> ParsedCalls:
     """Reads calls between <tool_call> and </tool_call>: those of Hermes, Qwen3-Coder and GLM."""
+    first = text.find(_OPEN)
+    if first < 0:
+        return ParsedCalls([], len(text), 0)
     calls: list[ToolCall] = []
-    first = place = text.find(_OPEN)
+    position = first
     end = 0
-    while place >= 0:
-        start = place + len(_OPEN)
+    while position >= 0:
+        start = position + len(_OPEN)
         try:
             block, end = _tagged_block(text, start)
             calls.extend(block)
         except _SyntaxError as error:
             # the search continues behind the error, so that no part of a long text is read twice
-            close = text.find(_CLOSE, max(start, error.place))
+            close = text.find(_CLOSE, max(start, error.position))
             if close < 0:
                 calls.append(ToolCall(problem=f"the call is not closed by {_CLOSE}"))
                 return ParsedCalls(calls, first, len(text))
             calls.append(ToolCall(problem=error.problem))
             end = close + len(_CLOSE)
-        place = text.find(_OPEN, end)
-    return ParsedCalls(calls, len(text) if first < 0 else first, end)
+        position = text.find(_OPEN, end)
+    return ParsedCalls(calls, first, end)
 
 
 def mistral_calls(text: str) -> ParsedCalls:
@@ -100,21 +118,22 @@ def mistral_calls(text: str) -> ParsedCalls:
     if first < 0:
         return ParsedCalls([], len(text), len(text))
     calls: list[ToolCall] = []
-    place = first
+    position = first
     try:
-        while text.startswith(_MISTRAL_MARK, place):
-            place = _skip_space(text, place + len(_MISTRAL_MARK))
-            if name := _MISTRAL_NAME.match(text, place):
-                arguments, place = _json_value(text, name.end())
+        while text.startswith(_MISTRAL_MARK, position):
+            position = _skip_space(text, position + len(_MISTRAL_MARK))
+            name = _MISTRAL_NAME.match(text, position)
+            if name is not None:
+                arguments, position = _json_value(text, name.end())
                 calls.append(_checked(name.group(1), arguments))
             else:
-                values, place = _json_value(text, place)
+                values, position = _json_value(text, position)
                 entries = values if isinstance(values, list) else [values]
                 calls.extend(_call_of_object(entry) for entry in entries)
-            place = _skip_space(text, place)
+            position = _skip_space(text, position)
     except _SyntaxError as error:
         return ParsedCalls([*calls, ToolCall(problem=error.problem)], first, len(text))
-    return ParsedCalls(calls, first, place)
+    return ParsedCalls(calls, first, position)
 
 
 def llama_calls(text: str) -> ParsedCalls:
@@ -122,26 +141,33 @@ def llama_calls(text: str) -> ParsedCalls:
 
     An answer that is another text, or JSON without "name" and "parameters", contains no call.
     """
-    none = ParsedCalls([], len(text), len(text))
+    no_calls = ParsedCalls([], len(text), len(text))
     first = _skip_space(text, 0)
+    position = first
     is_marked = text.startswith(_LLAMA_MARK, first)
-    place = _skip_space(text, first + len(_LLAMA_MARK)) if is_marked else first
-    if not text.startswith("{", place):
-        return none
+    if is_marked:
+        position = _skip_space(text, first + len(_LLAMA_MARK))
+    if not text.startswith("{", position):
+        return no_calls
+
     calls: list[ToolCall] = []
-    while place < len(text):
+    while position < len(text):
         try:
-            value, place = _json_value(text, place)
+            value, position = _json_value(text, position)
         except _SyntaxError as error:
-            return ParsedCalls([ToolCall(problem=error.problem)], first, len(text)) if is_marked else none
-        is_call = isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
-        if not is_call:
-            return none
+            # without the mark it is a text that begins with a brace
+            if not is_marked:
+                return no_calls
+            return ParsedCalls([ToolCall(problem=error.problem)], first, len(text))
+        if not isinstance(value, dict) or "name" not in value:
+            return no_calls
+        if "parameters" not in value and "arguments" not in value:
+            return no_calls
         calls.append(_call_of_object(value))
-        place = _skip_space(text, place)
-        if text.startswith(";", place):
-            place = _skip_space(text, place + 1)
-    return ParsedCalls(calls, first, place)
+        position = _skip_space(text, position)
+        if text.startswith(";", position):
+            position = _skip_space(text, position + 1)
+    return ParsedCalls(calls, first, position)
 
 
 NOTATIONS: dict[str, Notation] = {
@@ -152,13 +178,14 @@ NOTATIONS: dict[str, Notation] = {
 """All notations by name. `workers.agents.conversation` chooses the one in which the chat template writes calls."""
 
 
-def with_types(call: ToolCall, schema: Any) -> ToolCall:
+def with_types(call: ToolCall, schema: object) -> ToolCall:
     """Returns the call with arguments of the types that the tool declares.
 
     Qwen3-Coder and GLM write every argument as a text. A text becomes the JSON value that it spells unless the tool
     accepts a text for this argument, or declares nothing about it.
 
     Args:
+        call: the call.
         schema: the parameters of the tool, a JSON schema; anything else declares nothing.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -179,90 +206,93 @@ def with_types(call: ToolCall, schema: Any) -> ToolCall:
     return replace(call, arguments=arguments)
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str) -> JsonValue:
     """Reads JSON as RFC 8259 defines it. Raises ValueError for NaN, Infinity, and numbers that no double can hold."""
-    return _DECODER.decode(text)
+    value: JsonValue = _DECODER.decode(text)
+    return value
 
 
 # --------------------------------------------------------------------------------------------------- parts of a text
 
 
 def _tagged_block(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Reads the block whose content begins at `start`. Returns its calls and the place behind its closing tag.
+    """Reads the block whose content begins at `start`. Returns its calls and the position behind its closing tag.
 
     The content is read by its own grammar, because a text inside it may contain the closing tag.
     """
-    place = _skip_space(text, start)
-    if text.startswith(_FUNCTION_OPEN, place):
-        calls, place = _coder_calls(text, place)
-    elif name := _GLM_NAME.match(text, place):
-        call, place = _glm_call(text, name)
+    position = _skip_space(text, start)
+    glm_name = _GLM_NAME.match(text, position)
+    if text.startswith(_FUNCTION_OPEN, position):
+        calls, position = _coder_calls(text, position)
+    elif glm_name is not None:
+        call, position = _glm_call(text, glm_name)
         calls = [call]
     else:
-        value, place = _json_value(text, place)
+        value, position = _json_value(text, position)
         calls = [_call_of_object(value)]
-    place = _skip_space(text, place)
-    if not text.startswith(_CLOSE, place):
-        raise _SyntaxError(f"the call is not followed by {_CLOSE}", place)
-    return calls, place + len(_CLOSE)
+    position = _skip_space(text, position)
+    if not text.startswith(_CLOSE, position):
+        raise _SyntaxError(f"the call is not followed by {_CLOSE}", position)
+    return calls, position + len(_CLOSE)
 
 
-def _coder_calls(text: str, place: int) -> tuple[list[ToolCall], int]:
+def _coder_calls(text: str, position: int) -> tuple[list[ToolCall], int]:
     """Reads the functions of a block in the notation of Qwen3-Coder, whose arguments are all texts.
 
     One line end after the opening tag and one before the closing tag belong to the notation, not to the argument.
     """
     calls: list[ToolCall] = []
-    while text.startswith(_FUNCTION_OPEN, place):
-        name, place = _tag_name(text, place, _FUNCTION_OPEN)
+    while text.startswith(_FUNCTION_OPEN, position):
+        name, position = _tag_name(text, position, _FUNCTION_OPEN)
         arguments: dict[str, str] = {}
-        place = _skip_space(text, place)
-        while text.startswith(_PARAMETER_OPEN, place):
-            parameter, start = _tag_name(text, place, _PARAMETER_OPEN)
+        position = _skip_space(text, position)
+        while text.startswith(_PARAMETER_OPEN, position):
+            parameter, start = _tag_name(text, position, _PARAMETER_OPEN)
             end = text.find(_PARAMETER_CLOSE, start)
             if end < 0:
                 # the rest of the text belongs to the parameter, whatever it looks like
                 raise _SyntaxError(f"the parameter {parameter} is not closed by {_PARAMETER_CLOSE}", len(text))
             arguments[parameter] = text[start:end].removeprefix("\n").removesuffix("\n")
-            place = _skip_space(text, end + len(_PARAMETER_CLOSE))
-        if not text.startswith(_FUNCTION_CLOSE, place):
-            raise _SyntaxError(f"the function {name} is not closed by {_FUNCTION_CLOSE} after its parameters", place)
+            position = _skip_space(text, end + len(_PARAMETER_CLOSE))
+        if not text.startswith(_FUNCTION_CLOSE, position):
+            raise _SyntaxError(f"the function {name} is not closed by {_FUNCTION_CLOSE} after its parameters", position)
         calls.append(ToolCall(name, arguments))
-        place = _skip_space(text, place + len(_FUNCTION_CLOSE))
-    return calls, place
+        position = _skip_space(text, position + len(_FUNCTION_CLOSE))
+    return calls, position
 
 
-def _tag_name(text: str, place: int, tag: str) -> tuple[str, int]:
-    """Returns the name in a tag such as <function=NAME>, and the place behind the tag."""
-    name = _TAG_NAME.match(text, place + len(tag))
+def _tag_name(text: str, position: int, tag: str) -> tuple[str, int]:
+    """Returns the name in a tag such as <function=NAME>, and the position behind the tag."""
+    name = _TAG_NAME.match(text, position + len(tag))
     if name is None:
-        raise _SyntaxError(f"{tag}NAME> is not closed by a >", place)
+        raise _SyntaxError(f"{tag}NAME> is not closed by a >", position)
     return name.group(1).strip(), name.end()
 
 
 def _glm_call(text: str, name: re.Match[str]) -> tuple[ToolCall, int]:
+    """Reads the arguments of a block in the notation of GLM, after its name. They are all texts."""
     arguments: dict[str, str] = {}
-    place = name.end()
-    while argument := _GLM_ARGUMENT.match(text, place):
+    position = name.end()
+    while argument := _GLM_ARGUMENT.match(text, position):
         arguments[argument.group(1).strip()] = argument.group(2)
-        place = argument.end()
-    place = _skip_space(text, place)
-    if text.startswith("<arg_key>", place):
+        position = argument.end()
+    position = _skip_space(text, position)
+    if text.startswith("<arg_key>", position):
         raise _SyntaxError("an argument is not closed by </arg_value>", len(text))
-    return ToolCall(name.group(1), arguments), place
+    return ToolCall(name.group(1), arguments), position
 
 
-def _json_value(text: str, place: int) -> tuple[Any, int]:
-    """Returns the JSON value that begins at `place`, and the place behind it."""
+def _json_value(text: str, position: int) -> tuple[JsonValue, int]:
+    """Returns the JSON value that begins at `position`, and the position behind it."""
     try:
-        return _DECODER.raw_decode(text, place)
+        return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
         raise _SyntaxError(f"the call is not valid JSON: {error}", error.pos) from error
     except (ValueError, RecursionError) as error:
-        raise _SyntaxError(f"the call is not valid JSON: {error}", place) from error
+        raise _SyntaxError(f"the call is not valid JSON: {error}", position) from error
 
 
-def _call_of_object(call: Any) -> ToolCall:
+def _call_of_object(call: JsonValue) -> ToolCall:
     """Returns the call that a JSON object describes. Llama's "parameters" are accepted as "arguments"."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='the call needs a "name", and "arguments"')
@@ -274,9 +304,10 @@ def _call_of_object(call: Any) -> ToolCall:
     return _checked(call["name"], call.get("arguments", call.get("parameters", {})))
 
 
-def _checked(name: str, arguments: Any) -> ToolCall:
+def _checked(name: str, arguments: JsonValue) -> ToolCall:
     """Returns a call with these arguments, an object or its spelling as JSON, or a call with a `problem`."""
-    if isinstance(arguments, str):  # some models write the arguments as a JSON text
+    # some models write the arguments as a JSON text
+    if isinstance(arguments, str):
         try:
             arguments = strict_json(arguments)
         except (ValueError, RecursionError) as error:
@@ -286,29 +317,34 @@ def _checked(name: str, arguments: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _declared_types(schema: Any) -> set[str]:
+def _declared_types(schema: object) -> set[str]:
     """Returns the JSON types that a schema names for one argument."""
     if not isinstance(schema, Mapping):
         return set()
     alternatives = schema.get("anyOf")
+    if not isinstance(alternatives, list):
+        alternatives = []
     types: set[str] = set()
-    for part in (schema, *(alternatives if isinstance(alternatives, list) else ())):
+    for part in (schema, *alternatives):
         declared = part.get("type") if isinstance(part, Mapping) else None
         names = declared if isinstance(declared, list) else [declared]
         types.update(name for name in names if isinstance(name, str))
     return types
 
 
-def _skip_space(text: str, place: int) -> int:
-    space = _SPACE.match(text, place)
-    return place if space is None else space.end()
+def _skip_space(text: str, position: int) -> int:
+    """Returns the position of the first character that is no white space, from `position` on."""
+    space = _SPACE.match(text, position)
+    return position if space is None else space.end()
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
+    """Refuses NaN and Infinity, which Python's decoder accepts."""
     raise ValueError(f"{name} is no JSON number")
 
 
 def _finite_float(digits: str) -> float:
+    """Refuses numbers such as 1e999, which Python's decoder reads as infinite."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:20]} is too large for a number")

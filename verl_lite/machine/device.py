@@ -4,7 +4,6 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,20 +14,27 @@ from verl_lite.machine.host import cpu_count as cpu_count
 
 GIB = 1 << 30
 KEPT_FREED_BYTES = 512 << 20
+# memory of this process that the C library does not manage, such as libraries; 0 before the first trim
+_other_bytes = 0
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 
 def device_type(name: str = "auto") -> str:
     """Returns "cpu" or "cuda" for a value of `trainer.device`. `auto` is CUDA if a device is visible, else the CPU.
 
-    The function does not initialize a device, so that the driver uses none of the workers' device memory. Raises
-    UserError for an unknown name, or for CUDA without a device.
+    The function does not initialize a device, so that the driver uses none of the workers' device memory.
+
+    Raises:
+        UserError: for an unknown name, or for CUDA without a device.
     """
     has_cuda = torch.cuda.is_available()
-    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not has_cuda):
+    is_missing = name == "cuda" and not has_cuda
+    if name not in ("auto", "cpu", "cuda") or is_missing:
         visible = "a CUDA device is visible here" if has_cuda else "no CUDA device is visible here"
         raise UserError(f"trainer.device={name!r}: expected auto, cpu or cuda; {visible}")
-    return "cuda" if name != "cpu" and has_cuda else "cpu"
+    if name == "cpu" or not has_cuda:
+        return "cpu"
+    return "cuda"
 
 
 def get_device(name: str = "auto") -> torch.device:
@@ -101,10 +107,13 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """Returns the current and peak memory of this process in GiB, under verl's metric names without the role. On CUDA
-    the peak allocated and reserved device memory is included."""
+    """Returns the current and peak memory of this process in GiB, under verl's metric names without the role.
+
+    On CUDA the peak allocated and reserved device memory is included.
+    """
     figures = {"host_rss_gb": psutil.Process().memory_info().rss / GIB}
-    status = Path("/proc/self/status")  # the peak of getrusage includes the parent process before exec
+    # the peak of getrusage includes the parent process before exec
+    status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -133,23 +142,11 @@ def release_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return
-    if _bytes_not_in_use(libc) - _heap.other_bytes > KEPT_FREED_BYTES:
-        _trim(libc)
-
-
-@dataclass
-class _Heap:
-    """other_bytes: memory of this process that the C library does not manage, such as libraries."""
-
-    other_bytes: int = 0
-
-
-_heap = _Heap()
-
-
-def _trim(libc: ctypes.CDLL) -> None:
-    libc.malloc_trim(0)
-    _heap.other_bytes = _bytes_not_in_use(libc)
+    global _other_bytes
+    if _bytes_not_in_use(libc) - _other_bytes > KEPT_FREED_BYTES:
+        libc.malloc_trim(0)
+        # what is still resident and not in use after the trim belongs to others
+        _other_bytes = _bytes_not_in_use(libc)
 
 
 def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
@@ -157,12 +154,18 @@ def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
     # glibc's own number of free bytes includes those that it has given back
     libc.mallinfo2.restype = _MallocInfo
     blocks = libc.mallinfo2()
+    # the second number of statm is the resident set
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident_pages * os.sysconf("SC_PAGE_SIZE") - blocks.uordblks - blocks.hblkhd
+    resident_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
+    bytes_in_blocks: int = blocks.uordblks + blocks.hblkhd
+    return resident_bytes - bytes_in_blocks
 
 
 class _MallocInfo(ctypes.Structure):
-    """The result of glibc's mallinfo2. uordblks, hblkhd: bytes in use, in heaps and in mappings of their own."""
+    """The result of glibc's mallinfo2.
+
+    Of its fields, `uordblks` and `hblkhd` are used: bytes in use in heaps, and in mappings of their own.
+    """
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -181,7 +184,8 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type != "cpu":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library has no such function
+    # another C library has no such function
+    if mallopt is not None:
         mmap_threshold = -3  # glibc's M_MMAP_THRESHOLD
         trim_threshold = -1  # glibc's M_TRIM_THRESHOLD
         mallopt(mmap_threshold, 256 << 20)

@@ -13,8 +13,11 @@ _NEW_NAME = "verl_lite-moved-"
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Context manager of a new folder. What cannot be removed at the end stays and raises nothing, because an error
-    there would replace the result of the code that used the folder."""
+    """Context manager of a new folder, which is removed at the end.
+
+    What cannot be removed stays and raises nothing, because an error there would replace the result of the code that
+    used the folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -40,14 +43,16 @@ def remove_folder(folder: Path) -> bool:
             folder.chmod(0o700)
             with os.scandir(folder) as entries:
                 names = [entry.name for entry in entries if entry.name not in failed]
-        except OSError:  # another user owns it
+        except OSError:
+            # another user owns it
             break
         if not names:
             break
         for name in names:
             try:
                 _remove_entry(folder, folder / name, numbers)
-            except OSError:  # such as a mount point or a file that its user made immutable
+            except OSError:
+                # such as a mount point or a file that its user made immutable
                 failed.add(name)
     with contextlib.suppress(OSError):
         folder.rmdir()
@@ -73,6 +78,12 @@ def _remove_entry(top: Path, path: Path, numbers: Iterator[int]) -> None:
 
 
 def _free_path(top: Path, numbers: Iterator[int]) -> Path:
+    """Returns a path that does not exist.
+
+    Args:
+        top: folder of the path.
+        numbers: numbers that no earlier call has used.
+    """
     while True:
         path = top / f"{_NEW_NAME}{next(numbers)}"
         if not os.path.lexists(path):

@@ -18,8 +18,10 @@ from verl_lite.errors import UserError
 
 GIB = 1 << 30
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_IDLE_PROCESSES_BYTES = 1 * GIB  # memory of a desktop or an idle notebook
-_IDLE_DEVICE_BYTES = 2 * GIB  # memory that the GPU's driver itself may use on a large device
+# memory of a desktop or an idle notebook
+_IDLE_PROCESSES_BYTES = 1 * GIB
+# memory that the GPU's driver itself may use on a large device
+_IDLE_DEVICE_BYTES = 2 * GIB
 
 
 class GpuProcess(NamedTuple):
@@ -63,7 +65,10 @@ class VisibleGpu(NamedTuple):
 def list_gpus(nvml: ModuleType | None = None) -> list[Gpu] | None:
     """Returns the GPUs of this machine, with MIG partitions instead of a partitioned device.
 
-    Returns None if nvidia-ml-py is not installed or finds no driver. nvml: replaces the module `pynvml`.
+    Returns None if nvidia-ml-py is not installed or finds no driver.
+
+    Args:
+        nvml: replaces the module `pynvml`.
     """
     if nvml is None:
         try:
@@ -88,7 +93,8 @@ def list_gpus(nvml: ModuleType | None = None) -> list[Gpu] | None:
 def _parts(nvml: ModuleType, device: object) -> list[object]:
     """Returns the MIG partitions of a device, or the device itself if it has none."""
     partitions = []
-    with suppress(nvml.NVMLError):  # the device has no MIG, or no further partitions
+    # the device has no MIG, or no further partitions
+    with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
             for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(device)):
                 partitions.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number))
@@ -96,10 +102,18 @@ def _parts(nvml: ModuleType, device: object) -> list[object]:
 
 
 def _gpu(nvml: ModuleType, index: int, handle: object) -> Gpu:
+    """Returns the description of a device or partition.
+
+    Args:
+        nvml: the library.
+        index: index of the whole device.
+        handle: the library's handle of the device or partition.
+    """
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not supported by the device or not permitted; used memory is still known
+    except nvml.NVMLError:
+        # not supported by the device or not permitted; used memory is still known
         processes = []
     return Gpu(
         index=index,
@@ -120,12 +134,16 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
     """Selects the GPUs named by CUDA_VISIBLE_DEVICES, in its order; all GPUs if the variable is not set.
 
     The variable contains indices or UUIDs (GPU-..., MIG-..., or prefixes of these), or is empty; -1 ends the list, as
-    in CUDA. Raises UserError for a name that matches no device and for a repeated device; CUDA would ignore the rest of
-    the list.
+    in CUDA.
+
+    Raises:
+        UserError: for a name that matches no device, and for a repeated device. CUDA would ignore the rest of the
+            list.
     """
     variables = os.environ if environment is None else environment
     setting = variables.get(_VARIABLE)
-    if setting is None:  # CUDA shows only the first partition of a partitioned device
+    # CUDA shows only the first partition of a partitioned device
+    if setting is None:
         first_partitions: dict[int, Gpu] = {}
         for gpu in gpus:
             first_partitions.setdefault(gpu.index, gpu)
@@ -148,10 +166,15 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
 def _find_gpu(gpus: Sequence[Gpu], token: str) -> Gpu | None:
     """Returns the device with this index (the first of its partitions), or with this prefix of its UUID alone."""
     if token.isdigit():
-        with_index = [gpu for gpu in gpus if gpu.index == int(token)]
-        return with_index[0] if with_index else None
+        for gpu in gpus:
+            if gpu.index == int(token):
+                return gpu
+        return None
     with_prefix = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
-    return with_prefix[0] if len(with_prefix) == 1 else None
+    # a prefix of several UUIDs names none of them
+    if len(with_prefix) != 1:
+        return None
+    return with_prefix[0]
 
 
 def other_users(gpu: Gpu) -> list[str]:
@@ -172,9 +195,14 @@ def other_users(gpu: Gpu) -> list[str]:
 
 def without_processes(gpu: Gpu, own: Collection[int]) -> Gpu:
     """Returns the device as it would be without these processes."""
-    theirs = tuple(process for process in gpu.processes if process.pid not in own)
-    freed = sum(process.used_bytes or 0 for process in gpu.processes if process.pid in own)
-    return replace(gpu, free_bytes=gpu.free_bytes + freed, processes=theirs)
+    remaining: list[GpuProcess] = []
+    free_bytes = gpu.free_bytes
+    for process in gpu.processes:
+        if process.pid in own:
+            free_bytes += process.used_bytes or 0
+        else:
+            remaining.append(process)
+    return replace(gpu, free_bytes=free_bytes, processes=tuple(remaining))
 
 
 def is_busy(gpu: Gpu) -> bool:

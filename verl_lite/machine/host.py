@@ -24,33 +24,43 @@ def available_memory() -> int:
 
 def cpu_count() -> int:
     """Returns the cores that this process may use: the smaller of affinity mask and control group quota, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, cores_limit() or cores))
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = cores_limit()
+    if quota is not None:
+        cores = min(cores, quota)
+    return max(1, cores)
 
 
 def cores_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
     """Returns the quota of the control groups in cores, rounded up; None without a quota."""
     quotas = []
     for folder in _groups(root, own):
+        # "QUOTA PERIOD" in microseconds, or "max PERIOD" without a quota; the root group has no such file
         words = _read(folder / "cpu.max").split()
         if words and words[0] != "max":
-            quota_us, period_us = int(words[0]), int(words[1])
+            quota_us, period_us = map(int, words[:2])
             quotas.append(math.ceil(quota_us / period_us))
-    return max(1, min(quotas)) if quotas else None
+    if not quotas:
+        return None
+    return max(1, min(quotas))
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Returns the bytes until a memory limit is reached; None without a limit. Reclaimable file cache counts as
-    free."""
+    """Returns the bytes until a memory limit is reached; None without a limit."""
     bytes_left = []
     for folder in _groups(root, own):
         limit = _read(folder / "memory.max")
         used = _read(folder / "memory.current")
-        if limit.isdigit() and used.isdigit():
-            statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-            reclaimable = int(statistics.get("inactive_file", 0))
-            bytes_left.append(max(0, int(limit) - int(used) + reclaimable))
-    return min(bytes_left) if bytes_left else None
+        if not limit.isdigit() or not used.isdigit():
+            continue
+        # the kernel counts file cache as used, but takes it back before a process meets the limit
+        statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        reclaimable = int(statistics.get("inactive_file", 0))
+        bytes_left.append(max(0, int(limit) - int(used) + reclaimable))
+    return min(bytes_left, default=None)
 
 
 def _groups(root: Path, own: Path) -> Iterator[Path]:
@@ -60,7 +70,8 @@ def _groups(root: Path, own: Path) -> Iterator[Path]:
             relative = Path(line.removeprefix("0::").lstrip("/"))
             for group in (relative, *relative.parents):
                 folder = root / group
-                if folder.is_dir():  # in a container the path can be that of the host, and only the root exists
+                # in a container the path can be that of the host, and only the root exists
+                if folder.is_dir():
                     yield folder
 
 

@@ -11,7 +11,13 @@ from verl_lite.errors import UserError
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables in which a launcher tells a process the number of all processes and its own."""
+    """A launcher, and the environment variables in which it tells a process the number of all processes and its own.
+
+    Attributes:
+        name: commands of the launcher.
+        size: variable with the number of processes.
+        rank: variable with the number of this process.
+    """
 
     name: str
     size: str
@@ -47,8 +53,18 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
 
 
 def _refusal(launcher: Launcher, copies: int, environment: Mapping[str, str]) -> str:
+    """Returns the message of the error.
+
+    Args:
+        launcher: the launcher that has started copies of this command.
+        copies: number of copies; 0 if it is unknown.
+        environment: environment variables of this process.
+    """
     names = [launcher.size, launcher.rank, "TORCHELASTIC_RUN_ID"]
-    shown = " ".join(f"{name}={environment[name]}" for name in names if name in environment)
+    names = [name for name in names if name in environment]
+    variables = " ".join(f"{name}={environment[name]}" for name in names)
+    unset = " ".join(f"-u {name}" for name in names)
+    # torchrun and Open MPI say how many copies run on this machine
     per_node = _count(environment, "LOCAL_WORLD_SIZE") or _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") or copies
     devices = f"trainer.n_gpus_per_node={per_node}" if per_node else "trainer.n_gpus_per_node=N"
     machines = ""
@@ -56,14 +72,16 @@ def _refusal(launcher: Launcher, copies: int, environment: Mapping[str, str]) ->
         machines = f" trainer.nnodes={-(-copies // per_node)} ray_kwargs.ray_init.address=HOST:PORT"
     number = f"{copies} copies of this command" if copies else "copies of this command"
     return (
-        f"the environment variables {shown} say that {launcher.name} starts {number}, and each of them would be a "
+        f"the environment variables {variables} say that {launcher.name} starts {number}, and each of them would be a "
         "training of its own: the command itself starts one process per device. Run it once, without the launcher, "
         f"with the options {devices} trainer.backend=ray{machines}. If the variables are left over from something "
-        f"else, unset them: env {' '.join(f'-u {name}' for name in names if name in environment)} python -m ..."
+        f"else, unset them: env {unset} python -m ..."
     )
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
     """Returns the number in a variable; 0 if it is not set or no number."""
     text = environment.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    if not text.isascii() or not text.isdigit():
+        return 0
+    return int(text)

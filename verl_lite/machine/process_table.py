@@ -76,7 +76,8 @@ def status_of(pid: int) -> Status | None:
         fields = _stat_fields(pid)
     except OSError:
         return None
-    if not fields:  # the process ended while its file was read
+    # the process ended while its file was read
+    if not fields:
         return None
     return Status(
         pid,
@@ -123,6 +124,7 @@ def newest_marked_processes(
     resolved_folders = tuple(os.path.realpath(folder) + "/" for folder in folders)
     for pid in sorted(other_processes(), reverse=True):
         environment = _initial_environment(pid, waits)
+        # overwritten with the title of the process
         if environment.startswith(b"\0"):
             is_marked = any(path.startswith(resolved_folders) for path in open_files(pid))
         else:
@@ -167,9 +169,10 @@ def mapped_files(pid: int) -> list[str]:
 
 
 def name_of_input() -> str:
-    """Returns the name of this process's standard input as `open_files` of other processes shows it; empty without
-    /proc."""
-    return os.readlink(f"{_PROC}/self/fd/0") if _has_proc() else ""
+    """Returns the name of this process's standard input, as `open_files` shows it; empty without /proc."""
+    if not _has_proc():
+        return ""
+    return os.readlink(f"{_PROC}/self/fd/0")
 
 
 def _has_proc() -> bool:
@@ -183,13 +186,17 @@ def _listed_pids() -> list[int]:
 def _stat_fields(pid: int) -> list[bytes]:
     """Returns the fields of /proc/PID/stat that follow the name of the command, which can contain anything."""
     with open(f"{_PROC}/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
+        content = file.read()
+    # the name stands in brackets, and may contain brackets and blanks itself
+    return content.rpartition(b")")[2].split()
 
 
 def _initial_environment(pid: int, waits: bool) -> bytes:
     """Returns the environment with which a process started; empty if it has ended or belongs to another user.
 
-    waits: whether to wait for a process that starts a program at this moment.
+    Args:
+        pid: id of the process.
+        waits: whether to wait for a process that starts a program at this moment.
     """
     times_empty = 0
     with contextlib.suppress(OSError):
@@ -198,7 +205,8 @@ def _initial_environment(pid: int, waits: bool) -> bytes:
                 environment = file.read()
             if environment or not waits:
                 return environment
-            os.readlink(f"{_PROC}/{pid}/exe")  # fails for kernel threads and ended processes
+            # fails for kernel threads and ended processes
+            os.readlink(f"{_PROC}/{pid}/exe")
             # The kernel shows no environment and env_end=0 while a process starts a program, which takes long for a
             # process of low priority. The program may start between the two reads, so an empty one must be seen twice.
             if _stat_fields(pid)[_ENV_END] != b"0":

@@ -49,8 +49,10 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.02
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 _is_subreaper = False
-_started: set[int] = set()  # the roots of the trees of this process
-_starting = threading.Lock()  # held while a root runs that is not in `_started` yet
+# the roots of the trees of this process
+_started: set[int] = set()
+# held while a root runs that is not in `_started` yet
+_starting = threading.Lock()
 
 
 # ------------------------------------------------------------------------------------------- settings of this process
@@ -69,7 +71,8 @@ def die_with_parent(parent_pid: int) -> None:
     Other systems have no such call. There a process notices that the other end of a pipe was closed.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before the call above
+    # the parent died before the call above
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
@@ -82,6 +85,7 @@ def hide_memory() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Sets an attribute of this process. Does nothing on systems other than Linux, which do not have the call."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(option, ctypes.c_ulong(value), 0, 0, 0)
@@ -170,31 +174,42 @@ class ProcessTree:
             _started.discard(self.process.pid)
 
     def _end_group(self) -> None:
-        """Ends what remains of the group of a process whose exit code was not read yet, so that its id is still
-        reserved."""
+        """Ends the other processes of the program's group."""
+        # once the exit code is read, the id may belong to another group
+        if self.process.returncode is not None:
+            return
         root = self.process.pid
-        if self.process.returncode is None:
-            _end(lambda table: [status for status in table.values() if status.group == root and status.pid != root])
+
+        def others(table: Table) -> list[Status]:
+            return [status for status in table.values() if status.group == root and status.pid != root]
+
+        _end(others)
 
 
 class ForkedProcess:
-    """A fork of this process that runs one function and exits. pid: its id.
+    """A fork of this process that runs one function and exits.
 
     Only for a process with one thread that has used neither torch nor Ray: a fork removes what the other threads hold,
     and the destructors of native libraries can then wait for threads that the fork does not have.
 
     The function may call `os.setsid`; then the processes of its process group belong to it. `kill` and `wait` must be
     called. Unlike a `ProcessTree`, it does not find descendants in other groups: the function must prevent them.
+
+    Args:
+        run: called in the fork. It returns the exit status, which is 1 if the function raises an exception.
+
+    Attributes:
+        pid: its id.
     """
 
     def __init__(self, run: Callable[[], int]) -> None:
-        """run: called in the fork. It returns the exit status, which is 1 if the function raises an exception."""
         self.pid = os.fork()
         if self.pid == 0:
             exit_status = 1
             try:
                 exit_status = run()
-            finally:  # the fork must not return into the code of this process
+            finally:
+                # the fork must not return into the code of this process
                 os._exit(exit_status)
 
     def has_exited(self) -> bool:
@@ -203,6 +218,7 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Kills the process and the group that it leads. Must not be called after `wait`, which frees the id."""
+        # the process itself, too: it may not have become the leader of a group yet
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 send(self.pid, signal.SIGKILL)
@@ -244,16 +260,25 @@ def end_below(root: int) -> None:
 
     Returns after ten seconds at the latest, even if the kernel blocks one of the processes.
     """
-    if root != os.getpid():
+    is_own = root == os.getpid()
+    if not is_own:
+        # otherwise it could start further processes meanwhile
         with contextlib.suppress(ProcessLookupError):
             os.kill(root, signal.SIGSTOP)
-    _end(lambda table: [status for status in table.values() if status.parent == root], reaps=root == os.getpid())
+
+    def children(table: Table) -> list[Status]:
+        return [status for status in table.values() if status.parent == root]
+
+    _end(children, reaps=is_own)
 
 
 def end_marked(mark: str, reaps: bool = False) -> None:
     """Ends the processes of the tree with this mark and of the trees that it contains, and everything below them.
 
-    reaps: True to remove those from the system's table that are children of this process and were started by others.
+    Args:
+        mark: value of MARK.
+        reaps: True to remove those from the system's table that are children of this process and were started by
+            others.
     """
 
     def marked(table: Table) -> list[Status]:
@@ -263,9 +288,11 @@ def end_marked(mark: str, reaps: bool = False) -> None:
         for look in range(_LOOKS):
             statuses = []
             for pid in newest_marked_processes(MARK, mark, waits=look == _LOOKS - 1):
-                status = table.get(pid) or status_of(pid)  # it may have started after the table was read
+                # it may have started after the table was read
+                status = table.get(pid) or status_of(pid)
                 if status is not None:
-                    _send(status, signal.SIGSTOP)  # at once, before it continues in a child
+                    # at once, before it continues in a child
+                    _send(status, signal.SIGSTOP)
                     statuses.append(status)
             if statuses:
                 return statuses
@@ -284,18 +311,23 @@ def end_adopted() -> None:
     if not _is_subreaper:
         return
 
+    own = os.getpid()
+
     def adopted(table: Table) -> list[Status]:
         with _starting:
-            children = [status for status in table.values() if status.parent == os.getpid()]
-            return [status for status in children if status.pid not in _started]
+            return [status for status in table.values() if status.parent == own and status.pid not in _started]
 
     _end(adopted, reaps=True)
 
 
 def end_processes(pids: Iterable[int]) -> None:
     """Ends processes and everything below them."""
-    roots = list(pids)
-    _end(lambda table: [table[pid] for pid in roots if pid in table])
+    root_pids = list(pids)
+
+    def roots(table: Table) -> list[Status]:
+        return [table[pid] for pid in root_pids if pid in table]
+
+    _end(roots)
 
 
 def _end(find_roots: Callable[[Table], Iterable[Status]], reaps: bool = False) -> None:
@@ -312,10 +344,14 @@ def _end(find_roots: Callable[[Table], Iterable[Status]], reaps: bool = False) -
 
 def _stop(find_roots: Callable[[Table], Iterable[Status]], deadline: float, reaps: bool) -> list[Status]:
     """Stops the processes that `find_roots` returns and everything below them. Returns those that have not ended."""
+    own = os.getpid()
+    # a process that the kernel blocks does not stop; then the others are killed all the same
     until = min(deadline, time.monotonic() + _STOP_S)
     while True:
         table = list_processes()
-        tree = [status for status in _with_descendants(find_roots(table), table) if status.pid != os.getpid()]
+        tree = _with_descendants(find_roots(table), table)
+        # this process may itself be below one of the roots
+        tree = [status for status in tree if status.pid != own]
         if reaps:
             _reap(tree)
         alive = [status for status in tree if not status.has_ended]
@@ -391,6 +427,7 @@ def _send(status: Status, number: int) -> None:
 
 
 def _is_alive(status: Status) -> bool:
+    """Returns False once a process has ended, also if its id belongs to another one by then."""
     now = status_of(status.pid)
     return now is not None and now.started == status.started and not now.has_ended
 

@@ -6,6 +6,7 @@ nothing.
 """
 
 import atexit
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function
 
 TABLE_ROWS = 10
@@ -25,29 +27,40 @@ _moved_bytes = 0
 def start_profile(path: Path) -> None:
     """Starts the profile of this process. Does nothing if one for the same folder is running.
 
-    path: path of the files without suffix. A running profile of another folder, left by a run that failed in this
-    process, is discarded.
+    A running profile of another folder, left by a run that failed in this process, is discarded.
+
+    Args:
+        path: path of the files without suffix.
     """
     global _profile
     if _profile is not None:
-        if _profile[0].parent == path.parent:
+        running_path, running_profiler = _profile
+        if running_path.parent == path.parent:
             return
-        _profile[1].stop()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized()
-    # a rollout engine with devices of its own generates in a thread
+        running_profiler.stop()
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():
+        activities.append(ProfilerActivity.CUDA)
+    # all threads, because a rollout engine with devices of its own generates in a thread
     profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
     profiler.start()
     _profile = path, profiler
-    atexit.register(stop_profile)  # a process that exits with a running profiler crashes
+    # a process that exits with a running profiler crashes
+    atexit.register(stop_profile)
 
 
 def stop_profile() -> str:
-    """Ends the profile of this process, if there is one. Writes the trace in Chrome's format to PATH.json.gz, and the
-    table of the most expensive operations to PATH.txt. Returns the table; empty without a profile."""
+    """Ends the profile of this process, if there is one, and writes it.
+
+    Writes the trace in Chrome's format to PATH.json.gz, and the table of the most expensive operations to PATH.txt.
+    Returns the table; empty without a profile.
+    """
     global _profile
     if _profile is None:
         return ""
-    (path, profiler), _profile = _profile, None
+    path, profiler = _profile
+    _profile = None
     profiler.stop()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(f"{path}.json.gz")
@@ -57,32 +70,47 @@ def stop_profile() -> str:
 
 
 def most_expensive(profiler: profile) -> str:
-    """Returns a table of the operations with the most time of their own, without that of operations they call: time on
-    the GPU if any was recorded, else on the CPU."""
-    operations = [each for each in profiler.key_averages() if not each.is_user_annotation]
-    on_gpu = any(each.self_device_time_total for each in operations)
-    times = {each: each.self_device_time_total if on_gpu else each.self_cpu_time_total for each in operations}
-    total = sum(times.values()) or 1.0
-    rows = [f"{'operation':<60} {'calls':>8} {'GPU' if on_gpu else 'CPU'} ms    share"]
-    for each in sorted(operations, key=times.__getitem__, reverse=True)[:TABLE_ROWS]:
-        rows.append(f"{each.key[:60]:<60} {each.count:>8} {times[each] / 1000:>8.1f} {times[each] / total:>6.1%}")
+    """Returns a table of the operations with the most time of their own, without that of operations they call.
+
+    The time is that on the GPU if any was recorded, else on the CPU.
+    """
+    operations = [operation for operation in profiler.key_averages() if not operation.is_user_annotation]
+    on_gpu = any(operation.self_device_time_total for operation in operations)
+    device = "GPU" if on_gpu else "CPU"
+
+    def own_time_us(operation: FunctionEventAvg) -> float:
+        return operation.self_device_time_total if on_gpu else operation.self_cpu_time_total
+
+    total_us = sum(map(own_time_us, operations)) or 1.0
+    rows = [f"{'operation':<60} {'calls':>8} {device} ms    share"]
+    for operation in sorted(operations, key=own_time_us, reverse=True)[:TABLE_ROWS]:
+        time_us = own_time_us(operation)
+        share = time_us / total_us
+        rows.append(f"{operation.key[:60]:<60} {operation.count:>8} {time_us / 1000:>8.1f} {share:>6.1%}")
     return "\n".join(rows)
 
 
 def span(name: str) -> AbstractContextManager[object]:
     """Context manager that marks the block as a range of the running profile, and on CUDA as an NVTX range."""
-    return nullcontext() if _profile is None else _range(name)
+    if _profile is None:
+        return nullcontext()
+    return _range(name)
 
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
-    with record_function(name), torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext():
+    with contextlib.ExitStack() as ranges:
+        ranges.enter_context(record_function(name))
+        if torch.cuda.is_initialized():
+            ranges.enter_context(torch.cuda.nvtx.range(name))
         yield
 
 
 def count_moved(size: int) -> None:
-    """Counts bytes that this process moves: batches, weights for a rollout engine, and parameters and optimizer state
-    between host and device."""
+    """Counts bytes that this process moves.
+
+    These are batches, weights for a rollout engine, and parameters and optimizer state between host and device.
+    """
     global _moved_bytes
     _moved_bytes += size
 

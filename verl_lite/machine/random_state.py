@@ -4,29 +4,45 @@ User code may draw from these generators. This project draws from generators tha
 """
 
 import random
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
 
 
+class RandomState(TypedDict):
+    """The states of all global generators of a process. Its keys are those of checkpoint files."""
+
+    python: tuple[object, ...]
+    numpy: dict[str, object] | tuple[str, np.ndarray, int, int, float]
+    torch: torch.Tensor
+    cuda: list[torch.Tensor]
+
+
 def seed_random_state(seed: int) -> None:
     """Seeds all generators."""
     random.seed(seed)
+    # numpy takes 32 bits; trainer.seed can have 63
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def get_random_state() -> dict[str, Any]:
+def get_random_state() -> RandomState:
     """Returns the current states; torch's for the CPU and, if CUDA is in use, for all devices of this process."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        # reading the states of CUDA would initialize it
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: RandomState) -> None:
     """Restores states from `get_random_state`. States of CUDA devices that do not exist here are ignored."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(value, device)
+    cuda_states = state["cuda"][: torch.cuda.device_count()]
+    for device, cuda_state in enumerate(cuda_states):
+        torch.cuda.set_rng_state(cuda_state, device)

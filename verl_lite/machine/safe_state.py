@@ -8,13 +8,16 @@ file that names anything else is rejected. A module that stores types of its own
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from verl_lite.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _NUMPY = [
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
@@ -23,7 +26,8 @@ _NUMPY = [
     np.dtype,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
 ]
-_METADATA = {  # types in the index of a torch.distributed checkpoint, by module; any torch.dtype is allowed too
+# types in the index of a torch.distributed checkpoint, by module; any torch.dtype is allowed too
+_METADATA = {
     "pathlib": "PosixPath",
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -34,25 +38,29 @@ _METADATA = {  # types in the index of a torch.distributed checkpoint, by module
 _DAMAGE = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError, ImportError)
 
 
-def write_state(path: Path, state: Any) -> None:
+def write_state(path: Path, state: object) -> None:
     """Writes a state. Raises TypeError if it contains an object that `read_state` would reject."""
+    # checked after it is written: the names of the types are known only from the pickle
     torch.save(state, path)
-    if unknown := _unknown_types(path):
+    unknown = _unknown_types(path)
+    if unknown:
         path.unlink()
         raise TypeError(
             f"{path.name}: {_not_allowed(unknown)}. Make your sampler or environment return only such values"
         )
 
 
-def require_safe(state: Any) -> None:
+def require_safe(state: object) -> None:
     """Raises TypeError if a state contains an object that `read_state` would reject."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
-    except (pickle.PicklingError, AttributeError) as error:  # what pickle raises for functions and local classes
+    except (pickle.PicklingError, AttributeError) as error:
+        # what pickle raises for functions and local classes
         raise TypeError(f"the state cannot be saved: {error}") from None
     buffer.seek(0)
-    if unknown := _unknown_types(buffer):
+    unknown = _unknown_types(buffer)
+    if unknown:
         raise TypeError(_not_allowed(unknown))
 
 
@@ -63,11 +71,13 @@ def _unknown_types(file: Path | io.BytesIO) -> list[str]:
 
 
 def _not_allowed(types: list[str]) -> str:
+    """Returns the reason for refusing a state with objects of these types."""
     return (
         f"the state has objects of {', '.join(types)}; expected tensors, arrays, numbers, text, lists and dictionaries"
     )
 
 
+# Any: only the code that wrote a state knows its keys
 def read_state(path: Path) -> Any:
     """Reads a state that `write_state` wrote. Raises UserError if the file is damaged or names code that could run."""
     try:
@@ -78,28 +88,36 @@ def read_state(path: Path) -> Any:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    """Loads only the types of `_METADATA`."""
+
+    # torch.distributed writes this file with plain pickle, which `torch.load` and its allow list do not read
+    def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _METADATA.get(module, "").split():
+        is_allowed = is_dtype or name in _METADATA.get(module, "").split()
+        if not is_allowed:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
 
-def read_metadata(path: Path) -> Any:
-    """Reads `.metadata`, the index of a torch.distributed checkpoint, as a `Metadata`.
+def read_metadata(path: Path) -> "Metadata":
+    """Reads `.metadata`, the index of a torch.distributed checkpoint.
 
     Raises:
         UserError: if the file is damaged, names code that could run, or names files outside its folder.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        if any(Path(place.relative_path).name != place.relative_path for place in metadata.storage_data.values()):
-            raise pickle.UnpicklingError("it points to files outside its folder")
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        for storage in metadata.storage_data.values():
+            if Path(storage.relative_path).name != storage.relative_path:
+                raise pickle.UnpicklingError("it points to files outside its folder")
         return metadata
     except (pickle.UnpicklingError, *_DAMAGE) as error:
         raise _refusal(path, error) from None
 
 
 def _refusal(path: Path, error: Exception) -> UserError:
-    why = str(error).split("Please file an issue")[0].strip().splitlines()[-1:] or [repr(error)]
-    return UserError(f"{path} was not loaded, because it is damaged or may run code: {why[0].strip()}")
+    """Returns the error of a file that was not loaded, with the last line of the reason."""
+    # torch's own message ends with advice that does not apply here
+    reason = str(error).split("Please file an issue")[0].strip()
+    last_line = reason.splitlines()[-1].strip() if reason else repr(error)
+    return UserError(f"{path} was not loaded, because it is damaged or may run code: {last_line}")

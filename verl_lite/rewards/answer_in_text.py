@@ -19,36 +19,48 @@ def answer_in_text(text: str) -> str:
     It follows the last "answer is", "answer:" or 答案; else it is the last mathematics between dollar signs, else the
     last number. Items of a list belong together: the answer of "it is 7 or 8" is "7, 8".
     """
-    plain = _MARKS.sub(r"\2", _MARKS.sub(r"\2", text.strip()))
+    # twice, because marks can be nested: **_7_**
+    without_outer_marks = _MARKS.sub(r"\2", text.strip())
+    plain = _MARKS.sub(r"\2", without_outer_marks)
     starts = [match.end() for match in _ANSWER_IS.finditer(plain)]
     if starts:
         rest = plain[starts[-1] :]
         sentence = re.split(r"\n|[.。](?=\s|$)", rest, maxsplit=1)[0].strip()
         if _can_be_parsed(sentence):
             return sentence
-        return _items_from(rest, _first_place(rest))
+        return _items_from(rest, _first_start(rest))
     formulas = list(_MATHEMATICS.finditer(plain))
     if formulas:
         return _items_from(plain, _first_of_list(plain, formulas))
     if _can_be_parsed(plain):
         return plain
     numbers = list(_NUMBER.finditer(plain))
-    return _items_from(plain, _first_of_list(plain, numbers)) if numbers else ""
+    if not numbers:
+        return ""
+    return _items_from(plain, _first_of_list(plain, numbers))
 
 
 def _can_be_parsed(text: str) -> bool:
+    """Returns True if a whole text is mathematics that contains a number or a constant."""
     if _PROSE.search(text):
         return False
     try:
         node = parse_answer(text).node
     except (UnknownSyntax, RecursionError):
         return False
-    return node.kind != "word" and bool(text) and any(part.kind in ("number", "constant") for part in node.walk())
+    if not text or node.kind == "word":
+        return False
+    return any(part.kind in ("number", "constant") for part in node.walk())
 
 
-def _first_place(text: str) -> int:
-    places = [match.start() for pattern in (_MATHEMATICS, _NUMBER) if (match := pattern.search(text))]
-    return min(places, default=len(text))
+def _first_start(text: str) -> int:
+    """Returns the position of the first mathematics or number in a text; the length of the text without any."""
+    start = len(text)
+    for pattern in (_MATHEMATICS, _NUMBER):
+        match = pattern.search(text)
+        if match is not None:
+            start = min(start, match.start())
+    return start
 
 
 def _first_of_list(text: str, matches: list[re.Match[str]]) -> int:
@@ -62,16 +74,18 @@ def _first_of_list(text: str, matches: list[re.Match[str]]) -> int:
     return first.start()
 
 
-def _items_from(text: str, place: int) -> str:
-    """Returns the items of a list, separated by commas, that begins at a place."""
+def _items_from(text: str, start: int) -> str:
+    """Returns the items of a list, separated by commas, that begins at position `start`."""
     items = []
     while True:
-        match = _MATHEMATICS.match(text, place) or _NUMBER.match(text, place)
+        match = _MATHEMATICS.match(text, start) or _NUMBER.match(text, start)
         if match is None:
             break
-        items.append(next((group for group in match.groups() if group), match[0]).strip().rstrip(","))
+        # the group inside the dollar signs; a number has no groups
+        item = match[match.lastindex or 0]
+        items.append(item.strip().rstrip(","))
         separator = _NEXT_ITEM.match(text, match.end())
         if separator is None:
             break
-        place = separator.end()
+        start = separator.end()
     return ", ".join(items)

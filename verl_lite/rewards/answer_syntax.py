@@ -1,4 +1,4 @@
-r"""Parses the LaTeX of a final answer into a tree, without evaluating anything, and renders trees as LaTeX.
+r"""Parses the LaTeX of a final answer into a tree (`answer_tree`), without evaluating anything.
 
 math-verify's parser evaluates while it parses: `\frac{14}{2}` becomes 7, `3(4)` becomes 7, and a trailing `\text{...}`
 is dropped with everything before it that looks like a unit. So the form of an answer is judged by this tree, and
@@ -6,10 +6,10 @@ math-verify compares the values of what is rendered from it.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_lite.rewards.answer_tokens import FUNCTIONS, Token, UnknownSyntax, clean, tokens_of
+from verl_lite.rewards.answer_tree import Node, is_integer, render
 
 _GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
@@ -31,30 +31,13 @@ _LONGEST_UNIT = 40
 
 
 @dataclass(frozen=True)
-class Node:
-    r"""An expression.
-
-    kind: number, symbol, word, constant, sum, negative, plus_minus, product, quotient, mixed, power, root, function,
-        call, percent, brackets, set, list, relation, operation, matrix, absolute or command (which this module does not
-        know).
-    parts: its operands. The denominator of a quotient, the exponent of a power and the index of a root are second.
-    text: digits of a number, LaTeX of a symbol or a command, both brackets, or the operators of a relation.
-    """
-
-    kind: str
-    parts: tuple["Node", ...] = ()
-    text: str = ""
-
-    def walk(self) -> Iterator["Node"]:
-        """Yields the node and all nodes below it."""
-        yield self
-        for part in self.parts:
-            yield from part.walk()
-
-
-@dataclass(frozen=True)
 class Answer:
-    """A parsed answer, without its unit. unit: the words of the unit, "" without one."""
+    """A parsed answer.
+
+    Attributes:
+        node: the expression, without its unit.
+        unit: the words of the unit, "" without one.
+    """
 
     node: Node
     unit: str = ""
@@ -69,9 +52,13 @@ class Answer:
 def parse_answer(text: str, letters_are_units: bool = False) -> Answer:
     """Parses an answer.
 
-    letters_are_units: True to read a single letter after a number, such as m, as a unit also without a space between.
+    Args:
+        text: LaTeX of the answer.
+        letters_are_units: True to read a single letter after a number, such as m, as a unit also without a space
+            between.
 
-    Raises UnknownSyntax if the text is no expression that this module can read.
+    Raises:
+        UnknownSyntax: if the text is no expression that this module can read.
     """
     parser = _Parser(tokens_of(clean(text)), letters_are_units)
     node = parser.items()
@@ -84,7 +71,8 @@ class _Parser:
     """A parser by recursive descent. `token` is the next token, None at the end."""
 
     def __init__(self, tokens: list[Token], letters_are_units: bool) -> None:
-        self._rest = tokens[::-1]  # the next token is last, so that taking it costs nothing
+        # the next token is last, so that taking it costs nothing
+        self._rest = tokens[::-1]
         self._letters_are_units = letters_are_units
         self.unit = ""
 
@@ -93,6 +81,7 @@ class _Parser:
         return self._rest[-1] if self._rest else None
 
     def _next(self) -> Token:
+        """Takes the next token. Raises UnknownSyntax at the end."""
         if not self._rest:
             raise UnknownSyntax("the expression ends early")
         return self._rest.pop()
@@ -123,6 +112,7 @@ class _Parser:
         return _one_or_all("list", items)
 
     def _relation(self) -> Node:
+        """Parses sides between relation signs: x = 7, 0 < x <= 1."""
         sides = [self._set_operation()]
         operators = []
         while self.token is not None and self.token.text in _RELATIONS:
@@ -139,6 +129,7 @@ class _Parser:
         return Node("relation", tuple(sides), " ".join(operators))
 
     def _set_operation(self) -> Node:
+        """Parses sets with unions, intersections and differences between them."""
         node = self._sum()
         while self.token is not None and self.token.text in _OPERATIONS:
             operator = self._next().text
@@ -146,6 +137,7 @@ class _Parser:
         return node
 
     def _sum(self) -> Node:
+        """Parses terms between + and -, or a value with a plus-minus sign. Takes the unit after it."""
         if self._accept("\\pm", "\\mp"):
             return Node("plus_minus", (self._signed_term(),))
         terms = [self._signed_term()]
@@ -163,6 +155,7 @@ class _Parser:
         return node
 
     def _signed_term(self) -> Node:
+        """Parses a term with any number of signs before it."""
         if self._accept("+"):
             return self._signed_term()
         if self._accept("-"):
@@ -170,12 +163,14 @@ class _Parser:
         return self._term()
 
     def _term(self) -> Node:
+        """Parses factors between signs of multiplication and division."""
         node = self._adjacent()
         while True:
             if self._accept("*", "\\cdot", "\\times"):
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
-                is_unit = self.token is not None and self.token.kind in ("word", "text")  # the slash of km/h
+                # the slash of 5/min begins a unit, which `_skip_unit` reads
+                is_unit = self.token is not None and self.token.kind in ("word", "text")
                 if is_unit:
                     self._rest.append(Token("mark", "/"))
                     return node
@@ -184,12 +179,17 @@ class _Parser:
                 return node
 
     def _signed_factor(self) -> Node:
+        """Parses a factor after a sign of multiplication or division, where it may be negative."""
         if self._accept("-"):
             return Node("negative", (self._signed_factor(),))
         return self._adjacent()
 
     def _adjacent(self, in_function: bool = False) -> Node:
-        """Parses factors without signs between them. in_function: True to stop before the next function."""
+        """Parses factors without signs between them.
+
+        Args:
+            in_function: True for the argument of a function without brackets, which ends before the next function.
+        """
         factors = [self._power()]
         while self._begins_factor(in_function):
             if self._at_unit(factors):
@@ -204,12 +204,17 @@ class _Parser:
 
     def take_denominator(self) -> str | None:
         """Takes a slash and an integer, and returns the integer; takes nothing and returns None otherwise."""
-        if len(self._rest) < 2 or self._rest[-1].text != "/" or not self._rest[-2].text.isdigit():
+        if len(self._rest) < 2:
             return None
-        self._next()
-        return self._next().text
+        mark = self._rest[-1]
+        number = self._rest[-2]
+        if mark.text != "/" or not number.text.isdigit():
+            return None
+        del self._rest[-2:]
+        return number.text
 
     def _begins_factor(self, in_function: bool) -> bool:
+        """Returns True if the next token can follow a factor without a sign. For `in_function` see `_adjacent`."""
         token = self.token
         if token is None:
             return False
@@ -222,7 +227,8 @@ class _Parser:
         if token.text in _RELATIONS | _OPERATIONS | _INFIX_COMMANDS:
             return False
         is_function = token.text[1:] in FUNCTIONS
-        return not (in_function and is_function)  # \sin x \cos x is a product of two functions
+        # \sin x \cos x is a product of two functions
+        return not (in_function and is_function)
 
     def _at_unit(self, factors: list[Node]) -> bool:
         """Returns True if the next token begins a unit of the value before it."""
@@ -231,7 +237,8 @@ class _Parser:
             return False
         if token.kind == "text":
             return _is_unit(token.text)
-        if any(map(_contains_names, factors)):  # in 2ab, b is a symbol rather than a unit
+        # in 2ab, b is a symbol rather than a unit
+        if any(map(_contains_names, factors)):
             return False
         if token.kind == "word":
             return token.text in _SHORT_UNITS or (len(token.text) > 2 and token.text.isascii())
@@ -276,6 +283,7 @@ class _Parser:
         return len(self._rest) > 1 and self._rest[-2].kind in ("text", "word", "letter")
 
     def _power(self) -> Node:
+        """Parses an operand with an exponent. A degree sign is dropped."""
         node = self._postfix(self._atom())
         if not self._accept("^"):
             return node
@@ -290,6 +298,7 @@ class _Parser:
         return self._postfix(Node("power", (node, self._argument(takes_number=True))))
 
     def _postfix(self, node: Node) -> Node:
+        """Takes the percent signs, factorials and indices behind an operand."""
         while True:
             if self._accept("%"):
                 node = Node("percent", (node,))
@@ -331,6 +340,7 @@ class _Parser:
         return self._atom()
 
     def _atom(self) -> Node:
+        """Parses a single operand: a numeral, a letter, a word, a command, or an expression in brackets."""
         token = self._next()
         if token.kind == "number":
             return _number(token.text)
@@ -339,7 +349,8 @@ class _Parser:
         if token.kind == "word":
             if len(token.text) > 3:
                 return Node("word", (), token.text.lower())
-            return Node("product", tuple(map(_symbol, token.text)))  # ab and abc are products of symbols
+            # ab and abc are products of symbols
+            return Node("product", tuple(map(_symbol, token.text)))
         if token.kind == "text":
             return Node("word", (), token.text.lower())
         if token.kind == "literal":
@@ -361,6 +372,8 @@ class _Parser:
         raise UnknownSyntax(f"{token.text!r} is not expected")
 
     def _letter(self, letter: str) -> Node:
+        """Returns a symbol, or a call of f, g or h with arguments in brackets."""
+        # f(3) is the value of a function, and x(3) a product
         if letter in "fgh" and self._accept("("):
             arguments = self.items()
             self._expect(")")
@@ -368,8 +381,10 @@ class _Parser:
         return _symbol(letter)
 
     def _brackets(self, opening: str) -> Node:
+        """Parses the content of brackets after the opening one: an expression, a tuple or an interval."""
         content = self.items()
         closing = self._next().text
+        # the brackets of a half-open interval differ
         if closing not in (")", "]"):
             raise UnknownSyntax(f"{closing!r} does not close {opening!r}")
         if content.kind != "list":
@@ -377,6 +392,7 @@ class _Parser:
         return Node("brackets", content.parts, opening + closing)
 
     def _environment(self, name: str) -> Node:
+        r"""Parses a matrix or a determinant after its \begin."""
         if "matrix" not in name:
             raise UnknownSyntax(f"the environment {name!r} is not known")
         rows: list[list[Node]] = [[self._sum()]]
@@ -384,7 +400,8 @@ class _Parser:
             if self._accept("&"):
                 rows[-1].append(self._sum())
             elif self._accept("\\\\"):
-                is_last_row = self.token is None or self.token.kind == "end"  # a line may end with \\
+                # a line may end with \\
+                is_last_row = self.token is None or self.token.kind == "end"
                 if not is_last_row:
                     rows.append([self._sum()])
             else:
@@ -392,11 +409,13 @@ class _Parser:
         self._next()
 
         row_nodes = tuple(Node("list", tuple(row)) for row in rows)
-        if name == "vmatrix":  # a determinant, which is to be computed
+        # a determinant, which is to be computed
+        if name == "vmatrix":
             return Node("command", row_nodes, name)
         return Node("matrix", row_nodes, "pmatrix")
 
     def _command(self, name: str) -> Node:
+        """Parses what follows a command, as far as this module knows it."""
         if name == "\\frac":
             return Node("quotient", (self._argument(), self._argument()))
         if name == "\\sqrt":
@@ -408,7 +427,8 @@ class _Parser:
                 return Node("constant", (), r"\emptyset")
             content = self.items()
             self._expect("\\}")
-            return Node("set", content.parts if content.kind == "list" else (content,))
+            elements = content.parts if content.kind == "list" else (content,)
+            return Node("set", elements)
         if name in ("\\pi", "\\infty"):
             return Node("constant", (), name)
         if name[1:] in _GREEK:
@@ -418,14 +438,18 @@ class _Parser:
         raise UnknownSyntax(f"the command {name} is not known")
 
     def _root(self) -> Node:
+        """Parses the index, if there is one, and the radicand of a root."""
         index = None
         if self._accept("["):
             index = self._sum()
             self._expect("]")
         argument = self._brackets(self._next().text) if self._is("(") else self._argument()
-        return Node("root", (argument,) if index is None else (argument, index))
+        if index is None:
+            return Node("root", (argument,))
+        return Node("root", (argument, index))
 
     def _function(self, name: str) -> Node:
+        """Parses a function after its name: a base or an exponent in any order, then the argument."""
         base: Node | None = None
         exponent: Node | None = None
         while self._is("_", "^"):
@@ -437,11 +461,17 @@ class _Parser:
 
         if name == "\\exp" and base is None and exponent is None:
             return Node("power", (Node("constant", (), "e"), argument))
+
+        # \sin^{-1} x is the inverse function, unlike \sin^2 x
         minus_one = Node("negative", (Node("number", (), "1"),))
         if exponent == minus_one and name in ("\\sin", "\\cos", "\\tan"):
             return Node("function", (argument,), f"\\arc{name[1:]}")
-        node = Node("function", (argument,) if base is None else (argument, base), name)
-        return node if exponent is None else Node("power", (node, exponent))
+
+        operands = (argument,) if base is None else (argument, base)
+        value = Node("function", operands, name)
+        if exponent is None:
+            return value
+        return Node("power", (value, exponent))
 
 
 def _one_or_all(kind: str, parts: list[Node]) -> Node:
@@ -455,7 +485,8 @@ def _contains_names(node: Node) -> bool:
 
 def _symbol(letter: str) -> Node:
     """Returns the node of a letter. e and i are always the constants."""
-    return Node("constant" if letter in "ei" else "symbol", (), letter)
+    kind = "constant" if letter in "ei" else "symbol"
+    return Node(kind, (), letter)
 
 
 def _number(text: str) -> Node:
@@ -497,98 +528,5 @@ def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
     return Node("mixed", (whole, above, below))
 
 
-def is_integer(node: Node) -> bool:
-    """Returns True for an integer without a sign."""
-    return node.kind == "number" and node.text.isdigit()
-
-
 def _is_unit(text: str) -> bool:
     return bool(_UNIT_TEXT.fullmatch(text)) and not _NO_UNITS.search(text)
-
-
-# ------------------------------------------------------------------------------------------------------------ rendering
-
-
-def render(node: Node) -> str:
-    """Returns LaTeX that every parser reads as the node: brackets stand wherever precedence could matter."""
-    parts = [render(part) for part in node.parts]
-    items = ", ".join(parts)
-    match node.kind:
-        case "number" | "symbol" | "constant":
-            return node.text
-        case "word":
-            return rf"\text{{{node.text}}}"
-        case "negative" if node.parts[0].kind == "number":
-            return f"-{parts[0]}"
-        case "negative":
-            return f"-({parts[0]})"
-        case "plus_minus" if len(parts) == 1:
-            return rf" \pm {parts[0]}"
-        case "plus_minus":
-            return r" \pm ".join(parts)
-        case "product":
-            return r" \cdot ".join(f"({part})" for part in parts)
-        case "quotient":
-            return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
-        case "power" if node.parts[0].kind in ("symbol", "number", "constant"):
-            return f"{parts[0]}^{{{parts[1]}}}"
-        case "power":
-            return f"({parts[0]})^{{{parts[1]}}}"
-        case "root" if len(parts) == 1:
-            return rf"\sqrt{{{parts[0]}}}"
-        case "root":
-            return rf"\sqrt[{parts[1]}]{{{parts[0]}}}"
-        case "function" if len(parts) > 1:
-            return f"{node.text}_{{{parts[1]}}}({parts[0]})"
-        case "function" | "call":
-            return f"{node.text}({parts[0]})"
-        case "percent" if node.parts[0].kind == "number":
-            return rf"{parts[0]}\%"
-        case "percent":
-            return parts[0]
-        case "brackets":
-            return f"{node.text[0]}{items}{node.text[1]}"
-        case "set":
-            return rf"\{{{items}\}}"
-        case "list":
-            return items
-        case "operation":
-            return f" {node.text} ".join(parts)
-        case "matrix":
-            rows = r" \\ ".join(part.replace(", ", " & ") for part in parts)
-            return rf"\begin{{pmatrix}} {rows} \end{{pmatrix}}"
-        case "absolute":
-            return f"|{parts[0]}|"
-        case "sum":
-            return _render_sum(node.parts, parts)
-        case "mixed":
-            return _render_mixed(node.parts)
-        case "relation":
-            return _render_relation(node.text.split(), parts)
-    if node.text == "!":
-        return f"({parts[0]})!"
-    if node.text == "_":
-        return f"{parts[0]}_{{{parts[1]}}}"
-    return f"{node.text}{{{items}}}"
-
-
-def _render_sum(terms: tuple[Node, ...], rendered: list[str]) -> str:
-    """Returns the LaTeX of a sum. Terms that are sums or have a sign are put in brackets."""
-    texts = []
-    for term, text in zip(terms, rendered, strict=True):
-        is_compound = term.kind in ("sum", "negative", "plus_minus")
-        texts.append(f"({text})" if is_compound else text)
-    return " + ".join(texts)
-
-
-def _render_mixed(parts: tuple[Node, ...]) -> str:
-    r"""Returns a mixed number as one fraction: math-verify would read 2\frac{1}{2} as a product."""
-    whole, above, below = (int(part.text) for part in parts)
-    return rf"\frac{{{whole * below + above}}}{{{below}}}"
-
-
-def _render_relation(operators: list[str], sides: list[str]) -> str:
-    text = sides[0]
-    for operator, side in zip(operators, sides[1:], strict=True):
-        text += f" {operator} {side}"
-    return text

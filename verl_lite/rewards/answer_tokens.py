@@ -51,14 +51,17 @@ def clean(text: str) -> str:
     text = _SUPERSCRIPT.sub(_exponent_of_superscript, text)
     text = "".join(map(_as_latex, text)).strip()
 
+    # marks around the whole answer, which can be nested
     while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
         text = match[match.lastindex or 0].strip()
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _DEGREE.sub(r"^\\circ", text)
     text = _ORDINAL.sub("", text)
-    text = _GROUPED.sub("", text)  # before _LAYOUT, which would turn the spaces between groups to blanks
+    # before _LAYOUT, which would turn LaTeX's spaces between groups of digits to blanks
+    text = _GROUPED.sub("", text)
     text = _LAYOUT.sub(" ", text).strip()
-    while match := _EMPHASIS.match(text):  # a second time: marks of emphasis that stood inside dollar signs
+    # a second time: marks of emphasis that stood inside dollar signs
+    while match := _EMPHASIS.match(text):
         text = match[2].strip()
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _PREFIX.sub("", text)
@@ -140,8 +143,11 @@ r"""The content of \text{ cm and } between two values."""
 class Token:
     """A sign of an expression.
 
-    kind: number, letter, word, text, command, literal, begin, end or mark. follows_space: True if white space stands
-    before the token, which distinguishes the unit of "3 m" from the symbol of "3m".
+    Attributes:
+        kind: number, letter, word, text, command, literal, begin, end or mark.
+        text: the sign, with synonyms replaced.
+        follows_space: True if white space precedes the token, which distinguishes the unit of "3 m" from the symbol
+            of "3m".
     """
 
     kind: str
@@ -201,7 +207,8 @@ def _converted(match: re.Match[str], follows_space: bool) -> list[Token]:
         return [Token("number", match[0], follows_space)]
     if match["command"]:
         name = _SYNONYMS.get(match[0], match[0])
-        return [Token("command" if name.startswith("\\") else "mark", name, follows_space)]
+        kind = "command" if name.startswith("\\") else "mark"
+        return [Token(kind, name, follows_space)]
     if match["word"]:
         return _word_tokens(match[0], follows_space)
     return [Token("mark", match[0], follows_space)]
@@ -228,6 +235,7 @@ def _text_tokens(content: str, follows_space: bool) -> list[Token]:
 
 
 def _word_tokens(word: str, follows_space: bool) -> list[Token]:
+    """Returns the token of letters outside of commands, some of which are names of functions, constants or signs."""
     if word in _NAMES:
         return [Token("command", _NAMES[word], follows_space)]
     if word in FUNCTIONS:
@@ -236,4 +244,5 @@ def _word_tokens(word: str, follows_space: bool) -> list[Token]:
         return [Token("mark", ",")]
     if _PERCENT.fullmatch(word):
         return [Token("mark", "%")]
-    return [Token("letter" if len(word) == 1 else "word", word, follows_space)]
+    kind = "letter" if len(word) == 1 else "word"
+    return [Token(kind, word, follows_space)]

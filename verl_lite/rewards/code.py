@@ -96,8 +96,9 @@ def compute_score(
 
     share = sum(outcome.passed) / outcome.num_tests
     acc = float(sum(outcome.passed) == outcome.num_tests)
+    score = share if partial else acc
     return {
-        "score": share if partial else acc,
+        "score": score,
         "acc": acc,
         "passed": share,
         "compiled": float(all(test.is_compiled for test in outcome.tests)),
@@ -110,7 +111,10 @@ def compute_score(
 class ProgramOutcome:
     """The outcome of a program's tests.
 
-    tests: outcomes of the tests that ran. passed: True for each of them that passed. num_tests: number of all tests.
+    Attributes:
+        tests: outcomes of the tests that ran.
+        passed: for each of them, True if it passed.
+        num_tests: number of all tests.
     """
 
     tests: list[Outcome]
@@ -181,8 +185,10 @@ def _fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _closes(line: str, opening: re.Match[str]) -> bool:
+    """Returns True for a line of the characters of the opening fence, at least as many."""
     mark = line.strip(" \t>\n")
-    return len(mark) >= len(opening["fence"]) and set(mark) == set(opening["fence"])
+    fence = opening["fence"]
+    return len(mark) >= len(fence) and set(mark) == set(fence)
 
 
 def _block(opening: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
@@ -193,18 +199,21 @@ def _block(opening: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
     indentation = len(opening["before"].replace("\t", "    "))
     plain_lines = []
     for line in lines:
+        spaces = line[: len(line) - len(line.lstrip(" \t"))]
         if ">" in opening["before"]:
-            plain_lines.append(_QUOTE_MARK.sub("", line, count=1))
-            continue
-        indented = len(line) - len(line.lstrip(" \t"))
-        plain_lines.append(line[min(indented, indentation) :] if "\t" not in line[:indented] else line)
+            line = _QUOTE_MARK.sub("", line, count=1)
+        elif "\t" not in spaces:
+            line = line[min(len(spaces), indentation) :]
+        plain_lines.append(line)
     return language, _without_indentation("".join(plain_lines))
 
 
 def _without_indentation(code: str) -> str:
     """Removes the common indentation of code whose first line is indented, which Python would refuse."""
-    first_line = code.lstrip("\n")[:1]
-    return textwrap.dedent(code) if first_line in (" ", "\t") else code
+    first_character = code.lstrip("\n")[:1]
+    if first_character in (" ", "\t"):
+        return textwrap.dedent(code)
+    return code
 
 
 def _run_tests(
@@ -233,6 +242,7 @@ def _run_tests(
     outcomes = []
     passed: list[bool] = []
     while len(outcomes) < len(tests.outputs):
+        # at least one test runs: its outcome says whether the program could be compiled
         if outcomes and time.monotonic() > deadline:
             break
         first = len(outcomes)
@@ -270,14 +280,17 @@ def _run_next(
     """
     if tests.function is None:
         return [sandbox.run_script(code, tests.inputs[first], left_s)]
+
     # most wrong programs fail their first test: start with one call per process, then double the number
     end = 2 * first + 1 if stop_early else len(tests.inputs)
     calls = tests.inputs[first:end]
-    test_data = json.dumps(encode([calls, tests.outputs[first:end]]))
-    max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * len(test_data)
+    outputs = tests.outputs[first:end]
+    size_of_tests = len(json.dumps(encode([calls, outputs])))
+    max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * size_of_tests
     return sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
 
 
+# by process id, so that a fork of this process starts its own and does not share the connection
 @functools.cache
 def _sandbox(limits: Limits, allow_unsafe: bool, pid: int) -> Sandbox:
     """Returns the sandbox of these limits, one per process `pid`. Prints its permissions when it starts."""
@@ -308,8 +321,10 @@ class PairTests:
 class SnippetTests:
     """Tests that are Python code and raise an exception if the program is wrong.
 
-    setup: code that runs before each snippet. call: name of the program's function that is passed to `check` of the
-    test code.
+    Attributes:
+        snippets: the code of each test.
+        setup: code that runs before each snippet.
+        call: name of the program's function that is passed to `check` of the test code.
     """
 
     snippets: tuple[str, ...]
@@ -365,14 +380,19 @@ def _tests_of_dict(content: JsonMapping, max_tests: int | None) -> PairTests | S
     """Returns the tests of a dict with inputs and outputs, with asserts, or with test code; None for other dicts."""
     has_pairs = "outputs" in content and len(content.get("inputs", "")) > 0
     if has_pairs and not content.get("assert_case"):
-        return _pairs(list(content["inputs"]), list(content["outputs"]), content.get("fn_name"), max_tests)
+        inputs = list(content["inputs"])
+        outputs = list(content["outputs"])
+        return _pairs(inputs, outputs, content.get("fn_name"), max_tests)
 
     setup = str(content.get("setup") or "")
     asserts = content.get("asserts", content.get("assert_case"))
+    # by length, because a list of a parquet file can be an array, which has no truth value
     if asserts is not None and len(asserts):
-        return SnippetTests(tuple(asserts)[:max_tests], setup)
-    if isinstance(content.get("test"), str):
-        return SnippetTests((content["test"],), setup, content.get("entry_point"))
+        snippets = tuple(asserts)[:max_tests]
+        return SnippetTests(snippets, setup)
+    test = content.get("test")
+    if isinstance(test, str):
+        return SnippetTests((test,), setup, content.get("entry_point"))
     return None
 
 
@@ -418,7 +438,8 @@ def is_right_value(returned: JsonValue, expected: JsonValue) -> bool:
         if _is_close(value, expected):
             return True
         return isinstance(expected, list) and len(expected) == 1 and _is_close(value, expected[0])
-    except (ValueError, TypeError, ArithmeticError, RecursionError):  # forged data, or a number out of range
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
+        # forged data, or a number out of range
         return False
 
 
@@ -444,13 +465,17 @@ def _arguments(entry: JsonValue) -> tuple[JsonValue, ...]:
     """Returns the arguments of a call, from a list of arguments or from text with one JSON value per line."""
     if isinstance(entry, str):
         return tuple(_from_json(line) for line in entry.split("\n") if line.strip())
-    return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+    if isinstance(entry, list | tuple):
+        return tuple(entry)
+    return (entry,)
 
 
 def _parsed(output: JsonValue) -> JsonValue:
     """Returns the value of a JSON text. A text that is no JSON, and every other value, is the value itself."""
+    if not isinstance(output, str):
+        return output
     try:
-        return _from_json(output) if isinstance(output, str) else output
+        return _from_json(output)
     except ValueError:
         return output
 
@@ -472,19 +497,23 @@ def _is_right_word(word: str, truth: str) -> bool:
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(truth):
         return False
     integers = sum(text.lstrip("+-").isdigit() for text in (word, truth))
-    if integers == 2:  # 007 is not 7: it may be a text of digits
+    # 007 is not 7: it may be a text of digits
+    if integers == 2:
         return False
     try:
         if integers == 1:
             return abs(Decimal(word) - Decimal(truth)) <= Decimal(_TOLERANCE)
-    except ArithmeticError:  # an exponent that Decimal does not have
+    except ArithmeticError:
+        # an exponent that Decimal does not have
         return False
     return _is_near(float(word), float(truth))
 
 
 def _is_near(value: float, truth: float) -> bool:
+    """Returns True if two finite numbers differ by at most one millionth, absolutely or relatively."""
     is_close = math.isclose(value, truth, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    return is_close and math.isfinite(value)  # 1e999 and 2e999 are both infinite
+    # 1e999 and 2e999 are both infinite
+    return is_close and math.isfinite(value)
 
 
 def _as_json(data: JsonValue) -> JsonValue:
@@ -513,14 +542,17 @@ def _as_json(data: JsonValue) -> JsonValue:
 def _is_close(value: JsonValue, expected: JsonValue) -> bool:
     """Returns True if two JSON values are equal, with the tolerance of `is_right_value` for floats."""
     if isinstance(value, int | float) and isinstance(expected, int | float):
-        floats = sum(isinstance(number, float) for number in (value, expected))
-        if value == expected or floats == 0:
+        num_floats = isinstance(value, float) + isinstance(expected, float)
+        if value == expected or num_floats == 0:
             return value == expected
-        if floats == 1:  # the other one is exact
+        # an integer is exact, so its size does not make the tolerance larger
+        if num_floats == 1:
             return abs(value - expected) <= _TOLERANCE
         return _is_near(value, expected)
     if isinstance(expected, list) and isinstance(value, list):
         return len(value) == len(expected) and all(map(_is_close, value, expected))
     if isinstance(expected, dict) and isinstance(value, dict):
-        return value.keys() == expected.keys() and all(_is_close(value[key], expected[key]) for key in expected)
+        if value.keys() != expected.keys():
+            return False
+        return all(_is_close(value[key], expected[key]) for key in expected)
     return bool(value == expected)

@@ -18,7 +18,8 @@ Expression: TypeAlias = sympy.Basic | sympy.MatrixBase
 
 MOST_BITS = 20_000
 MOST_TERMS = 1000
-_INTERVAL_TERMS = 50  # a union of n intervals takes time of the order n**2
+# a union of n intervals takes time of the order n**2
+_INTERVAL_TERMS = 50
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 
 _TOLERANCE = sympy.Rational(1, 10**6)
@@ -61,22 +62,26 @@ def _exact(node: Expression) -> Expression:
 
     args = [_exact(arg) for arg in node.args]
     if isinstance(node, sympy.Expr) and all(isinstance(arg, sympy.Rational) for arg in args):
-        return node.func(*args)  # evaluates powers, products and sums of numbers, whose size is bounded
+        # evaluates powers, products and sums of numbers, whose size is bounded
+        return node.func(*args)
     is_changed = any(arg is not old for arg, old in zip(args, node.args, strict=True))
     if not is_changed:
         return node
     if isinstance(node, sympy.Expr | Relational):
         return node.func(*args, evaluate=False)
-    return node.func(*args)  # sets and tuples have no evaluate=False
+    # sets and tuples have no evaluate=False
+    return node.func(*args)
 
 
 def _constants(node: Expression) -> set[sympy.Expr]:
     """Returns the largest parts of an expression that are constants."""
-    if isinstance(node, sympy.MatrixBase):
-        return set().union(*map(_constants, node.flat()))
-    if isinstance(node, sympy.Expr) and not node.free_symbols:
+    is_scalar = isinstance(node, sympy.Expr) and not isinstance(node, sympy.MatrixBase)
+    if is_scalar and not node.free_symbols:
         return {node}
-    return set().union(*map(_constants, getattr(node, "args", ())))
+    constants: set[sympy.Expr] = set()
+    for part in _parts(node):
+        constants |= _constants(part)
+    return constants
 
 
 def _snapped(exact: Expression, written: Expression, other: Expression) -> Expression:
@@ -111,7 +116,8 @@ def _snapped(exact: Expression, written: Expression, other: Expression) -> Expre
 def _digits(number: sympy.Float) -> int:
     """Returns the number of significant digits of a decimal, without zeros at its end."""
     mantissa = str(number).lower().partition("e")[0]
-    return len(mantissa.lstrip("-").replace(".", "").strip("0"))
+    digits = mantissa.lstrip("-").replace(".", "")
+    return len(digits.strip("0"))
 
 
 def _is_short_decimal(constant: sympy.Expr) -> bool:
@@ -129,6 +135,7 @@ def _is_short_decimal(constant: sympy.Expr) -> bool:
 
 
 def _is_close(number: sympy.Rational, constant: sympy.Expr) -> bool:
+    """Returns True if a number differs from a constant by at most one millionth of it."""
     difference = sympy.Abs(number - constant).evalf(_PRECISION)
     size = sympy.Abs(constant).evalf(_PRECISION)
     return bool(difference.is_number and size.is_number and difference <= _TOLERANCE * size)
@@ -154,7 +161,8 @@ def _is_contradicted(gold: Expression, answer: Expression) -> bool:
 
     # at several points, because different expressions can have the same value at one
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    for shift in range(len(_POINTS) if symbols else 1):
+    num_points = len(_POINTS) if symbols else 1
+    for shift in range(num_points):
         points = {}
         for number, symbol in enumerate(symbols, shift):
             points[symbol] = _POINTS[number % len(_POINTS)]
@@ -168,15 +176,17 @@ def _is_missing(element: sympy.Expr, elements: sympy.FiniteSet) -> bool:
     return all(_is_contradicted(element, other) for other in elements)
 
 
-def _differ(one: sympy.Expr, other: sympy.Expr) -> bool:
+def _differ(first: sympy.Expr, second: sympy.Expr) -> bool:
     """Returns True if the values of two constants differ relatively."""
-    one_value = complex_value(one)
-    other_value = complex_value(other)
-    if one_value is None or other_value is None:
+    first_value = complex_value(first)
+    second_value = complex_value(second)
+    # without values, math-verify's verdict stays
+    if first_value is None or second_value is None:
         return False
-    difference = sympy.Abs(one_value - other_value).evalf(_PRECISION)
-    size = sympy.Max(sympy.Abs(one_value).evalf(_PRECISION), sympy.Abs(other_value).evalf(_PRECISION))
-    return bool(difference > _EQUAL * size)
+    difference = sympy.Abs(first_value - second_value).evalf(_PRECISION)
+    first_size = sympy.Abs(first_value).evalf(_PRECISION)
+    second_size = sympy.Abs(second_value).evalf(_PRECISION)
+    return bool(difference > _EQUAL * sympy.Max(first_size, second_size))
 
 
 def complex_value(constant: sympy.Expr) -> sympy.Expr | None:
@@ -197,7 +207,8 @@ def _are_relations_solved(answer: Expression, gold: Expression) -> bool:
     if not all(map(_is_solved, gold_relations)):
         return True
 
-    may_define_name = not gold_relations and bool(getattr(gold, "free_symbols", None))  # f(x) = 2x is right for 2x
+    # f(x) = 2x is right for 2x
+    may_define_name = not gold_relations and bool(getattr(gold, "free_symbols", None))
     for relation in _relations(answer):
         is_definition = may_define_name and _is_defined_name(relation.lhs)
         if not _is_solved(relation) and not is_definition:
@@ -250,7 +261,9 @@ def _measure(node: Expression | str) -> tuple[float, float]:
         bits = [part_bits for part_bits, _ in measures]
         terms = [part_terms for _, part_terms in measures]
 
-    most_bits, most_terms = max(bits), max(terms)
+    most_bits = max(bits)
+    most_terms = max(terms)
+    # the exponent of a power, the argument of a factorial, or the limits of a sum
     value = _largest_value(parts[-1], bits[-1]) if parts else 2.0
     match node:
         case sympy.Add():
@@ -264,8 +277,10 @@ def _measure(node: Expression | str) -> tuple[float, float]:
             # the multinomial theorem: number of terms of a sum raised to a power
             further_terms = int(terms[0] - 1)
             return bits[0] * value, math.comb(int(value) + further_terms, further_terms)
-        case sympy.Sum() | sympy.Product():  # the last part has the limits
-            return bits[0] * value if value < MOST_TERMS else math.inf, most_terms
+        case sympy.Sum() | sympy.Product():
+            if value >= MOST_TERMS:
+                return math.inf, most_terms
+            return bits[0] * value, most_terms
         case sympy.factorial() | sympy.exp():
             return (bits[-1] + 2) * value, most_terms
         case sympy.Interval():
@@ -274,11 +289,21 @@ def _measure(node: Expression | str) -> tuple[float, float]:
 
 
 def _largest_value(part: sympy.Basic, bits: float) -> float:
-    """Returns a bound of an exponent, an argument or the limit of a sum. bits: its binary digits."""
-    if isinstance(part, sympy.Float):  # 1.5 has 53 digits and is small; at most 2, so that the bound of 0.5 is one
+    """Returns an upper bound of an exponent, an argument or the limit of a sum.
+
+    Args:
+        part: the expression.
+        bits: bound of its binary digits.
+    """
+    # The digits of a decimal say nothing about its size: 1.5 has 53. At least 2, because a power with an exponent
+    # below one can have more digits than `bits` times that exponent.
+    if isinstance(part, sympy.Float):
         return max(2.0, abs(float(part)))
     return 2.0**bits if bits < 64 else math.inf
 
 
 def _parts(node: Expression | str) -> tuple[sympy.Basic, ...]:
-    return tuple(node.flat()) if isinstance(node, sympy.MatrixBase) else getattr(node, "args", ())
+    """Returns the operands of an expression or the entries of a matrix; empty for a text."""
+    if isinstance(node, sympy.MatrixBase):
+        return tuple(node.flat())
+    return getattr(node, "args", ())

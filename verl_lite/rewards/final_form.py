@@ -15,12 +15,14 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from verl_lite.rewards.answer_in_text import answer_in_text
-from verl_lite.rewards.answer_syntax import Answer, Node, parse_answer, render
+from verl_lite.rewards.answer_syntax import Answer, parse_answer
 from verl_lite.rewards.answer_tokens import UnknownSyntax, clean
+from verl_lite.rewards.answer_tree import Node, render
 from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, Expression, are_equal, is_too_large
 from verl_lite.rewards.open_operations import is_final, names_of, symbols_of
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+# it warns that its own time limit is off
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|textrm|mbox)\b|[{}$~.\s*]")
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
@@ -46,6 +48,7 @@ _POWERS_OF_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
 _MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _WORDS = re.compile(r"(?=.*[a-z]{3})[a-z][a-z,'-]*")
+_AS_WRITTEN = LatexExtractionConfig(boxed_match_priority=0)
 _AS_RENDERED = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False),
@@ -53,6 +56,7 @@ _AS_RENDERED = LatexExtractionConfig(
 """math-verify reads what `render` writes as it is; by default it drops letters at the end as units."""
 
 
+# all samples of a prompt have the same reference
 @functools.lru_cache(maxsize=4096)
 def read_reference(ground_truth: str) -> list[Expression | str]:
     """Returns the reference as math-verify parses it: the expression, if it can be parsed, and its text.
@@ -82,7 +86,8 @@ def compare(ground_truth: str, text: str, is_boxed: bool, strict: bool) -> tuple
         return _compare_strictly(ground_truth, answer)
 
     gold = read_reference(ground_truth)
-    parsed = parse(_boxed(text) if is_boxed else text, parsing_timeout=None)
+    searched_text = _boxed(text) if is_boxed else text
+    parsed = parse(searched_text, parsing_timeout=None)
     pred = str(parsed[-1]) if parsed else ""
     if not parsed or is_too_large(parsed[0]):
         return False, pred
@@ -100,7 +105,8 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     """Returns True if the answer `text` is in its final form and equals the reference, and the parsed answer."""
     words = _words(text)
     expected_words = _words(ground_truth)
-    if words and expected_words:  # as mathematics, words would be products of letters
+    # first, because as mathematics words would be products of letters
+    if words and expected_words:
         return words == expected_words, text
 
     # what the reference itself writes is right, also if this package cannot read it
@@ -120,6 +126,7 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
             return False, pred
         return are_equal(_gold_expression(ground_truth), _parse_rendered(answer)), pred
 
+    # the reference is an interval or a union of some: an answer may write it as inequalities
     if reference.node.kind in ("brackets", "operation"):
         answer = Answer(_as_intervals(answer.node), answer.unit)
     pred = answer.latex()
@@ -144,14 +151,7 @@ def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> 
     """
     if reference is not None or not set(_COMMAND.findall(text)) <= set(_COMMAND.findall(ground_truth)):
         return False
-    parsed = parse(
-        _boxed(clean(text)),
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=None,
-    )
-    return bool(parsed) and are_equal(_gold_expression(ground_truth), parsed[0])
+    return are_equal(_gold_expression(ground_truth), _parse_latex(clean(text), _AS_WRITTEN))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,10 +169,15 @@ def _reference_answer(ground_truth: str) -> Answer | None:
 
 
 def _parse_rendered(answer: Answer) -> Expression | None:
-    """Returns the expression as math-verify parses it, None if it cannot."""
+    """Returns an answer of this package as math-verify parses it, None if it cannot."""
+    return _parse_latex(answer.latex(), _AS_RENDERED)
+
+
+def _parse_latex(latex: str, config: LatexExtractionConfig) -> Expression | None:
+    """Returns the expression that math-verify parses from the whole text, None if it cannot."""
     parsed = parse(
-        _boxed(answer.latex()),
-        extraction_config=[_AS_RENDERED],
+        _boxed(latex),
+        extraction_config=[config],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
         parsing_timeout=None,
@@ -187,7 +192,9 @@ def _words(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _TEXT.sub(r"\1", clean(text)))
+    """Returns an answer without spaces, except for those between two digits: 1 2 is not 12."""
+    plain = _TEXT.sub(r"\1", clean(text))
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", plain)
 
 
 def _are_different_units(unit: str, other: str) -> bool:
@@ -199,12 +206,14 @@ def _are_different_units(unit: str, other: str) -> bool:
 
 def _unit_factors(unit: str) -> Counter[str]:
     """Returns the exponent of each unit in a product or quotient of units; nothing if a unit is not known."""
+    # "square cm" becomes cm^2, and "mph" mi/h
     text = _POWER_WORD.sub(lambda match: f"{match['unit']}^{_POWERS_OF_WORDS[match['power']]}", unit.rstrip("."))
     text = _SPEEDS.get(text, text).replace("per", "/")
     exponents: Counter[str] = Counter()
     sign = 1
     for part in re.split(r"(/|\\cdot)", text):
-        if part == "/":  # all units after the first slash are below the line
+        # all units after the first slash are below the line
+        if part == "/":
             sign = -1
             continue
         if part == "\\cdot":

@@ -43,7 +43,7 @@ def limited_client() -> Any:
 
 
 async def _limit_body(response: Any) -> None:
-    """Limits the body of a response before it is read. A compressed body, which was not requested, stays compressed:
-    a few bytes of it can become gigabytes."""
+    """Limits the body of a response before it is read."""
+    # a compressed body, which was not requested, stays compressed: a few bytes of it can become gigabytes
     response.stream = LimitedBody(response.stream, MOST_REPLY_BYTES)
     response.headers.pop("content-encoding", None)

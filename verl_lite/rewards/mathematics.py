@@ -5,7 +5,6 @@ independently of the calling thread. The next comparison starts a new process.
 """
 
 import functools
-import itertools
 import json
 import os
 import resource
@@ -26,30 +25,54 @@ _ONE_AT_A_TIME = threading.Lock()
 def compare(ground_truth: str, answer: str, is_boxed: bool, strict: bool) -> tuple[bool, str]:
     r"""Returns True if the answer equals the reference, and the answer as math-verify parsed it.
 
-    is_boxed: True if `answer` is the content of a \boxed{}; else math-verify searches the text for the answer. strict:
-    see `rules.math_verify`. An answer that exceeds a limit is wrong. Raises ValueError if the reference is not an
-    expression or exceeds a limit, and RuntimeError if the comparison fails.
+    An answer that exceeds a limit is wrong.
+
+    Args:
+        ground_truth: the reference.
+        answer: the answer, or a text that contains it.
+        is_boxed: True if `answer` is the content of a \boxed{}; else math-verify searches the text for the answer.
+        strict: see `rules.math_verify`.
+
+    Raises:
+        ValueError: if the reference is not an expression or exceeds a limit.
+        RuntimeError: if the comparison fails.
     """
-    shown = f"ground_truth={ground_truth[:MOST_CHARACTERS]!r}"
+    reference = f"ground_truth={ground_truth[:MOST_CHARACTERS]!r}"
     wrong = (False, answer[:MOST_CHARACTERS])
-    problem = result = ""
-    if not _is_too_long(ground_truth):
-        if _is_too_long(answer):
-            return wrong
-        with _ONE_AT_A_TIME:
-            problem, result = _reply(json.dumps([ground_truth, answer, is_boxed, strict]))
+    too_large = f"{reference} exceeds a limit of the comparison: {_LIMITS}"
+    if _is_too_long(ground_truth):
+        raise ValueError(too_large)
+    if _is_too_long(answer):
+        return wrong
+
+    with _ONE_AT_A_TIME:
+        problem, result = _reply(json.dumps([ground_truth, answer, is_boxed, strict]))
+    # the process writes `problem` before it reads the answer, so an empty line is the fault of the reference
+    if not problem:
+        raise ValueError(too_large)
     if problem != "null\n":
-        reason = json.loads(problem) if problem else f"exceeds a limit of the comparison: {_LIMITS}"
-        raise ValueError(f"{shown} {reason}")
-    right, pred, fault = json.loads(result) if result else (*wrong, "")
+        raise ValueError(f"{reference} {json.loads(problem)}")
+    if not result:
+        return wrong
+    is_right, pred, fault = json.loads(result)
     if fault:
-        raise RuntimeError(f"The comparison of {answer!r} with {shown} failed:\n{fault}")
-    return right, pred
+        raise RuntimeError(f"The comparison of {answer!r} with {reference} failed:\n{fault}")
+    return is_right, pred
 
 
 def _is_too_long(text: str) -> bool:
-    steps = (1 if x in "([{" else -1 for x in text[:MOST_CHARACTERS] if x in "()[]{}")
-    return len(text) > MOST_CHARACTERS or max(itertools.accumulate(steps), default=0) > MOST_NESTED
+    """Returns True for more than MOST_CHARACTERS, or more than MOST_NESTED brackets inside each other."""
+    if len(text) > MOST_CHARACTERS:
+        return True
+    depth = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            if depth > MOST_NESTED:
+                return True
+        elif character in ")]}":
+            depth -= 1
+    return False
 
 
 def _reply(request: str) -> list[str]:
@@ -60,15 +83,18 @@ def _reply(request: str) -> list[str]:
         print(request, file=process.stdin, flush=True)
         lines = [process.stdout.readline() for _ in lines]  # type: ignore[union-attr]
     except BrokenPipeError:
-        pass  # the process died between two requests
+        # the process died between two requests
+        pass
     finally:
-        if not lines[-1]:  # the process died, or this thread was interrupted
+        # the process died, or this thread was interrupted
+        if not lines[-1]:
             process.kill()
             process.communicate()
             _process.cache_clear()
     return lines
 
 
+# by process id, so that a fork of this process starts its own and does not share the pipes
 @functools.cache
 def _process(pid: int) -> subprocess.Popen[str]:
     """Starts the comparison process of the process `pid`. It exits when its stdin is closed."""
@@ -83,26 +109,32 @@ def serve() -> None:
     The first is the error in the reference, or null; the second is [is right, parsed answer, traceback or ""].
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # keeps prints of libraries out of the replies
+    # keeps prints of libraries out of the replies
+    os.dup2(2, 1)
     from verl_lite.rewards import final_form  # sympy is slow to import
 
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     for line in sys.stdin:
         ground_truth, answer, is_boxed, strict = json.loads(line)
-        problem, result = None, (False, answer, "")
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal has no handler, so it kills the process
+        problem = None
+        result = (False, answer, "")
+        # its signal has no handler, so it kills the process
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             final_form.read_reference(ground_truth)
         except ValueError as error:
             problem = str(error)
+        # written before the comparison: if that kills the process, the caller knows that the answer was the cause
         print(json.dumps(problem), file=replies, flush=True)
+
         try:
             if problem is None:
                 result = (*final_form.compare(ground_truth, answer, is_boxed, strict), "")
         except (RecursionError, MemoryError):
             pass  # the answer exceeds a limit
-        except Exception:  # the caller raises any exception as an error of the grader
+        except Exception:
+            # the caller raises any exception as an error of the grader
             result = (False, answer, traceback.format_exc())
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(result), file=replies, flush=True)

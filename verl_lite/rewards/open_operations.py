@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from sympy import integer_nthroot
 
-from verl_lite.rewards.answer_syntax import Node, is_integer, render
+from verl_lite.rewards.answer_tree import Node, is_integer, render
 
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
 _COLLECTIONS = ("matrix", "brackets", "set")
@@ -79,7 +79,8 @@ def _is_name(node: Node) -> bool:
 
 def open_operations(node: Node) -> set[str]:
     """Returns the names of the operations that an expression leaves to be computed."""
-    is_value_of_function = node.kind == "relation" and node.parts[0].kind == "call"  # f(3) = 7
+    # f(3) = 7
+    is_value_of_function = node.kind == "relation" and node.parts[0].kind == "call"
     parts = node.parts[1:] if is_value_of_function else node.parts
     names: set[str] = set()
     for part in parts:
@@ -175,8 +176,13 @@ def _contains_sum(term: Node) -> bool:
 def _term_key(term: Node) -> str:
     """Returns a text that is the same for terms that can be added: those that differ in a number only."""
     above, below = _factors(term)
-    keys = [_radical_key(factor) for factor in above if not _is_numeral(factor)]
-    keys += [f"/{_radical_key(factor)}" for factor in below if not _is_numeral(factor)]
+    keys = []
+    for factor in above:
+        if not _is_numeral(factor):
+            keys.append(_radical_key(factor))
+    for factor in below:
+        if not _is_numeral(factor):
+            keys.append(f"/{_radical_key(factor)}")
     return " ".join(sorted(keys))
 
 
@@ -258,8 +264,10 @@ def _has_cancelling_factors(above: list[Node], below: list[Node]) -> bool:
     keys_below = {_base_key(factor) for factor in below}
     if keys_above & keys_below:
         return True
-    radicals = [factor for factor in above if factor.kind == "root"]
-    return any(_divide_radicands(radical, divisor) for radical in radicals for divisor in below)
+    for factor in above:
+        if any(_divide_radicands(factor, divisor) for divisor in below):
+            return True
+    return False
 
 
 def _factors(node: Node) -> tuple[list[Node], list[Node]]:
@@ -350,8 +358,10 @@ def _is_scientific(node: Node) -> bool:
     if node.kind != "product" or len(node.parts) != 2:
         return False
     number, power = node.parts
+    if number.kind != "number" or power.kind != "power":
+        return False
     is_power_of_ten = is_integer(number) and number.text.rstrip("0") == "1" and number.text != "1"
-    return number.kind == "number" and not is_power_of_ten and power.kind == "power" and _is_numeral(power)
+    return not is_power_of_ten and _is_numeral(power)
 
 
 def _is_fraction(node: Node) -> bool:
@@ -367,8 +377,9 @@ def _rational(node: Node) -> Fraction | None:
         return None if value is None else -value
     if node.kind == "number":
         return Fraction(node.text)
-    if node.kind == "quotient" and all(map(is_integer, node.parts)) and int(node.parts[1].text):
-        return Fraction(int(node.parts[0].text), int(node.parts[1].text))
+    if node.kind == "quotient" and all(map(is_integer, node.parts)):
+        above, below = (int(part.text) for part in node.parts)
+        return Fraction(above, below) if below else None
     return None
 
 

@@ -68,7 +68,8 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
     text = _ascii(reply.rpartition("</think>")[2]).rstrip()
     is_quotable = bool(_labelled(_ascii(answer), with_inline=True))
 
-    candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)  # texts that begin with a rating
+    # each candidate is a text that begins with a rating
+    candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)
     if not candidates:
         raise ValueError("there is no rating")
     if is_quotable:
@@ -117,8 +118,9 @@ def _ascii(text: str) -> str:
     """Replaces the decimal digits and the punctuation of other scripts by those of ASCII."""
     characters = []
     for character in text.translate(_PUNCTUATION):
-        is_foreign_digit = not character.isascii() and character.isdecimal()
-        characters.append(str(unicodedata.decimal(character)) if is_foreign_digit else character)
+        if character.isdecimal():
+            character = str(unicodedata.decimal(character))
+        characters.append(character)
     return "".join(characters)
 
 
@@ -132,15 +134,25 @@ def _json_rating(text: str) -> list[str]:
         entries = json.loads(body, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):
         return []
-    return [value if isinstance(value, str) else "" for name, value in entries.items() if name.lower() == "score"]
+    ratings = []
+    for name, value in entries.items():
+        if name.lower() == "score":
+            # an empty text cannot be read as a rating, so true, null and objects are refused
+            ratings.append(value if isinstance(value, str) else "")
+    return ratings
 
 
 def _labelled(text: str, with_inline: bool) -> list[str]:
-    """Returns the texts after the labels of ratings.
+    """Returns the texts after the labels of ratings, in the order of the text.
 
-    with_inline: True to accept labels inside lines as well, if there are no others.
+    Args:
+        text: the text.
+        with_inline: True to accept labels inside lines as well, if there are no others.
     """
-    ends = {match.end() for pattern in (_LINE_LABEL, _KEY_LABEL) for match in pattern.finditer(text)}
+    # a set, because a key at the beginning of a line matches both patterns
+    ends = set()
+    for pattern in (_LINE_LABEL, _KEY_LABEL):
+        ends |= {match.end() for match in pattern.finditer(text)}
     if not ends and with_inline:
         ends = {match.end() for match in _INLINE_LABEL.finditer(text)}
     return [text[end : end + _MOST_READ] for end in sorted(ends)]
@@ -184,7 +196,8 @@ def _value(number: str) -> Fraction:
     digits = re.sub(r"[\s+-]", "", number)
     if re.fullmatch(rf"\d{{1,3}}([{_GROUP_MARKS}]\d{{3}})+(\.\d+)?", digits) and not digits.startswith("0"):
         digits = re.sub(f"[{_GROUP_MARKS}]", "", digits)
-    elif "," in digits:  # a comma as decimal point, and points between groups
+    elif "," in digits:
+        # a comma as decimal point, and points between groups
         digits = digits.replace(".", "").replace(",", ".")
     if len(digits) > _MOST_DIGITS:
         raise ValueError("its rating has too many digits")

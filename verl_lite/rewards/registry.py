@@ -41,7 +41,8 @@ def find_reward(data_source: str) -> RewardFunction:
     """Returns the function that scores `data_source`. Raises UserError, with the registered names, if none does."""
     if data_source in REWARDS:
         return REWARDS[data_source]
-    if matching := [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]:
+    matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
+    if matching:
         return REWARDS[max(matching, key=len)]
     raise UserError(
         f"No reward function for data_source={data_source!r}{did_you_mean(data_source, REWARDS)}. "
@@ -61,8 +62,8 @@ def find_named_reward(name: str) -> RewardFunction:
     try:
         return find_reward(name)
     except UserError:
-        known = sorted({full.removeprefix(NAMED) for full in REWARDS})
-        raise UserError(f"no reward has this name{did_you_mean(name, known)}. Known: {', '.join(known)}") from None
+        names = sorted({registered.removeprefix(NAMED) for registered in REWARDS})
+        raise UserError(f"no reward has this name{did_you_mean(name, names)}. Known: {', '.join(names)}") from None
 
 
 def default_compute_score(
@@ -77,10 +78,13 @@ def default_compute_score(
     """Scores one response with the function registered for its data_source.
 
     Args:
+        data_source: name of the row's dataset or task.
         solution_str: decoded response, without the prompt.
         ground_truth: `reward_model["ground_truth"]` of the row.
+        extra_info: further data of the row.
         prompt: chat messages, passed to functions that have this parameter.
         images: PIL images of the prompt, passed to functions that have this parameter.
+        reward_kwargs: the user's further arguments.
 
     Returns:
         The function's result: a number, a bool, a dict with "score", or an awaitable of one of these.
@@ -89,10 +93,17 @@ def default_compute_score(
         UserError: no function is registered for the data_source.
     """
     function = find_reward(data_source)
-    optional = {"prompt": prompt, "images": images}
-    reward_kwargs = {name: value for name, value in optional.items() if takes(function, name)} | reward_kwargs
-    sample = {"data_source": data_source, "solution_str": solution_str, "ground_truth": ground_truth}
-    return function(**sample, extra_info=extra_info, **reward_kwargs)
+    arguments = {
+        "data_source": data_source,
+        "solution_str": solution_str,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
+    if takes(function, "prompt"):
+        arguments["prompt"] = prompt
+    if takes(function, "images"):
+        arguments["images"] = images
+    return function(**arguments, **reward_kwargs)
 
 
 def reward_modules() -> list[str]:

@@ -27,13 +27,16 @@ def last_boxed(text: str) -> str | None:
     r"""Returns the content of the last complete `\boxed{...}` in a text, with matched braces; None if there is none."""
     last_start = -1
     last_end = -1
-    open_at: list[int] = []  # for each open brace the start of its content, or -1 without a preceding \boxed
+    # for each open brace the start of its content, or -1 without a preceding \boxed
+    open_at: list[int] = []
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
-            is_box = text.endswith(_BOX, 0, brace.end())
-            open_at.append(brace.end() if is_box else -1)
+            start = brace.end()
+            is_box = text.endswith(_BOX, 0, start)
+            open_at.append(start if is_box else -1)
         elif open_at:
             start = open_at.pop()
+            # the box that begins last: inside another box, the inner one
             if start > last_start:
                 last_start = start
                 last_end = brace.start()
@@ -76,7 +79,8 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_
     """
     answers = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
     truth = str(ground_truth).replace(",", "")
-    if not answers or not truth:  # an empty ground truth must not equal "#### ,"
+    # an empty ground truth must not equal "#### ,"
+    if not answers or not truth:
         return 0.0
     return float(answers[-1].replace(",", "") == truth)
 
@@ -98,7 +102,8 @@ _LATEX = (
     "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
 _REWRITTEN = (
-    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),  # keeps only the $mathematics$ in a text
+    # keeps only the $mathematics$ in a text
+    (r"[^\n]*?\$([^\n]*?)\$[^\n]*", r"$\1$"),
     (r"\\text\{(.*?)\}", r"\1"),
     (r"\\textbf\{(.*?)\}", r"\1"),
     (r"\\overline\{(.*?)\}", r"\1"),
@@ -144,7 +149,8 @@ def math_dapo(
         pred = normalize_answer(answer)
         truth = normalize_answer(str(ground_truth))
         is_right = bool(truth) and pred == truth
-    return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": pred}
+    score = 1.0 if is_right else -1.0
+    return {"score": score, "acc": float(is_right), "pred": pred}
 
 
 def normalize_answer(answer: str) -> str:
@@ -211,10 +217,17 @@ _SEARCH_R1 = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".spli
 def exact_answer(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> Report:
     """Compares the last <answer> with each correct answer, ignoring case, punctuation, articles and repeated spaces.
 
-    ground_truth: a text, a list of texts, or a dict with these under "target"; others raise ValueError.
+    Args:
+        data_source, extra_info: not read.
+        solution_str: the response.
+        ground_truth: a text, a list of texts, or a dict with these under "target".
 
-    Returns score: 1.0 if the answer is correct, 0.25 if it is correct in a response with more than 10 opening or
-    closing tags, else 0.0; acc, 1.0 or 0.0; pred, the answer.
+    Returns:
+        score: 1.0 if the answer is correct, 0.25 if it is correct in a response with more than 10 opening or closing
+        tags, else 0.0; acc, 1.0 or 0.0; pred, the answer.
+
+    Raises:
+        ValueError: if the ground truth has another form.
     """
     targets = _targets(ground_truth)
     answer = last_tagged(solution_str, "answer")
@@ -267,19 +280,27 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTru
     the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The correct answer is (B).`,
     but not `Answer: A or B`). If the response has an <answer>...</answer>, only its content is read.
 
-    ground_truth: the letter (`B`, `(b)`), or the position of the right choice counted from 0 (1, "1"). extra_info: its
-    list "choices" sets the number of letters; without the list the letters are A to J.
+    Args:
+        data_source: not read.
+        solution_str: the response.
+        ground_truth: the letter (`B`, `(b)`), or the position of the right choice counted from 0 (1, "1").
+        extra_info: its list "choices" sets the number of letters; without the list the letters are A to J.
 
-    Returns score and acc, 1.0 or 0.0; pred, the letter, "" if there is none. Raises ValueError if the ground truth is
-    not one of the letters.
+    Returns:
+        score and acc, 1.0 or 0.0; pred, the letter, "" if there is none.
+
+    Raises:
+        ValueError: if the ground truth is not one of the letters.
     """
     choices = (extra_info or {}).get("choices")
     letters = LETTERS[: len(choices)] if isinstance(choices, list | tuple) else LETTERS
     truth = _right_letter(ground_truth, letters)
+
     tagged = last_tagged(solution_str, "answer")
     text = solution_str if tagged is None else f"answer: {tagged.strip()}"
     pred = _chosen_letter(text)
-    return {"score": float(pred == truth), "acc": float(pred == truth), "pred": pred}
+    score = float(pred == truth)
+    return {"score": score, "acc": score, "pred": pred}
 
 
 def _right_letter(ground_truth: GroundTruth, letters: str) -> str:
@@ -320,10 +341,17 @@ def format(
     The form: each tag encloses exactly one section, in order, none of them nested or empty, with only white space
     outside the sections.
 
-    tags: names of the sections, in order; ValueError if a tag is not a name, or occurs twice. opened: True if the
-    prompt ends with the first opening tag, so the response begins inside the first section.
+    Args:
+        data_source, ground_truth, extra_info: not read.
+        solution_str: the response.
+        tags: names of the sections, in order.
+        opened: True if the prompt ends with the first opening tag, so the response begins inside the first section.
+
+    Raises:
+        ValueError: if a tag is not a name, or occurs twice.
     """
-    if not tags or not all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags) or len(set(tags)) < len(tags):
+    are_names = all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags)
+    if not tags or not are_names or len(set(tags)) < len(tags):
         raise ValueError(f"tags={list(tags)}: expected different names, such as [think, answer]")
     text = f"<{tags[0]}>{solution_str}" if opened else solution_str
     outside = []  # the text around the sections
@@ -355,12 +383,21 @@ def regex(
 ) -> Report:
     """Searches the response, without white space at its ends, for the last match of a regular expression.
 
-    pattern: expression, which may begin with flags such as (?is); `\\A...\\Z` matches the whole response. None = the
-    row's ground truth is the expression. group: number or name of a group of the pattern. The score is then 1.0 if the
-    group's text equals the ground truth, both stripped; without `group`, it is 1.0 if the expression matches.
+    Args:
+        data_source, extra_info: not read.
+        solution_str: the response.
+        ground_truth: without `pattern` the expression; with `group` the expected text; else not read.
+        pattern: expression, which may begin with flags such as (?is); `\\A...\\Z` matches the whole response.
+        group: number or name of a group of the pattern. The score is then 1.0 if the group's text equals the ground
+            truth, both stripped. Without `group`, it is 1.0 if the expression matches.
 
-    Returns score, 1.0 or 0.0; pred, the last match or its group, "" without a match; with `group` also acc. Raises
-    ValueError for a group without a pattern, IndexError for an unknown group, re.error for an invalid pattern.
+    Returns:
+        score, 1.0 or 0.0; pred, the last match or its group, "" without a match; with `group` also acc.
+
+    Raises:
+        ValueError: for a group without a pattern.
+        IndexError: for an unknown group.
+        re.error: for an invalid pattern.
     """
     if pattern is None and group is not None:
         raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
@@ -369,14 +406,16 @@ def regex(
     for match in compiled.finditer(solution_str.strip()):
         last_match = match
     if group is None:
-        return {"score": float(last_match is not None), "pred": "" if last_match is None else last_match[0]}
+        pred = "" if last_match is None else last_match[0]
+        return {"score": float(last_match is not None), "pred": pred}
 
     is_number_of_group = isinstance(group, int) and 0 <= group <= compiled.groups
     if group not in compiled.groupindex and not is_number_of_group:
         raise IndexError(f"group={group!r}: the pattern has {compiled.groups} groups {sorted(compiled.groupindex)}")
     if last_match is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
-    pred = (last_match[group] or "").strip()  # None if the group did not take part in the match
+    # None if the group did not take part in the match
+    pred = (last_match[group] or "").strip()
     is_right = pred == str(ground_truth).strip()
     return {"score": float(is_right), "acc": float(is_right), "pred": pred}
 
@@ -385,10 +424,15 @@ def regex(
 def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> float:
     """Returns the score of reasoning-gym's scorer for the task, from 0 to 1.
 
-    A row of the dataset `chain_sum` has data_source "reasoning_gym/chain_sum".
+    Args:
+        data_source: "reasoning_gym/" and the name of the task, such as "reasoning_gym/chain_sum".
+        solution_str: the response.
+        ground_truth: not read.
+        extra_info: "entry" is the JSON text of the generated entry. If "full_marks_only" is true, scores below 1, which
+            some tasks give, become 0.
 
-    extra_info: "entry" is the JSON text of the generated entry. If "full_marks_only" is true, scores below 1, which
-    some tasks give, become 0. Raises ValueError if the task is unknown or the entry is missing.
+    Raises:
+        ValueError: if the task is unknown or the entry is missing.
     """
     info = extra_info or {}
     entry = info.get("entry")
@@ -408,7 +452,8 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth
 @functools.cache
 def _gym_scorer(task: str) -> Callable[..., float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
+        # raised by a dependency when it is first compiled
+        warnings.simplefilter("ignore", SyntaxWarning)
         from reasoning_gym import get_score_answer_fn
     scorer: Callable[..., float] = get_score_answer_fn(task)
     return scorer

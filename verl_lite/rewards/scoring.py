@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
-from verl_lite.json_types import ChatMessage, ExtraInfo, GroundTruth, JsonMapping, JsonValue, KeywordArguments
+from verl_lite.json_types import ChatMessage, JsonMapping, JsonValue, KeywordArguments
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
 from verl_lite.rewards.judge import Endpoint
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
+from verl_lite.rewards.results import RewardItem, RewardResult, number_of, read_score
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPTION = "reward.functions"
-READ_BY_REWARDS = ("data_source", "reward_model", "extra_info", "raw_prompt")
-"""Columns of a batch that `RewardItem.of_row` reads."""
-_EXTRA_CHARACTERS = 10_000
-_ERROR_CHARACTERS = 20_000
-_FLOAT32_MAX = 3.4028234663852886e38
 _TAKEN = (
     "score",
     "model",
@@ -52,129 +48,6 @@ _FROM_THE_SAMPLE = ("data_source", "solution_str", "extra_info", "prompt", "imag
 """Parameters that a message does not suggest for kwargs. A constant ground truth can be useful."""
 
 
-@dataclass(frozen=True)
-class RewardItem:
-    """A response to be scored.
-
-    key: identifier that is unique among the pending samples.
-    data_source: name of the row's dataset or task.
-    solution_str: decoded response, without the prompt.
-    ground_truth: `reward_model["ground_truth"]` of the row.
-    extra_info: further data of the row.
-    prompt: chat messages of the prompt.
-    images: encoded files of the prompt's images.
-    """
-
-    key: Hashable
-    data_source: str
-    solution_str: str
-    ground_truth: GroundTruth
-    extra_info: ExtraInfo | None = None
-    prompt: list[ChatMessage] | None = None
-    images: tuple[bytes, ...] = ()
-
-    @classmethod
-    def of_row(cls, key: Hashable, row: JsonMapping, answer: str, images: Sequence[bytes] = ()) -> RewardItem:
-        """Returns the item of an answer to a row of the data.
-
-        Args:
-            key: See `RewardItem`.
-            row: data_source, reward_model with ground_truth, and optionally extra_info and the chat messages, which a
-                batch calls raw_prompt and a dataset prompt.
-            answer: The decoded response; empty if it does not exist yet.
-            images: Encoded files of the prompt's images.
-        """
-        return cls(
-            key=key,
-            data_source=row["data_source"],
-            solution_str=answer,
-            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
-            extra_info=row.get("extra_info"),
-            prompt=row.get("raw_prompt", row.get("prompt")),
-            images=tuple(images),
-        )
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The score of a response, or the failure to compute a score.
-
-    score: NaN after a failure. extra: other numbers and strings that the function returned. error: reason of the
-    failure, with the traceback. timed_out: True if the call exceeded reward.timeout_s.
-    """
-
-    score: float
-    extra: dict[str, float | str] = field(default_factory=dict)
-    failed: bool = False
-    error: str | None = None
-    timed_out: bool = False
-
-    @classmethod
-    def scored(cls, giver: str, score: float, extra: dict[str, float | str] | None = None) -> RewardResult:
-        """Returns a result with this score, or a failure if the score is invalid. giver: its source, for the error."""
-        if is_score(score):
-            return cls(score, extra or {})
-        return cls.failure(f"{giver} gave {score:g}; expected {SCORE}")
-
-    @classmethod
-    def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
-        """Returns a result without a score. The middle of a very long error is omitted."""
-        excess = len(error) - _ERROR_CHARACTERS
-        if excess > 0:
-            half = _ERROR_CHARACTERS // 2
-            error = f"{error[:half]}\n[{excess} characters omitted]\n{error[-half:]}"
-        return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
-
-
-SCORE = "a finite number in the range of float32"
-
-
-def is_score(number: float) -> bool:
-    """Returns True if float32, the dtype of scores, can hold the number: not NaN, magnitude at most 3.4e38."""
-    return abs(number) <= _FLOAT32_MAX
-
-
-def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
-    """Reads the score and the extra entries from the result of a reward function.
-
-    Args:
-        returned: a number in the range of float32, a bool, or a dict with one of these under "score". Other entries of
-            the dict are kept if they are such numbers, bools or strings, which are cut to 10,000 characters.
-
-    Raises:
-        ValueError: if the result has another form.
-    """
-    entries = returned if isinstance(returned, dict) else {"score": returned}
-    if "score" not in entries:
-        raise ValueError(f"The reward function returned a dict without 'score': {returned!r:.200}")
-    score = _number(entries["score"])
-    if not is_score(score):
-        description = f"{entries['score']!r:.200} ({type(entries['score']).__name__})"
-        if isinstance(returned, dict):
-            description = f"a dict whose 'score' is {description}"
-        raise ValueError(f"The reward function returned {description}; expected {SCORE}")
-
-    extra: dict[str, float | str] = {}
-    for key, value in entries.items():
-        if isinstance(value, str):
-            extra[str(key)] = value[:_EXTRA_CHARACTERS]
-            continue
-        number = _number(value)
-        if key != "score" and is_score(number):
-            extra[str(key)] = number
-    return score, extra
-
-
-def _number(value: Any) -> float:
-    """Converts a number of Python, numpy or torch, without importing them; returns NaN for other values."""
-    if isinstance(value, str | bytes | bytearray):  # float("3") would accept text
-        return math.nan
-    try:  # also numbers of numpy and torch, which have no type in common
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
 # --------------------------------------------------------------------------------------------------------- the parts
 
 
@@ -184,13 +57,14 @@ class RewardPart:
 
     Without `reward` and `path`, the row's data_source selects the function.
 
-    label: name of the part in columns and metrics; "" for a single reward.
-    reward: name of a registered reward.
-    path, name, style: the user's function, as in reward.custom_reward_function.
-    weight: factor of the part's score in the sum.
-    kwargs: further arguments of each call.
-    outcome: True for the one part whose `acc` and `pred` become those of the sample.
-    function: the loaded function.
+    Attributes:
+        label: name of the part in columns and metrics; "" for a single reward.
+        reward: name of a registered reward.
+        path, name, style: the user's function, as in reward.custom_reward_function.
+        weight: factor of the part's score in the sum.
+        kwargs: further arguments of each call.
+        outcome: True for the one part whose `acc` and `pred` become those of the sample.
+        function: the loaded function.
     """
 
     label: str = ""
@@ -224,6 +98,7 @@ class RewardPart:
             arguments["prompt"] = item.prompt
         if takes(self.function, "images"):
             arguments["images"] = _open_images(item)
+        # the user's arguments last, so that they can replace those of the sample
         return self.function(**{**arguments, **self.kwargs})
 
     async def score_async(self, item: RewardItem) -> RewardResult:
@@ -233,7 +108,8 @@ class RewardPart:
             if inspect.isawaitable(returned):
                 returned = await returned
             return RewardResult(*read_score(returned))
-        except Exception as error:  # untrusted code: any exception fails this sample, not the run
+        except Exception as error:
+            # untrusted code: any exception fails this sample, not the run
             return RewardResult.failure(user_traceback(error))
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -244,6 +120,7 @@ class RewardPart:
         """
         arguments = _LISTS[self.style](items)
         has_images = any(item.images for item in items)
+        # a function that has only **kwargs gets the argument if there are images
         if takes(self.function, "images") or (has_images and accepts(self.function, "images")):
             arguments["images"] = [_open_images(item) for item in items]
         returned = _awaited(self.function(**{**arguments, **self.kwargs}))
@@ -300,7 +177,8 @@ def reward_parts(functions: JsonMapping) -> list[RewardPart]:
     problems = list(part_problems(functions))
     if problems:
         raise UserError("; ".join(problems))
-    outcome_label = next(iter(functions), None)  # the first part, unless another one is marked
+    # the first part, unless another one is marked
+    outcome_label = next(iter(functions), None)
     for label, entry in functions.items():
         if entry and entry.get("outcome"):
             outcome_label = label
@@ -331,7 +209,12 @@ def part_problems(functions: JsonMapping) -> Iterator[str]:
 
 
 def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
-    """Yields the problems of one entry of `reward.functions`. option: its key in the configuration."""
+    """Yields the problems of one entry of `reward.functions`.
+
+    Args:
+        option: key of the entry in the configuration.
+        entry: the entry.
+    """
     for key, value in entry.items():
         if key not in _ENTRIES:
             hint = did_you_mean(str(key), _ENTRIES)
@@ -340,7 +223,7 @@ def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
         types, expected = _ENTRIES[key]
         is_valid = isinstance(value, types)
         if key == "weight":
-            is_valid = is_valid and not isinstance(value, bool) and math.isfinite(_number(value))
+            is_valid = is_valid and not isinstance(value, bool) and math.isfinite(number_of(value))
         if not is_valid:
             yield f"{option}.{key}={value!r}: expected {expected}"
 
@@ -372,7 +255,7 @@ def _kwargs_problems(function: RewardFunction, kwargs: KeywordArguments, option:
         if accepts(function, name):
             continue
         parameters = list(inspect.signature(function).parameters)
-        settable = [each for each in parameters if each not in _FROM_THE_SAMPLE]
+        settable = [parameter for parameter in parameters if parameter not in _FROM_THE_SAMPLE]
         hint = did_you_mean(name, parameters)
         yield f"{option}.kwargs.{name}: the function has no such parameter{hint}. Its parameters: {', '.join(settable)}"
 
@@ -394,11 +277,12 @@ def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     The columns are ground_truth, data_source and the entries of extra_info, with None for rows without an entry.
     """
     infos = [item.extra_info or {} for item in items]
-    names = {name for info in infos for name in info}
+    names: set[str] = set().union(*infos)
     columns: dict[str, list[object]] = {}
     for name in sorted(names):
         columns[name] = [info.get(name) for info in infos]
-    return {  # the names of TRL last, so that an entry of extra_info cannot replace them
+    # the names of TRL last, so that an entry of extra_info cannot replace them
+    return {
         **columns,
         "data_source": [item.data_source for item in items],
         "ground_truth": [item.ground_truth for item in items],
@@ -413,7 +297,11 @@ _LISTS = {"batch": lists_of_verl, "trl": lists_of_trl}
 
 @dataclass(frozen=True)
 class Scorer:
-    """The reward of a run. parts: one part without a name, or several parts whose weighted sum is the score."""
+    """The reward of a run.
+
+    Attributes:
+        parts: one part without a name, or several parts whose weighted sum is the score.
+    """
 
     parts: tuple[RewardPart, ...]
 
@@ -436,7 +324,10 @@ class Scorer:
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples as `score_all` does, but raises the exceptions of a single part that takes lists."""
         first_part = self.parts[0]
-        return self.score_all(items) if first_part.label else first_part.score_list(items)
+        is_single = not first_part.label
+        if is_single:
+            return first_part.score_list(items)
+        return self.score_all(items)
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample, with all parts concurrently."""
@@ -450,7 +341,8 @@ class Scorer:
         <part>.<entry>. `acc` is the outcome part's `acc`, or its score if it returned none.
         """
         labels = {part.label for part in self.parts}
-        if labels == {""}:
+        is_single = labels == {""}
+        if is_single:
             return results[0]
         weighted_scores = []
         outcome = 0.0
@@ -465,7 +357,8 @@ class Scorer:
             extra[part.label] = result.score
             for name, value in result.extra.items():
                 keeps_name = part.outcome and name not in labels
-                extra[name if keeps_name else f"{part.label}.{name}"] = value
+                combined_name = name if keeps_name else f"{part.label}.{name}"
+                extra[combined_name] = value
         extra.setdefault("acc", outcome)
         return RewardResult.scored("The weighted sum of reward.functions", sum(weighted_scores), extra)
 
@@ -482,10 +375,12 @@ async def _all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     return await asyncio.gather(*awaitables)
 
 
-def _awaited(returned: Any) -> Any:
+# Any: the result of a function of the user
+def _awaited(returned: object) -> Any:
     """Returns the result of an awaitable, run in a new event loop; returns other values unchanged."""
     if not inspect.isawaitable(returned):
         return returned
+    # inside a coroutine, because `asyncio.run` takes no other awaitables
     [result] = asyncio.run(_all_of([returned]))
     return result
 
@@ -499,6 +394,7 @@ def _is_async(function: RewardFunction) -> bool:
     if function is default_compute_score:
         by_source = [registered for name, registered in REWARDS.items() if not name.startswith(NAMED)]
         return any(map(_is_async, by_source))
+    # a callable object whose __call__ is async is not a coroutine function itself
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -515,23 +411,30 @@ def load_scorer(config: RewardConfig) -> Scorer:
     Raises UserError if a part of reward.functions does not exist or does not accept its kwargs.
     """
     if config.remote.url is not None:
-        return Scorer((RewardPart(kwargs=config.reward_kwargs, function=_remote(config)),))
-    modules: dict[str, ModuleType] = {}  # a file with several parts is loaded once
+        remote_part = RewardPart(kwargs=config.reward_kwargs, function=_remote(config))
+        return Scorer((remote_part,))
+    # a file with several parts is loaded once
+    modules: dict[str, ModuleType] = {}
     parts = [replace(part, function=_function(part, modules)) for part in _parts(config)]
     return Scorer(tuple(parts))
 
 
 def asks_by_source(config: RewardConfig) -> bool:
     """Returns True if a row's data_source selects its reward, or one of the parts."""
-    return config.remote.url is None and any(part.reward is None and part.path is None for part in _parts(config))
+    if config.remote.url is not None:
+        return False
+    return any(part.reward is None and part.path is None for part in _parts(config))
 
 
 def _parts(config: RewardConfig) -> list[RewardPart]:
     """Returns the parts of reward.functions, or the single reward; their functions are not loaded."""
+    parts = reward_parts(config.functions)
+    if parts:
+        return parts
     own = config.custom_reward_function
+    # without a path, `style` describes no function: the registered functions take one sample
     style = "sample" if own.path is None else own.style
-    single = RewardPart(path=own.path, name=own.name, style=style, kwargs=config.reward_kwargs)
-    return reward_parts(config.functions) or [single]
+    return [RewardPart(path=own.path, name=own.name, style=style, kwargs=config.reward_kwargs)]
 
 
 def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunction:
@@ -558,7 +461,8 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
 
 def _require_signature(function: RewardFunction, part: RewardPart) -> None:
     """Raises UserError if a function of the user cannot be called in its style."""
-    if part.style == "trl":  # the columns are those of the data, so that only a call with rows can check their names
+    # the columns are those of the data, so that only a call with rows can check their names
+    if part.style == "trl":
         return
     names = _ARGUMENTS if part.style == "sample" else tuple(f"{name}s" for name in _ARGUMENTS)
     optional = [name for name in ("prompt", "images") if takes(function, name)]

@@ -35,9 +35,11 @@ class EndOfTest(BaseException):
 class Answer:
     """A proxy for the tested code, which rebuilds the messages of its untrusted process field by field.
 
-    problem: reason why the running test has failed, even if the test catches every exception. is_broken: True after the
-    other process has ended or sent a message of another shape, so no later test can pass. requests: number of requests
-    sent.
+    Attributes:
+        problem: reason why the running test has failed, even if the test catches every exception.
+        is_broken: True after the other process has ended or sent a message of another shape, so no later test can
+            pass.
+        requests: number of requests sent.
     """
 
     def __init__(self, fd: int) -> None:
@@ -55,10 +57,11 @@ class Answer:
         """
         try:
             first = self._read()
-            if loaded := fields(first, names=dict):
-                [names] = loaded
-                return self._rebuild_names(names), None
-            if failed := fields(first, compiled=bool, error=str):
+            loaded = fields(first, names=dict)
+            if loaded is not None:
+                return self._rebuild_names(loaded[0]), None
+            failed = fields(first, compiled=bool, error=str)
+            if failed is not None:
                 _, error = failed
                 return {}, {"compiled": False, "error": error[:ERROR_CHARACTERS] or "not valid Python"}
             kind, _, text = self._raised(first)
@@ -78,18 +81,23 @@ class Answer:
         tests of functions that work in place read it there.
         """
         reply = self._request(name, of, list(args), kwargs)
-        changed = reply.pop("after", None)
-        if type(changed) is not list or len(changed) != len(args):
+        contents_after = reply.pop("after", None)
+        if type(contents_after) is not list or len(contents_after) != len(args):
             raise self._broken()
-        for ours, after in zip(args, changed, strict=True):
-            if after is not None and not _replace(ours, self._decoded(after)):
+        for argument, content in zip(args, contents_after, strict=True):
+            if content is None:
+                continue
+            if not _replace(argument, self._decoded(content)):
                 raise self._broken()
         return self._value_of(reply)
 
     def get(self, of: int, name: str) -> object:
         """Returns an attribute of object number `of` in the other process."""
         reply = self._request(name, of, None, {})
-        return self._function_proxy(reply, of, name) or self._value_of(reply)
+        function = self._function_proxy(reply, of, name)
+        if function is not None:
+            return function
+        return self._value_of(reply)
 
     def _function_proxy(self, described: JsonValue, of: int | None, name: str) -> Callable[..., object] | None:
         """Returns a function that calls the described function or method; None if the description is of another value.
@@ -109,17 +117,20 @@ class Answer:
     def _value_of(self, reply: JsonObject) -> object:
         """Returns the value in a reply, or a proxy if the value remained in the other process."""
         held = fields(reply, object=int)
-        if held and held[0] >= 0:
+        # the other process counts its objects from 0
+        if held is not None and held[0] >= 0:
             return _ObjectProxy(self, held[0])
         return self._decoded(reply)
 
     def _decoded(self, described: JsonValue) -> object:
+        """Returns the plain value that a message describes. Raises EndOfTest for another message."""
+        described_value = fields(described, value=object)
+        if described_value is None:
+            raise self._broken()
         try:
-            if described_value := fields(described, value=object):
-                return decode(described_value[0])
+            return decode(described_value[0])
         except (Unreadable, MemoryError):
-            pass
-        raise self._broken()
+            raise self._broken() from None
 
     def _request(self, name: str, of: int | None, args: list[object] | None, kwargs: dict[str, object]) -> JsonObject:
         """Sends a request and returns the reply. Raises the exception that the other process raised, rebuilt here.
@@ -130,18 +141,16 @@ class Answer:
             args: arguments of the call; None to read an attribute.
             kwargs: keyword arguments of the call.
         """
-        with self._lock:  # a test may have threads
+        # a test may have threads, and a reply belongs to the request before it
+        with self._lock:
             if self.is_broken:
                 raise EndOfTest(self.problem)
             self.requests += 1
+            request: JsonObject = {"call": name, "of": of, "number": self.requests, "args": None}
             try:
-                request = {
-                    "call": name,
-                    "of": of,
-                    "number": self.requests,
-                    "args": None if args is None else encode(args),
-                    "kwargs": encode(kwargs),
-                }
+                if args is not None:
+                    request["args"] = encode(args)
+                request["kwargs"] = encode(kwargs)
                 line = as_line(request)
             except (Unreadable, RecursionError) as error:
                 self.problem = f"an argument of {name} does not reach the tested code: {error}"
@@ -169,8 +178,10 @@ class Answer:
 
     def _raised(self, message: JsonObject) -> list[str]:
         """Returns the name, base and text of an exception in a message."""
-        inner = fields(message, raised=dict)
-        exception = fields(inner[0], name=str, base=str, text=str) if inner else None
+        raised = fields(message, raised=dict)
+        if raised is None:
+            raise self._broken()
+        exception = fields(raised[0], name=str, base=str, text=str)
         if exception is None:
             raise self._broken()
         return exception
@@ -187,10 +198,15 @@ class Answer:
         for name, described in names.items():
             if not is_name(name):
                 raise self._broken()
-            if exception := fields(described, exception=str, base=str):
+            exception = fields(described, exception=str, base=str)
+            function = self._function_proxy(described, None, name)
+            if exception is not None:
                 kind, base = exception
-                rebuilt[name] = self._exceptions[kind] = type(name, (_exception_type(base),), {})
-            elif function := self._function_proxy(described, None, name):
+                exception_type = type(name, (_exception_type(base),), {})
+                # by the name of the class: `raised` messages have that, and the module may have it under another name
+                self._exceptions[kind] = exception_type
+                rebuilt[name] = exception_type
+            elif function is not None:
                 rebuilt[name] = function
             elif described is not None:
                 rebuilt[name] = self._decoded(described)
@@ -205,7 +221,8 @@ class _ObjectProxy:
         self._number = number
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):  # such as __len__: Python's own protocols do not work through a proxy
+        # such as __len__: Python's own protocols do not work through a proxy
+        if name.startswith("_"):
             raise AttributeError(name)
         return self._answer.get(self._number, name)
 
@@ -226,6 +243,7 @@ def _exception_type(name: str) -> type[Exception]:
 
 
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
+# their constructors need more arguments than a text
 _NEEDS_MORE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, BaseExceptionGroup)
 CHANGEABLE = (list, dict, set, bytearray, deque)
 

@@ -52,7 +52,8 @@ ATTEMPTS = (
 _NEEDED = "needed: Linux with seccomp on x86-64 or ARM"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """The whole environment of the fork server. Without the caller's variables, programs cannot read its keys."""
-_LONGEST_JOB_S = 1e9  # instead of infinity, which JSON does not have
+# instead of infinity, which JSON does not have
+_LONGEST_JOB_S = 1e9
 _SYSTEM_FILES = (
     "/lib",
     "/lib64",
@@ -73,8 +74,12 @@ class SandboxError(RuntimeError):
 class Outcome:
     """The result of one test.
 
-    value: output of a script, return value of a call (in the format of `values.encode`), or True for a snippet that
-    raised nothing. error: reason for a missing value, in one line.
+    Attributes:
+        is_compiled: False if the code is not valid Python.
+        value: output of a script, return value of a call (in the format of `values.encode`), or True for a snippet
+            that raised nothing.
+        error: reason for a missing value, in one line.
+        is_timeout: True if the test exceeded a limit of time.
     """
 
     is_compiled: bool
@@ -87,8 +92,11 @@ class Outcome:
 class Ended:
     """The end of a confined process.
 
-    met: exceeded limit (time, output, files, threads), or "". exit_code: exit code, or minus the signal that killed the
-    process. messages: valid messages of the process, as untrusted as its text.
+    Attributes:
+        met: exceeded limit (time, output, files, threads), or "".
+        exit_code: exit code, or minus the signal that killed the process.
+        stdout, stderr: its output.
+        messages: valid messages of the process, as untrusted as its text.
     """
 
     met: str
@@ -110,8 +118,11 @@ class Ended:
 class Sandbox:
     """Runs programs in confined processes, which a fork server creates. Not thread-safe.
 
-    The fork server starts at first use. limits: limits of each process. allow_unsafe: True to run programs on a machine
-    that cannot confine them.
+    The fork server starts at first use.
+
+    Args:
+        limits: limits of each process.
+        allow_unsafe: True to run programs on a machine that cannot confine them.
     """
 
     def __init__(self, limits: Limits | None = None, *, allow_unsafe: bool = False) -> None:
@@ -168,9 +179,11 @@ class Sandbox:
         [ended] = self.run([("hold_functions", task)], "", total_s, reply_bytes)
 
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
-        if outcomes and outcomes[0].error:  # the code itself failed
+        # the first message says whether the code itself has run
+        if outcomes and outcomes[0].error:
             return [outcomes[0]] * len(calls)
-        outcomes_of_calls = outcomes[1 : 1 + len(calls)]  # the code may have forged further replies
+        # the code may have forged further replies
+        outcomes_of_calls = outcomes[1 : 1 + len(calls)]
         if len(outcomes_of_calls) < len(calls):
             outcomes_of_calls.append(ended.outcome())
         return outcomes_of_calls
@@ -201,13 +214,16 @@ class Sandbox:
         Raises:
             ValueError: if the tests are not valid Python.
         """
-        held = ("hold_functions", [{"code": code, "has_requests": False}])
-        task = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
-        functions, tester = self.run([held, ("run_tests", [task])], "", total_s)
+        # in two processes: the tested code cannot reach the tests, whatever it does
+        answer_task: JsonObject = {"code": code, "has_requests": False}
+        tests_task: JsonObject = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
+        programs = [("hold_functions", [answer_task]), ("run_tests", [tests_task])]
+        functions, tester = self.run(programs, "", total_s)
 
         outcomes = []
         count = len(tests)
-        for message in tester.messages:  # written by the tests' process, which the tested code cannot reach
+        # written by the tests' process, which the tested code cannot reach
+        for message in tester.messages:
             if "broken" in message:
                 raise ValueError(f"The tests of the ground truth are not valid Python: {message['broken']}")
             count = message.get("tests", count)
@@ -218,7 +234,8 @@ class Sandbox:
                 outcomes.append(Outcome(True, True))
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
-        if functions.met:  # the exceeded limit is the reason of the first failure
+        # the exceeded limit is the reason of the first failure
+        if functions.met:
             first_failure = next((number for number, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
             outcomes[first_failure : first_failure + 1] = [functions.outcome()]
         return outcomes, max(count, len(outcomes))
@@ -253,21 +270,15 @@ class Sandbox:
         try:
             for _, task in programs:
                 task_bytes = b"".join(map(as_line, task))
-                for content in (stdin_bytes, b"", b"", task_bytes, b""):  # see `server.FILES`
+                # see `server.FILES`
+                for content in (stdin_bytes, b"", b"", task_bytes, b""):
                     files.append(_file(content))
 
             ended = []
             for number, report in enumerate(self._send_job(request, files)):
-                _, stdout, stderr, _, reply = files[5 * number : 5 * number + 5]
-                ended.append(
-                    Ended(
-                        met=report["met"],
-                        exit_code=report["exit"],
-                        stdout=_content(stdout).decode("utf-8", "replace"),
-                        stderr=_content(stderr).decode("utf-8", "replace"),
-                        messages=_messages(reply, reply_bytes),
-                    )
-                )
+                # each program has five files
+                own_files = files[5 * number : 5 * number + 5]
+                ended.append(_read_results(report, own_files, reply_bytes))
             return ended
         finally:
             for fd in files:
@@ -288,7 +299,8 @@ class Sandbox:
             body = self._control.recv(1 << 16)
         except OSError:
             body = b""
-        except BaseException:  # interrupted: the next job would receive this job's report
+        except BaseException:
+            # interrupted: the next job would receive this job's report
             self.close()
             raise
         if not body:
@@ -301,7 +313,8 @@ class Sandbox:
         """Starts the fork server, if it does not run, and finds out what programs could do on this machine."""
         if self._control is not None:
             return
-        if not hasattr(os, "memfd_create"):  # for example macOS, where even unconfined programs cannot run
+        # for example macOS, where even unconfined programs cannot run
+        if not hasattr(os, "memfd_create"):
             raise UserError(
                 f"Code of answers does not run on {platform.system()} ({_NEEDED}). Run the rewards on a Linux machine "
                 "(reward.remote.url)."
@@ -361,7 +374,20 @@ def _file(content: bytes) -> int:
 
 
 def _content(fd: int) -> bytes:
+    """Returns the content of a file. Does not move its position, which the processes share."""
     return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def _read_results(report: ProcessReport, files: Sequence[int], reply_bytes: int) -> Ended:
+    """Returns the end of a process, with the content of its `server.FILES`. For `reply_bytes` see `Sandbox.run`."""
+    _, stdout, stderr, _, reply = files
+    return Ended(
+        met=report["met"],
+        exit_code=report["exit"],
+        stdout=_content(stdout).decode("utf-8", "replace"),
+        stderr=_content(stderr).decode("utf-8", "replace"),
+        messages=_messages(reply, reply_bytes),
+    )
 
 
 def _messages(fd: int, most_bytes: int) -> list[JsonObject]:
@@ -377,37 +403,50 @@ def _messages(fd: int, most_bytes: int) -> list[JsonObject]:
 def _error_of(message: JsonObject) -> Outcome | None:
     """Returns the error in a message of `run_script` (before the code runs) or `run_tests`; None if it has none."""
     error = message.get("error")
-    return Outcome(message.get("compiled") is not False, error=error) if error else None
+    if not error:
+        return None
+    return Outcome(message.get("compiled") is not False, error=error)
 
 
 def _returned(message: JsonObject, number: int) -> Outcome:
-    """Returns the outcome of a call from its reply; number 0 is the reply to loading the code.
+    """Returns the outcome of a call from its reply.
 
     The code may have forged the message, so a shape that `hold_functions` does not send is an error.
+
+    Args:
+        message: the reply.
+        number: number of the call, from 1; 0 for the reply to loading the code.
     """
+    forged = Outcome(True, error=FORGED)
     if number and message.pop("number", None) != number:
-        return Outcome(True, error=FORGED)
+        return forged
     raised = fields(message, raised=dict)
-    exception = fields(raised[0], name=str, base=str, text=str) if raised else None
-    if exception:
+    if raised is not None:
+        exception = fields(raised[0], name=str, base=str, text=str)
+        if exception is None:
+            return forged
         name, _, text = exception
         return Outcome(True, error=f"{name}: {text}"[:ERROR_CHARACTERS])
 
     if number == 0:
-        if failure := fields(message, compiled=bool, error=str):
+        failure = fields(message, compiled=bool, error=str)
+        if failure is not None:
             _, error = failure
             return Outcome(False, error=error[:ERROR_CHARACTERS] or "not valid Python")
-        return Outcome(True) if fields(message, names=dict) else Outcome(True, error=FORGED)
+        has_run = fields(message, names=dict) is not None
+        return Outcome(True) if has_run else forged
 
-    if fields(message, object=int, after=list):
+    if fields(message, object=int, after=list) is not None:
         return Outcome(True, error="the call returned no plain value")
     returned = fields(message, value=object, after=list)
-    return Outcome(True, returned[0]) if returned else Outcome(True, error=FORGED)
+    return forged if returned is None else Outcome(True, returned[0])
 
 
 def _readable_folders() -> list[str]:
     """Returns the folders and files that programs may read: Python, its packages and the system's libraries."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]  # conda's shared libraries
-    python_folders = sorted({os.path.realpath(folder) for folder in folders})
-    return [*python_folders, *_SYSTEM_FILES]
+    # conda's shared libraries
+    for name in ("lib", "lib64"):
+        folders.append(os.path.join(sys.base_prefix, name))
+    python_folders = {os.path.realpath(folder) for folder in folders}
+    return [*sorted(python_folders), *_SYSTEM_FILES]

@@ -26,9 +26,15 @@ _LONGEST_CPU_S = 3600
 class Limits:
     """Resource limits of one process that runs untrusted code. MB are MiB, KB are KiB.
 
-    cpu_s: processor time of one test in seconds, summed over threads. wall_s: wall-clock time of one test in seconds,
-    which also limits programs that sleep. memory_mb: address space. output_kb: size of stdout, and of stderr. file_mb:
-    size of each file. folder_mb: size of the program's folder, checked ten times a second.
+    Attributes:
+        cpu_s: processor time of one test in seconds, summed over threads.
+        wall_s: wall-clock time of one test in seconds, which also limits programs that sleep.
+        memory_mb: address space.
+        output_kb: size of stdout, and of stderr.
+        file_mb: size of each file.
+        folder_mb: size of the program's folder, checked ten times a second.
+        open_files: number of open files.
+        threads: number of threads.
     """
 
     cpu_s: float = 4.0
@@ -42,10 +48,15 @@ class Limits:
 
 
 def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
-    """Drops all rights that a program in `folder` does not need. readable: folders from which it may import.
+    """Drops all rights that a program does not need.
 
     Skips layers that the machine lacks; `Sandbox.could` lists the consequences. The fork server enforces the limits of
     time, output, threads and the folder.
+
+    Args:
+        limits: limits of the program.
+        folder: folder in which it may write.
+        readable: folders from which it may import.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getppid()
@@ -63,27 +74,37 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):  # the user nobody can import these packages
+    # only if the user nobody can import these packages
+    if os.getuid() == 0 and all(map(_is_open_to_all, readable)):
         os.chown(folder, NOBODY, NOBODY)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    die_with_parent(parent)  # after the change of user, which resets it
+    # after the change of user, which resets it
+    die_with_parent(parent)
     libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
     has_landlock = landlock_version(libc) > 0
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # Landlock and seccomp require it
+    # Landlock and seccomp require it
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
     if has_landlock:
         _restrict_files(libc, readable, folder)
     if is_known_machine():
-        with contextlib.suppress(OSError):  # the kernel lacks seccomp, which `Sandbox.could` detects
+        # the kernel lacks seccomp, which `Sandbox.could` detects
+        with contextlib.suppress(OSError):
             filter_calls(libc, may_write=has_landlock)
 
 
 @functools.cache
 def _is_open_to_all(path: str) -> bool:
     """Returns True if other users can read the path, or if it does not exist."""
-    needed = {part: 0o005 if part.is_dir() else 0o004 for part in (Path(path), *Path(path).parents)}
-    return not os.path.exists(path) or all(part.stat().st_mode & bits == bits for part, bits in needed.items())
+    if not os.path.exists(path):
+        return True
+    for part in (Path(path), *Path(path).parents):
+        # reading a folder needs two rights: to list it, and to enter it
+        needed = 0o005 if part.is_dir() else 0o004
+        if part.stat().st_mode & needed != needed:
+            return False
+    return True
 
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -107,21 +128,38 @@ def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
 
     It cannot open other files, /proc included, but it can still see whether a file exists, and its size.
     """
+    # Landlock forbids these actions except where a rule below allows them; later versions know more of them
     version = landlock_version(libc)
-    handled = _BASIC | (_REFER if version >= 2 else 0)
-    handled |= (_TRUNCATE if version >= 3 else 0) | (_IOCTL if version >= 5 else 0)
-    network = _TCP if version >= 4 else 0
-    scoped = _SIGNALS_AND_SOCKETS if version >= 6 else 0
-    attributes = struct.pack("=QQQ", handled, network, scoped)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    handled = _BASIC
+    if version >= 2:
+        handled |= _REFER
+    if version >= 3:
+        handled |= _TRUNCATE
+    if version >= 5:
+        handled |= _IOCTL
+    # a kernel refuses fields that it does not know
+    attributes = struct.pack("=Q", handled)
+    if version >= 4:
+        attributes += struct.pack("=Q", _TCP)
+    if version >= 6:
+        attributes += struct.pack("=Q", _SIGNALS_AND_SOCKETS)
     ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
-    own = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | (_TRUNCATE & handled)
-    allowed = dict.fromkeys(read, _READ_FILE | _READ_DIR) | {"/dev/null": _READ_FILE | _WRITE_FILE, write: own}
-    for path, access in (dict.fromkeys(("/dev/zero", "/dev/urandom", "/dev/random"), _READ_FILE) | allowed).items():
+
+    allowed = dict.fromkeys(("/dev/zero", "/dev/urandom", "/dev/random"), _READ_FILE)
+    for path in read:
+        allowed[path] = _READ_FILE | _READ_DIR
+    allowed["/dev/null"] = _READ_FILE | _WRITE_FILE
+    allowed[write] = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | (_TRUNCATE & handled)
+    for path, access in allowed.items():
         try:
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # the machine does not have this path
+        except OSError:
+            # the machine does not have this path
             continue
-        rule = struct.pack("=Qi", access if os.path.isdir(path) else access & ~_READ_DIR, opened)
+        # the kernel refuses rights of folders for a file
+        if not os.path.isdir(path):
+            access &= ~_READ_DIR
+        rule = struct.pack("=Qi", access, opened)
         _checked(libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
         os.close(opened)
     _checked(libc.syscall(_RESTRICT_SELF, ruleset, 0))
@@ -129,6 +167,7 @@ def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
 
 
 def _checked(result: int) -> int:
+    """Returns the result of a system call. Raises OSError if it has failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"Landlock refused: {os.strerror(number)}")

@@ -68,15 +68,23 @@ def prepare() -> None:
     """Imports the modules that programs can use without importing them, and makes asyncio work without sockets."""
     for name in (*LIBRARY, *_PRELUDE_MODULES):
         __import__(name)
-    sockets = vars(socket) | {"socketpair": lambda: [*map(_PipeEnd, os.pipe(), "rw")]}
+
+    def pipe_ends() -> tuple[_PipeEnd, _PipeEnd]:
+        readable, writable = os.pipe()
+        return _PipeEnd(readable, "r"), _PipeEnd(writable, "w")
+
+    # only for asyncio: a program that uses the module `socket` itself meets the filter of system calls
+    sockets = vars(socket) | {"socketpair": pipe_ends}
     vars(asyncio.selector_events)["socket"] = types.SimpleNamespace(**sockets)
 
 
 def run_script(task: int, reply: int) -> int:
     """Runs code as a script and returns its exit code.
 
-    task: file with {"code"}. reply: receives {"compiled": false, "error"} if the code is not valid Python; it is closed
-    before the code runs.
+    Args:
+        task: file with {"code"}.
+        reply: receives {"compiled": false, "error"} if the code is not valid Python; it is closed before the code
+            runs.
     """
     _prepare_answer()
     with open(task, "rb") as file:
@@ -102,9 +110,13 @@ def run_script(task: int, reply: int) -> int:
 def hold_functions(task: int, reply: int) -> None:
     """Runs the answer's code, then serves requests to call its functions.
 
-    task: file with {"code", "has_requests"}. The requests follow in this file if "has_requests" is true, else they come
-    from `reply`. `reply` first receives {"names"} when the code has run, or {"compiled": false, "error"} or {"raised"}.
-    Then it receives one reply, with the request's "number", per request:
+    Args:
+        task: file with {"code", "has_requests"}. The requests follow in this file if "has_requests" is true, else they
+            come from `reply`.
+        reply: first receives {"names"} when the code has run, or {"compiled": false, "error"} or {"raised"}. Then it
+            receives one reply per request, with the request's "number".
+
+    Requests and replies:
 
     - {"call": name, "args", "kwargs"} calls a function. The reply is {"value", "after": arguments changed in place} or
       {"raised"}. A result that is not a plain value stays in this process; its reply is {"object": number}.
@@ -125,11 +137,13 @@ def hold_functions(task: int, reply: int) -> None:
 
     held = _HeldCode()
     # requests in the task file need no names
-    _send(reply, _reply_or_raised(held.run, compiled, not message["has_requests"]))
+    describes_names = not message["has_requests"]
+    _send(reply, _reply_or_raised(held.run, compiled, describes_names))
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = read_line(requests)
-            _send(reply, _reply_or_raised(held.serve, request) | {"number": request["number"]})
+            answer = _reply_or_raised(held.serve, request)
+            _send(reply, answer | {"number": request["number"]})
 
 
 class _HeldCode:
@@ -138,7 +152,8 @@ class _HeldCode:
     def __init__(self) -> None:
         self._namespace = _become_main(ANSWER).__dict__
         self._objects: list[object] = []
-        self._runner = asyncio.Runner()  # one loop for all calls, since objects of the code may be bound to it
+        # one loop for all calls, since objects of the code may be bound to it
+        self._runner = asyncio.Runner()
 
     def run(self, compiled: types.CodeType, describes_names: bool) -> JsonObject:
         """Runs the code. Returns the first reply, with a description of its names if `describes_names`."""
@@ -154,7 +169,9 @@ class _HeldCode:
         """Returns the reply to a request, without its number."""
         attribute = self._find(request["call"], request.get("of"))
         if request["args"] is None:
-            return _function(attribute) or self._value_or_object(attribute)
+            if callable(attribute):
+                return _function(attribute)
+            return self._value_or_object(attribute)
         args = decode(request["args"])
         returned = attribute(*args, **decode(request["kwargs"]))
         if inspect.iscoroutine(returned):
@@ -172,7 +189,8 @@ class _HeldCode:
         if object_number is not None:
             return getattr(self._objects[object_number], name)
         if name not in self._namespace and "Solution" in self._namespace:
-            return getattr(self._namespace["Solution"](), name)  # a new object per call, as LeetCode makes it
+            # a new object per call, as LeetCode makes it
+            return getattr(self._namespace["Solution"](), name)
         return self._namespace[name]
 
     def _value_or_object(self, value: object) -> JsonObject:
@@ -187,10 +205,13 @@ class _HeldCode:
 def run_tests(task: int, reply: int, answer: int) -> None:
     """Runs tests against the functions of an answer.
 
-    task: file with {"tests": [snippet], "setup", "call", "stop_early"}. answer: connection to the process that runs
-    `hold_functions`. reply: receives {"broken": reason} if a snippet is not valid Python, {"tests": n} when the number
-    of tests is known, and {"passed": true} or {"error"} for each test. This process builds every message itself and
-    never forwards a message of the answer's process.
+    This process builds every message itself and never forwards a message of the answer's process.
+
+    Args:
+        task: file with {"tests": [snippet], "setup", "call", "stop_early"}.
+        reply: receives {"broken": reason} if a snippet is not valid Python, {"tests": n} when the number of tests is
+            known, and {"passed": true} or {"error"} for each test.
+        answer: connection to the process that runs `hold_functions`.
     """
     _allow_long_integers()
     with open(task, "rb") as file:
@@ -198,18 +219,17 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     tested = Answer(answer)
 
     # before the code is waited for: invalid tests are an error of the data, whatever the code does
-    snippets = []
-    for text in (message["setup"], *message["tests"]):
-        try:
-            snippets.append(compile(text, TESTS, "exec", dont_inherit=True))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return _send(reply, {"broken": str(error)})
-    setup, *tests = snippets
+    texts = [message["setup"], *message["tests"]]
+    try:
+        setup, *tests = [compile(text, TESTS, "exec", dont_inherit=True) for text in texts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return _send(reply, {"broken": str(error)})
     names, unusable = tested.begin()
     if unusable:
         return _send(reply, unusable)
 
-    vars(unittest)["main"] = lambda *args, **kwargs: None  # this function runs the tests instead
+    # this function runs the tests instead
+    vars(unittest)["main"] = lambda *args, **kwargs: None
     count = len(tests)
     for snippet in tests:
         namespace = _namespace(names)
@@ -219,8 +239,10 @@ def run_tests(task: int, reply: int, answer: int) -> None:
             or _error_of(tested, exec, snippet, namespace)
             or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
+        # the snippet itself counts as one already
         count += max(1, len(cases)) - 1
-        _send(reply, {"tests": count})  # before the tests run, so that a killed process leaves the right number
+        # before the tests run, so that a killed process leaves the right number
+        _send(reply, {"tests": count})
 
         result = _Result(reply, tested, count, message["stop_early"])
         if problem or not cases:
@@ -246,7 +268,8 @@ def _prepare_answer() -> None:
         module = sys.modules[module_name]
         public_names = [name for name in vars(module) if not name.startswith("_")]
         for name in getattr(module, "__all__", public_names):
-            if module_name != "typing" or name not in prelude:  # collections has the real Counter and OrderedDict
+            # collections has the real Counter and OrderedDict
+            if module_name != "typing" or name not in prelude:
                 prelude[name] = getattr(module, name)
 
     # last, because `from datetime import *` and others give the name of a module to something else
@@ -272,7 +295,8 @@ def _reply_or_raised(work: Callable[[*Arguments], JsonObject], *args: *Arguments
     except BaseException as error:  # untrusted code may raise anything
         try:
             text = str(error)[:ERROR_CHARACTERS]
-        except Exception:  # the __str__ of an exception is untrusted too
+        except Exception:
+            # the __str__ of an exception is untrusted too
             text = ""
         return {"raised": {"name": type(error).__name__, "base": _builtin_base(type(error)), "text": text}}
 
@@ -292,18 +316,19 @@ def _builtin_base(kind: type[BaseException]) -> str:
     return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
 
 
-def _function(value: object) -> JsonObject | None:
-    """Returns the description of a function, None for a value that cannot be called."""
-    if not callable(value):
-        return None
-    return {"coroutine" if inspect.iscoroutinefunction(value) else "function": True}
+def _function(value: Callable[..., object]) -> JsonObject:
+    """Returns the description of a function."""
+    if inspect.iscoroutinefunction(value):
+        return {"coroutine": True}
+    return {"function": True}
 
 
 def _plain(value: object) -> JsonObject | None:
     """Returns the encoded value, None if it is not plain."""
     try:
         return {"value": encode(value)}
-    except Exception:  # not a plain value, or its class raised an exception
+    except Exception:
+        # not a plain value, or its class raised an exception
         return None
 
 
@@ -312,13 +337,15 @@ def _namespace(names: Namespace) -> Namespace:
     sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
         sys.modules[alias] = types.ModuleType(alias)
-        vars(sys.modules[alias]).update(names, __all__=[])  # `import *` must not replace a test's imports
+        # `import *` must not replace a test's imports
+        vars(sys.modules[alias]).update(names, __all__=[])
 
     namespace = vars(sys.modules[TESTS])
     for name in LIBRARY:
         namespace[name] = sys.modules[name]
     for name, value in names.items():
-        if not hasattr(builtins, name):  # an answer must not replace `all` or `sorted` in the tests
+        # an answer must not replace `all` or `sorted` in the tests
+        if not hasattr(builtins, name):
             namespace[name] = value
     return namespace
 
@@ -326,7 +353,8 @@ def _namespace(names: Namespace) -> Namespace:
 class _Result(unittest.TestResult):
     """Reports the result of each test of a snippet when the test ends.
 
-    tests: number of tests of all snippets, without the skipped tests.
+    Attributes:
+        tests: number of tests of all snippets, without the skipped tests.
     """
 
     def __init__(self, reply: int, tested: Answer, tests: int, stop_early: bool) -> None:
@@ -341,8 +369,12 @@ class _Result(unittest.TestResult):
         self._requests = 0
 
     def report(self, failure: str) -> None:
-        _send(self._reply, {"error": failure} if failure else {"passed": True})
-        if failure and self._stop_early:
+        """Reports a test, with the reason of its failure; an empty reason means that it has passed."""
+        if not failure:
+            _send(self._reply, {"passed": True})
+            return
+        _send(self._reply, {"error": failure})
+        if self._stop_early:
             self.stop()
 
     def startTest(self, test: unittest.TestCase) -> None:
@@ -363,7 +395,8 @@ class _Result(unittest.TestResult):
 
     def addError(self, test: unittest.TestCase, err: "OptExcInfo") -> None:
         self._failure = _short(err[1])
-        if not isinstance(test, unittest.TestCase):  # a fixture of a class or a module, such as setUpClass
+        # a fixture of a class or a module, such as setUpClass
+        if not isinstance(test, unittest.TestCase):
             self.report(self._failure)
 
     addFailure = addError
@@ -392,12 +425,15 @@ def _collect(cases: list[unittest.TestCase], namespace: Namespace, names: Namesp
     # without the names that the snippet imported, or that come from the answer
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
     if call is not None:
-        return cases.append(unittest.FunctionTestCase(lambda: own["check"](names[call])))
+        check = unittest.FunctionTestCase(lambda: own["check"](names[call]))
+        cases.append(check)
+        return
 
     for name, value in own.items():
         if type(value) is types.FunctionType and name.startswith("test"):
             # a function such as `testing(value)` is a helper of the tests
-            if name.startswith("test_") or not inspect.signature(value).parameters:
+            is_helper = not name.startswith("test_") and inspect.signature(value).parameters
+            if not is_helper:
                 cases.append(unittest.FunctionTestCase(_running_coroutines(value)))
         elif isinstance(value, type) and issubclass(value, unittest.TestCase):
             cases += _cases_of_class(value)
@@ -410,8 +446,10 @@ def _cases_of_class(kind: type[unittest.TestCase]) -> list[unittest.TestCase]:
     cases = []
     for method in unittest.defaultTestLoader.getTestCaseNames(kind):
         case = kind(method)
-        if not issubclass(kind, unittest.IsolatedAsyncioTestCase):  # which runs its coroutines itself
-            setattr(case, method, _running_coroutines(getattr(case, method)))
+        # that class runs its coroutines itself
+        if not issubclass(kind, unittest.IsolatedAsyncioTestCase):
+            test = getattr(case, method)
+            setattr(case, method, _running_coroutines(test))
         cases.append(case)
     return cases
 
@@ -426,11 +464,12 @@ _FIXTURES = {
 
 def _test_case(kind: type) -> type[unittest.TestCase]:
     """Converts a pytest class of tests to a `TestCase`."""
-    fixtures = {}
+    attributes: Namespace = {"__module__": TESTS}
     for name_in_pytest, name in _FIXTURES.items():
         if hasattr(kind, name_in_pytest):
-            fixtures[name] = inspect.getattr_static(kind, name_in_pytest)
-    return type(kind.__name__, (kind, unittest.TestCase), {"__module__": TESTS, **fixtures})
+            # static, so that a class method stays one
+            attributes[name] = inspect.getattr_static(kind, name_in_pytest)
+    return type(kind.__name__, (kind, unittest.TestCase), attributes)
 
 
 def _running_coroutines(test: Callable[..., object]) -> Callable[..., None]:
@@ -452,7 +491,8 @@ def _error_of(tested: Answer, work: Callable[[*Arguments], object], *args: *Argu
     tested.begin_test()
     try:
         work(*args)
-    except BaseException as error:  # tests may raise anything; SystemExit is a failure too
+    except BaseException as error:
+        # tests may raise anything; SystemExit is a failure too
         return tested.problem or _short(error)
     return tested.problem
 

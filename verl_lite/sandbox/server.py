@@ -5,6 +5,8 @@ reads untrusted code; the parent passes files, which only a forked process reads
 server exits with its parent, and its processes exit with the server. Imports only the standard library.
 """
 
+from __future__ import annotations
+
 import builtins
 import contextlib
 import fcntl
@@ -42,11 +44,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def main(control: int, readable: Sequence[str]) -> None:
     """Serves jobs until the parent closes its end of the connection."""
     programs.prepare()
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # usually added by the module `site`
+    # usually added by the module `site`
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     connection = socket.socket(fileno=control)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `_run_job` can wait for it
+    # so that `_run_job` can wait for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     gc.collect()
-    gc.freeze()  # otherwise the collector would touch, and so copy, the memory shared with forked processes
+    # otherwise the collector would touch, and so copy, the memory shared with forked processes
+    gc.freeze()
     while True:
         body, fds, _, _ = socket.recv_fds(connection, 1 << 16, 2 * len(FILES))
         if not body:
@@ -77,26 +82,17 @@ def _run_job(
         for number, program in enumerate(request["programs"]):
             files = fds[number * len(FILES) : (number + 1) * len(FILES)]
             has_connection = len(request["programs"]) > 1
-            if has_connection and number == 0:  # the tested functions, which reply to the tests instead of the parent
+            # the tested functions reply to the tests instead of the parent
+            if has_connection and number == 0:
                 files[-1] = connection_ends[0].fileno()
             elif has_connection:
                 files.append(connection_ends[1].fileno())
             processes.append(_Process(program, files, limits, number * _GRACE_S, readable))
+        # now only the processes hold them, so that each notices the end of the other
         for end_of_connection in connection_ends:
             end_of_connection.close()
 
-        reply_size = 0
-        while not processes[-1].has_ended():
-            if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
-                continue
-            if select.select([connection], [], [], 0)[0]:
-                sys.exit()  # the parent has exited
-            size = os.fstat(fds[-1]).st_size
-            for process in processes:
-                if size > reply_size:  # a test has ended; the limits of time restart for the next test
-                    process.begin_test()
-                process.watch(deadline)
-            reply_size = size
+        _watch(processes, fds[-1], connection, deadline)
     finally:
         reports = [process.end() for process in processes]
         for fd in fds:
@@ -104,8 +100,38 @@ def _run_job(
     return reports
 
 
+def _watch(processes: Sequence[_Process], reply: int, connection: socket.socket, deadline: float) -> None:
+    """Enforces the limits of a job's processes until the last one ends.
+
+    Args:
+        processes: the processes.
+        reply: the file in which the last process reports each test that ends.
+        connection: the connection to the parent.
+        deadline: time at which the job ends.
+    """
+    reply_size = 0
+    while not processes[-1].has_ended():
+        # a process has ended: look at once whether it is the last one
+        if signal.sigtimedwait([signal.SIGCHLD], _WATCH_S) is not None:
+            continue
+        # the parent sends nothing during a job: a connection that can be read is closed, and the parent has exited
+        if select.select([connection], [], [], 0)[0]:
+            sys.exit()
+        size = os.fstat(reply).st_size
+        for process in processes:
+            # a test has ended; the limits of time restart for the next test
+            if size > reply_size:
+                process.begin_test()
+            process.watch(deadline)
+        reply_size = size
+
+
 class _Process:
-    """A confined process that runs `program`, started by the constructor. met: the exceeded limit, or ""."""
+    """A confined process that runs `program`, started by the constructor.
+
+    Attributes:
+        met: the exceeded limit, or "".
+    """
 
     def __init__(self, program: str, files: list[int], limits: Limits, grace_s: float, readable: Sequence[str]) -> None:
         self._limits = limits
@@ -113,7 +139,8 @@ class _Process:
         self._output_files = files[1:3]
         self.met = ""
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._process = ForkedProcess(functools.partial(_run_confined, program, files, limits, self._folder, readable))
+        run = functools.partial(_run_confined, program, files, limits, self._folder, readable)
+        self._process = ForkedProcess(run)
         self.begin_test()
 
     def begin_test(self) -> None:
@@ -146,7 +173,8 @@ class _Process:
 
     def end(self) -> ProcessReport:
         """Kills the process if it still runs, removes its folder and reports how the process ended."""
-        self._kill()  # and its group, before the kernel can reuse its number
+        # and its group, before the kernel can reuse its number
+        self._kill()
         exit_code = self._process.wait()
         if not self.met and self._has_printed_too_much():
             self.met = "output"
@@ -165,7 +193,8 @@ class _Process:
         size = 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # the process may remove files meanwhile
+                # the process may remove files meanwhile
+                with contextlib.suppress(FileNotFoundError):
                     size += max(_LEAST_FILE_BYTES, entry.stat(follow_symlinks=False).st_size)
         return size
 
@@ -201,9 +230,11 @@ def _run_confined(program: str, files: list[int], limits: Limits, folder: str, r
         code = getattr(programs, program)(*range(3, len(files))) or 0
     except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
+    # the fork leaves by `os._exit`, which flushes nothing
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # the file is full, or the code closed or replaced the stream
+        except Exception:
+            # the file is full, or the code closed or replaced the stream
             code = code or 1
     return code

@@ -65,11 +65,14 @@ ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
 CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
 PRLIMIT, IOCTL, FCNTL = (302, 261), (16, 29), (72, 25)
 
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal queries, bytes to read, flags of descriptors
-_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)  # duplicates, flags, pipe sizes, but no F_SETOWN and F_SETSIG: signals
+# terminal queries, bytes to read, flags of descriptors
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# duplicates, flags, pipe sizes, but no F_SETOWN and F_SETSIG: signals
+_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)
 _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
-_WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
+# O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
+_WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -87,10 +90,15 @@ def is_known_machine() -> bool:
 def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
     """Restricts this process and its threads to the allowed system calls, irrevocably.
 
-    may_write: True to allow opening files for writing, creating and removing files. Raises OSError if the kernel has no
-    seccomp filters.
+    Args:
+        libc: the C library.
+        may_write: True to allow opening files for writing, creating and removing files.
+
+    Raises:
+        OSError: if the kernel has no seccomp filters.
     """
     instructions = _program(os.getpid(), may_write)
+    # the kernel's struct sock_filter for each instruction, and a struct sock_fprog that points to them
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
@@ -101,21 +109,34 @@ def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
 
 
 def _program(pid: int, may_write: bool) -> list[_Instruction]:
+    """Returns the instructions of the filter, which the kernel runs at each system call of the process.
+
+    Args:
+        pid: id of the process, to which it may send signals.
+        may_write: see `filter_calls`.
+    """
     column, architecture = ARCHITECTURES[platform.machine()]
-    plain = {**ALLOWED, **(CHANGING | OPEN if may_write else {})}
+    allowed = dict(ALLOWED)
+    if may_write:
+        allowed |= CHANGING | OPEN
+    absent: _Instruction = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
+    # a jump skips as many instructions as its second number if the test holds, else as its third
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL_PROCESS),  # 32-bit calls have different numbers
+        # 32-bit calls have different numbers
+        (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
         (_JUMP_AT_LEAST, 0, 1, _X32_BIT),
-        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        absent,
     ]
-    for numbers in plain.values():
+    for numbers in allowed.values():
         if numbers[column] != NONE:
             lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
     for numbers in ABSENT.values():
-        lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+        lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), absent]
+
+    # these calls are allowed for some values of an argument
     lines += _if_called(CLONE[column], 0, [(_JUMP_BITS, 0, 1, _CLONE_THREAD)])
     for call, argument, values in (
         (KILL, 0, (pid,)),
@@ -127,7 +148,8 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
         lines += _if_called(call[column], argument, [(_JUMP_EQUAL, 0, 1, value) for value in values])
     if not may_write:
         for name, argument in (("open", 1), ("openat", 2)):
-            if (number := OPEN[name][column]) != NONE:
+            number = OPEN[name][column]
+            if number != NONE:
                 lines += _if_called(number, argument, [(_JUMP_BITS, 1, 0, _WRITING)])
     return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
 
@@ -138,6 +160,10 @@ def _if_called(number: int, argument: int, tests: list[_Instruction]) -> list[_I
     A passing test jumps to the instruction behind it, which allows the call. The tests read the lower 32 bits of the
     argument, as the kernel does for these calls. Both machines are little-endian.
     """
-    body = [line for test in tests for line in (test, (_RETURN, 0, 0, _ALLOW))]
-    load, refuse = (_LOAD, 0, 0, 16 + 8 * argument), (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    return [(_JUMP_EQUAL, 0, len(body) + 2, number), load, *body, refuse]
+    # the arguments follow after 16 bytes of seccomp_data, with 8 bytes each
+    lines: list[_Instruction] = [(_LOAD, 0, 0, 16 + 8 * argument)]
+    for test in tests:
+        lines += [test, (_RETURN, 0, 0, _ALLOW)]
+    lines.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
+    # another call skips all of them, so that its number stays loaded
+    return [(_JUMP_EQUAL, 0, len(lines), number), *lines]

@@ -28,6 +28,7 @@ _LONG_NUMBER_BITS = 8192
 """Integers with more bits are sent in base 16, because Python does not parse thousands of decimal digits."""
 
 _ATTRIBUTES: dict[type, str] = {
+    # before date, of which it is a subclass
     datetime.datetime: "year month day hour minute second microsecond",
     datetime.date: "year month day",
     datetime.time: "hour minute second microsecond",
@@ -46,9 +47,12 @@ class Unreadable(ValueError):
 
 
 class JobRequest(TypedDict):
-    """What the parent asks of the fork server: to run `programs` of `verl_lite.sandbox.programs` at the same time.
+    """A job of the fork server: to run functions of `verl_lite.sandbox.programs` at the same time.
 
-    limits: fields of `Limits`. total_s: wall-clock time of the whole job.
+    Attributes:
+        limits: fields of `Limits`.
+        total_s: wall-clock time of the whole job.
+        programs: names of the functions.
     """
 
     limits: JsonObject
@@ -57,7 +61,12 @@ class JobRequest(TypedDict):
 
 
 class ProcessReport(TypedDict):
-    """How a confined process ended. met: the exceeded limit, or "". exit: exit code, or minus the signal."""
+    """The end of a confined process.
+
+    Attributes:
+        met: the exceeded limit, or "".
+        exit: exit code, or minus the signal.
+    """
 
     met: str
     exit: int
@@ -67,12 +76,15 @@ def encode(value: object, depth: int = 0) -> JsonValue:
     """Encodes a value as JSON types. Raises Unreadable if an object is not plain or is nested too deeply."""
     if depth > DEPTH_MAX:
         raise Unreadable("a value is nested too deeply")
+    # by identity, because 1 equals True
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
         return str.__str__(value)  # a subclass may override __str__
     if isinstance(value, int):
-        return int(value) if value.bit_length() <= _LONG_NUMBER_BITS else {"int": hex(value)}
+        if value.bit_length() > _LONG_NUMBER_BITS:
+            return {"int": hex(value)}
+        return int(value)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
@@ -81,7 +93,8 @@ def encode(value: object, depth: int = 0) -> JsonValue:
         if isinstance(value, kind):
             return {name: encode(_arguments(value, kind), depth + 1)}
     if isinstance(value, Iterator):
-        items = list(islice(value, ITERATOR_ITEMS_MAX + 1))  # an iterator may have no end
+        # an iterator may have no end
+        items = list(islice(value, ITERATOR_ITEMS_MAX + 1))
         if len(items) > ITERATOR_ITEMS_MAX:
             raise Unreadable(f"an iterator has more than {ITERATOR_ITEMS_MAX} items")
         return {"iterator": encode(items, depth + 1)}
@@ -140,9 +153,11 @@ def fields(message: object, **kinds: type) -> list[Any] | None:
 
 def send(fd: int, line: bytes) -> None:
     """Writes a whole line to a file descriptor."""
-    data = memoryview(line)
-    while data:
-        data = data[os.write(fd, data) :]
+    # a pipe or a socket may take only a part of it
+    rest = memoryview(line)
+    while rest:
+        num_written = os.write(fd, rest)
+        rest = rest[num_written:]
 
 
 def as_line(message: JsonMapping) -> bytes:
@@ -177,5 +192,6 @@ def _arguments(value: Any, kind: type) -> list[object]:
     if kind is Decimal:
         return [str(value)]
     if kind is dict:
-        return [[[key, entry] for key, entry in value.items()]]  # pairs, because keys of JSON are always text
+        # pairs, because keys of JSON are always text
+        return [[[key, entry] for key, entry in value.items()]]
     return [list(value)]

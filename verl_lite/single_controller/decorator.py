@@ -134,13 +134,24 @@ class Execute(Enum):
 
 def unpacked(value: object) -> object:
     """Unpacks a packed batch; returns any other value unchanged."""
-    return DataProto.from_packed(value) if isinstance(value, wire.Packed) else value
+    if isinstance(value, wire.Packed):
+        return DataProto.from_packed(value)
+    return value
 
 
 def _calls_of_ranks(
     world_size: int, arguments: WorkerArguments, value_for: Callable[[int, object], object]
 ) -> list[WorkerArguments]:
-    """Returns the arguments of each rank. value_for: returns the value that a rank receives for an argument."""
+    """Returns the arguments of each rank.
+
+    Args:
+        world_size: number of ranks.
+        arguments: arguments of the call on the group.
+        value_for: (rank, value of an argument) -> value that the rank receives.
+
+    Raises:
+        ValueError: if a PerRank does not have one entry per rank.
+    """
     for value in arguments.values:
         if isinstance(value, PerRank) and len(value) != world_size:
             raise ValueError(
@@ -150,7 +161,10 @@ def _calls_of_ranks(
 
 
 def _entry(rank: int, value: object) -> object:
-    return value[rank] if isinstance(value, PerRank) else value
+    """Returns the rank's entry of a PerRank, and any other value, lists included, unchanged."""
+    if isinstance(value, PerRank):
+        return value[rank]
+    return value
 
 
 def _one_to_all(group: Group, arguments: WorkerArguments) -> Dispatched:
@@ -182,6 +196,7 @@ def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
     padding = -rows % mesh.dp_size
     marked = padding > 0 and not any("is_padding" in batch for batch in batches.values())
 
+    # Each part is cut once. Tensor or sequence parallel ranks get the same object, which the transport sends once.
     parts: dict[int, list[wire.Packed]] = {}
     for key, batch in batches.items():
         packed = batch.pad(mesh.dp_size).pack()
@@ -262,9 +277,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, concat: bool = True) -
     """
 
     def dispatch(group: Group, arguments: WorkerArguments) -> Dispatched:
+        # looked up at each call, because the workers register the mesh after this decorator has run
         return _split(group.mesh(mesh_name), arguments)
 
-    return DispatchMode(f"nd_compute({mesh_name})", dispatch, _concat if concat else _as_list, splits=True)
+    combine = _concat if concat else _as_list
+    return DispatchMode(f"nd_compute({mesh_name})", dispatch, combine, splits=True)
 
 
 def register_dispatch_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) -> DispatchMode:
@@ -293,6 +310,7 @@ def _user_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) ->
         if len(calls) != group.world_size:
             raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
         calls_of_ranks = [WorkerArguments(tuple(args), dict(kwargs)) for args, kwargs in calls]
+        # the user's collect_fn gets the results of all ranks and chooses itself, as in verl
         return Dispatched(calls_of_ranks, list(range(group.world_size)))
 
     def combine(group: Group, results: list[object], dispatched: Dispatched) -> object:
@@ -303,7 +321,7 @@ def _user_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) ->
 
 @dataclass(frozen=True)
 class Registration:
-    """What `@register` stores on a method. For the attributes see `register`."""
+    """The arguments of `@register`, stored on the method."""
 
     dispatch_mode: DispatchMode
     blocking: bool
@@ -316,7 +334,7 @@ def register(
     blocking: bool = True,
     clear_cache: bool = False,
 ) -> Callable[[Method], Method]:
-    """Decorator that makes a worker's method callable on its worker group. The method itself is unchanged.
+    """Makes a worker's method callable on its worker group, as a decorator. The method itself is unchanged.
 
     Args:
         dispatch_mode: a `Dispatch.X`, or {"dispatch_fn": ..., "collect_fn": ...} as for `register_dispatch_mode`.
@@ -325,7 +343,7 @@ def register(
         clear_cache: True = release the device's cached memory after the method.
 
     Raises:
-        TypeError: if `dispatch_mode` is something else.
+        TypeError: if `dispatch_mode` is neither a mode nor a dict of two functions.
         ValueError: if a mode that splits batches is combined with RANK_ZERO.
     """
     if isinstance(dispatch_mode, Mapping):

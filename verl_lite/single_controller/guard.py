@@ -55,12 +55,20 @@ class Guard:
     template_env: Mapping[str, str] = field(default_factory=dict)
 
     def interpreter(self, env: Mapping[str, str]) -> str | None:
-        """Returns the command that forks a worker with the variables `env` from the template. Returns None if the
-        template cannot be used."""
-        # many libraries read environment variables only at their import, which the template has done already
-        if self.template is None or not env.items() <= self.template_env.items():
+        """Returns the command that forks a worker with the variables `env` from the template.
+
+        Returns None if the template cannot be used.
+        """
+        if self.template is None:
             return None
-        return shlex.join([sys.executable, "-I", "-S", worker_template.__file__, str(self.folder / _SOCKET)])
+        # many libraries read environment variables only at their import, which the template has done already
+        was_imported_with_env = env.items() <= self.template_env.items()
+        if not was_imported_with_env:
+            return None
+
+        # -I and -S: this process only hands over its streams, so it looks for no packages
+        socket = str(self.folder / _SOCKET)
+        return shlex.join([sys.executable, "-I", "-S", worker_template.__file__, socket])
 
 
 _guard: Guard | None = None
@@ -82,7 +90,8 @@ def guarded() -> Iterator[Guard]:
         return
     try:
         guard = start_guard()
-        tempfile.tempdir = str(guard.temp)  # temporary files of this process belong to the run too
+        # temporary files of this process belong to the run too
+        tempfile.tempdir = str(guard.temp)
         yield guard
     finally:
         stop_guard()
@@ -116,7 +125,8 @@ def preload(*names: str) -> None:
         return
     template_input = _guard.template.process.stdin
     assert template_input is not None
-    with contextlib.suppress(BrokenPipeError):  # without a template, each worker imports them itself
+    # without a template, each worker imports them itself
+    with contextlib.suppress(BrokenPipeError):
         template_input.write("".join(f"{name}\n" for name in names).encode())
         template_input.flush()
 
@@ -125,8 +135,10 @@ def end_template() -> None:
     """Ends the worker template of the run, if there is one, and the workers that were forked from it."""
     if _guard is None or _guard.template is None:
         return
-    template, _guard.template = _guard.template, None
-    template.process.communicate()  # closes its input, which ends it; ignores a template that has ended before
+    template = _guard.template
+    _guard.template = None
+    # closes its input, which ends it; ignores a template that has ended before
+    template.process.communicate()
     template.end()
 
 
@@ -139,12 +151,11 @@ def start_guard() -> Guard:
     assert _guard is None, "one run at a time"
     base = tempfile.gettempdir()
     token = secrets.token_hex(16)
-    is_short = len(base) <= _LONGEST_BASE
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base if is_short else _SHORT_BASE))
-    temp = folder / "tmp" if is_short else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    temp.mkdir(exist_ok=True)
+    folder, temp = _new_folders(base)
+
     # without the marks of a run, so that the guard does not end itself
     unmarked = {name: value for name, value in os.environ.items() if name not in (RUN_MARK, CLUSTER_MARK)}
+    # -I and -S: the guard uses only the standard library, and ignores what the user's environment adds to Python
     watching = ProcessTree(
         [sys.executable, "-I", "-S", watcher.__file__, str(os.getpid()), token, str(folder), str(temp)],
         unmarked,
@@ -152,7 +163,8 @@ def start_guard() -> Guard:
         stdout=DEVNULL,
         stderr=DEVNULL,
     )
-    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"  # a cache that stays between runs
+    # a cache that stays between runs
+    inductor = Path(base) / f"torchinductor_{psutil.Process().username()}"
     environment = set_environment(
         {
             RUN_MARK: token,
@@ -164,14 +176,29 @@ def start_guard() -> Guard:
     return _guard
 
 
+def _new_folders(base: str) -> tuple[Path, Path]:
+    """Creates the run's folder for sockets and its folder for temporary files."""
+    if len(base) <= _LONGEST_BASE:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        temp = folder / "tmp"
+        temp.mkdir()
+        return folder, temp
+    # The sockets need a shorter path. The temporary files, which can be large, stay on the disk that the user chose.
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHORT_BASE))
+    temp = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    return folder, temp
+
+
 def stop_guard() -> None:
     """Ends the run's remaining processes, removes its folders and ends the guard. A second call does nothing."""
     global _guard
     if _guard is None:
         return
-    guard, _guard = _guard, None
+    guard = _guard
+    _guard = None
     watcher.end(RUN_MARK, guard.token, [str(guard.folder), str(guard.temp)])
-    guard.watcher.process.communicate(b"q")  # a byte: this process has cleaned up
+    # a byte: this process has cleaned up
+    guard.watcher.process.communicate(b"q")
     guard.watcher.end()
     set_environment(guard.environment)
     tempfile.tempdir = guard.base

@@ -20,7 +20,8 @@ LOST_AFTER_LOOKS = 8
 _ANSWER_S = 2.0
 _THREADS = 64
 _PATIENCE_S = LOST_AFTER_LOOKS * LOOK_EVERY_S
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and an empty SETTINGS frame
+# and an empty SETTINGS frame
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 Address = tuple[str, int]
 
@@ -31,7 +32,8 @@ def silence_of(address: Address) -> str | None:
         with socket.create_connection(address, timeout=_ANSWER_S) as connection:
             connection.sendall(_GREETING)
             connection.recv(1)
-    except ConnectionResetError:  # a server that expects TLS closes the connection; only a running process does that
+    except ConnectionResetError:
+        # A server that expects TLS closes the connection. Only a running process does that.
         return None
     except OSError as error:
         return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
@@ -85,11 +87,13 @@ def silent_process(address: Address, pid: int | None = None) -> str:
     """Returns a sentence about the process of a lost server. On this machine it states whether the process is stopped.
 
     Args:
-        pid: process id if known; on this machine the port identifies the process.
+        address: address of the server.
+        pid: its process id; None = the process of this machine that listens at the port.
     """
     host, port = address
     with contextlib.suppress(OSError, psutil.Error):
-        socket.create_server((host, 0)).close()  # raises if the address belongs to another machine
+        # raises if the address belongs to another machine
+        socket.create_server((host, 0)).close()
         if pid is None:
             pid = _listening_process(port)
         if pid is None:

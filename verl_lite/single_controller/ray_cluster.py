@@ -123,7 +123,8 @@ class Cluster:
         context = ray.get_runtime_context()
         host, port = context.gcs_address.rsplit(":", 1)
         store = (host, int(port))
-        [own_node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        own_id = context.get_node_id()
+        [own_node] = [node for node in ray.nodes() if node["NodeID"] == own_id]
         raylet = (own_node["NodeManagerAddress"], int(own_node["NodeManagerPort"]))
         self.parts = {store: "control store", raylet: "raylet on this machine"}
         # the control store of a joined cluster may be restarted; nobody restarts the servers of a private one
@@ -136,7 +137,9 @@ _cluster: Cluster | None = None
 
 def joined_cluster() -> Cluster | None:
     """Returns the existing cluster that this process has joined; None with a private cluster or without any."""
-    return None if _cluster is None or _cluster.address is None else _cluster
+    if _cluster is None or _cluster.address is None:
+        return None
+    return _cluster
 
 
 def cluster_answers() -> bool:
@@ -149,8 +152,10 @@ def ray_loss() -> str | None:
     cluster = _cluster
     if cluster is None:
         return None
+    # the look can take seconds
     lost = cluster.lookout.lost(cluster.parts)
-    if not lost or cluster is not _cluster:  # another thread may have ended the cluster in the meantime
+    # another thread may have ended the cluster in the meantime
+    if not lost or cluster is not _cluster:
         return None
     whose = "the run's own Ray" if cluster.address is None else f"the Ray cluster at {cluster.address}"
     return f"{whose} has lost its {cluster.parts[lost[0]]}: {silent_process(lost[0])}"
@@ -158,12 +163,13 @@ def ray_loss() -> str | None:
 
 def require_ray() -> None:
     """Raises ClusterLostError if a part of Ray is lost. Ray itself would wait forever or silently end this process."""
-    if loss := ray_loss():
-        condition = "" if joined_cluster() is None else " once the cluster is up"
-        raise ClusterLostError(
-            f"{loss}. To continue from the last checkpoint, run the same command with "
-            f"trainer.resume_mode=auto{condition}"
-        )
+    loss = ray_loss()
+    if loss is None:
+        return
+    condition = "" if joined_cluster() is None else " once the cluster is up"
+    raise ClusterLostError(
+        f"{loss}. To continue from the last checkpoint, run the same command with trainer.resume_mode=auto{condition}"
+    )
 
 
 def call_ray(call: Callable[[], Answer]) -> Answer:
@@ -183,15 +189,18 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
         while not wait([future], timeout=_POLL_S).done:
             require_ray()
     except BaseException:
-        wait([future], timeout=_POLL_S)  # a shutdown of Ray must not interrupt a call that can still finish
+        # a shutdown of Ray must not interrupt a call that can still finish
+        wait([future], timeout=_POLL_S)
         raise
     return future.result()
 
 
 def process_of(actor: ray.actor.ActorHandle) -> tuple[Address, int]:
     """Returns the address at which the process of a started actor listens, and its process id."""
-    state = call_ray(lambda: ray._private.state.actors(actor._actor_id.hex()))
-    return (state["Address"]["IPAddress"], state["Address"]["Port"]), state["Pid"]
+    actor_id = actor._actor_id.hex()
+    state = call_ray(lambda: ray._private.state.actors(actor_id))
+    address = state["Address"]
+    return (address["IPAddress"], address["Port"]), state["Pid"]
 
 
 @contextmanager
@@ -220,22 +229,11 @@ def ray_running(
     try:
         with _sigterm_handler_restored():
             if cluster.address is not None:
-                require_answer(cluster.address, cluster.wait_s, cluster.log)
-                try:
-                    ray.init(
-                        address=cluster.address,
-                        namespace=run_id,
-                        log_to_driver=False,
-                        # at lower levels, Ray logs machines that leave, with the end of their logs
-                        logging_level=logging.CRITICAL,
-                    )
-                except (ConnectionError, RuntimeError, ValueError) as error:
-                    raise UserError(
-                        f"{_KEY}{cluster.address}: {error}\nThis machine must belong to the cluster. `ray start "
-                        f"--address={cluster.address} --num-cpus=0` adds it without giving it work"
-                    ) from error
-            _cluster = cluster
-            if cluster.address is None:
+                _join(cluster, cluster.address, run_id)
+                _cluster = cluster
+            else:
+                # set first, so that `stop_ray` removes the processes of a start that fails
+                _cluster = cluster
                 _start_private(cluster, ray_init, run_id, num_gpus)
         cluster.look_at_parts()
         yield
@@ -243,20 +241,45 @@ def ray_running(
         stop_ray()
 
 
+def _join(cluster: Cluster, address: str, run_id: str) -> None:
+    """Connects this process to an existing cluster; see `ray_running`."""
+    require_answer(address, cluster.wait_s, cluster.log)
+    try:
+        ray.init(
+            address=address,
+            namespace=run_id,
+            log_to_driver=False,
+            # at lower levels, Ray logs machines that leave, with the end of their logs
+            logging_level=logging.CRITICAL,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{_KEY}{address}: {error}\nThis machine must belong to the cluster. `ray start "
+            f"--address={address} --num-cpus=0` adds it without giving it work"
+        ) from error
+
+
 def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_gpus: int | None) -> None:
-    cluster.owns_guard = current_guard() is None
-    cluster.guard = guard = current_guard() or start_guard()
+    """Starts the private cluster of this process, whose daemons and workers carry the mark of the run's guard."""
+    guard = current_guard()
+    cluster.owns_guard = guard is None
+    if guard is None:
+        guard = start_guard()
+    cluster.guard = guard
     cluster.environment = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
-            "RAY_AUTH_MODE": None,  # Ray then turns authentication on; it would read a given value too early
+            # Ray then turns authentication on; it would read a given value too early
+            "RAY_AUTH_MODE": None,
             "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_prestart_worker_first_driver": "0",  # would start one process per CPU, without our variables
-            "RAY_task_events_report_interval_ms": "0",  # no call history for the dashboard: 3 MiB in 100 small steps
+            # would start one process per CPU, without our variables
+            "RAY_prestart_worker_first_driver": "0",
+            # no call history for the dashboard: 3 MiB in 100 small steps
+            "RAY_task_events_report_interval_ms": "0",
         }
     )
     with (
@@ -277,22 +300,26 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
             num_gpus=num_gpus,
             object_store_memory=object_store_bytes(ray_init.object_store_memory_mb << 20),
             log_to_driver=False,
-            logging_level=logging.ERROR,  # at lower levels, Ray comments on the options of this call
+            # at lower levels, Ray comments on the options of this call
+            logging_level=logging.ERROR,
             namespace=run_id,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(guard.folder / "ray"),
             object_spilling_directory=str(guard.temp),
         )
-    del os.environ[watcher.CLUSTER_MARK]  # later processes of the driver do not belong to the cluster
+    # later processes of the driver do not belong to the cluster
+    del os.environ[watcher.CLUSTER_MARK]
 
 
 def _init_with_retries(guard: Guard, **options: object) -> None:
     """Calls `ray.init` until it succeeds, at most _STARTS times; then raises RuntimeError."""
-    for _ in range(_STARTS):  # on a busy machine, Ray gives up after 30 s, and no option changes that limit
+    # on a busy machine, Ray gives up after 30 s, and no option changes that limit
+    for _ in range(_STARTS):
         try:
             ray.init(**options)
             return
-        except Exception as error:  # Ray raises the timeout as a plain Exception
+        except Exception as error:
+            # Ray raises the timeout as a plain Exception
             if "timed out during startup" not in str(error):
                 raise
             _end_processes(guard)
@@ -307,12 +334,15 @@ def object_store_bytes(requested: int, shared_memory: Path = Path("/dev/shm")) -
     NCCL and other jobs on the machine need the other half. Ray writes objects that do not fit to disk. If the shared
     memory is too small even for the smallest store, Ray places the store in a file in TMPDIR.
     """
-    free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
+    free = 0
+    if shared_memory.is_dir():
+        free = shutil.disk_usage(shared_memory).free
     return min(requested, max(_SMALLEST_STORE, free // 2))
 
 
 @contextmanager
 def _replaced(holder: ModuleType | type, name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute of a module or a class inside the context."""
     before = getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -368,11 +398,13 @@ def _sigterm_handler_restored() -> Iterator[None]:
 def stop_ray() -> None:
     """Ends the run's private cluster and removes its files; leaves a joined cluster. A second call does nothing."""
     global _cluster
-    cluster, _cluster = _cluster, None
+    cluster = _cluster
     if cluster is None:
         return
+    _cluster = None
     is_lost = bool(cluster.parts) and not cluster.answers
-    if is_lost:  # Ray's own shutdown would wait for the lost part and hold the interpreter's lock
+    # Ray's own shutdown would wait for the lost part and hold the interpreter's lock
+    if is_lost:
         atexit.unregister(ray.shutdown)
     if cluster.guard is not None:
         _end_processes(cluster.guard, is_lost)
@@ -384,6 +416,13 @@ def stop_ray() -> None:
 
 
 def _end_processes(guard: Guard, is_lost: bool = False) -> None:
+    """Ends all processes of a private cluster and removes their files.
+
+    Args:
+        guard: the run's guard.
+        is_lost: True if a part of Ray no longer answers; Ray's own shutdown would then not return.
+    """
+    # before the shutdown, because the mappings of an ended process cannot be read
     shared_memory = watcher.shared_memory_of(marked_processes(watcher.CLUSTER_MARK, guard.token))
     if not is_lost:
         ray.shutdown()
@@ -396,10 +435,14 @@ def worker_env(env: dict[str, str]) -> dict[str, str]:
     prefixes_of_python = (sys.prefix, sys.base_prefix)
     folders = [_PROJECT_ROOT]
     for folder in sys.path:
+        # the workers' own interpreter adds the folders of Python
         if folder and Path(folder).is_dir() and not folder.startswith(prefixes_of_python):
             folders.append(folder)
-    folders += [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    return env | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders))}
+    for folder in env.get("PYTHONPATH", "").split(os.pathsep):
+        if folder:
+            folders.append(folder)
+    unique_folders = dict.fromkeys(folders)
+    return env | {"PYTHONPATH": os.pathsep.join(unique_folders)}
 
 
 def worker_runtime(env: dict[str, str]) -> dict[str, object]:
@@ -442,7 +485,8 @@ def begin_process(umask: int, log_file: str | None) -> None:
 def restore_log(log_file: str | None) -> None:
     """Opens the log file of this process again if it was deleted."""
     if log_file is not None and not os.path.exists(log_file):
-        with suppress(OSError):  # a missing log is no reason to fail the run
+        # a missing log is no reason to fail the run
+        with suppress(OSError):
             begin_process(current_umask(), log_file)
 
 
@@ -453,17 +497,19 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
         return
     if not port.isdigit() or "//" in address:
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
-    is_local = host in ("localhost", "127.0.0.1", "::1")
-    server = (ray.util.get_node_ip_address() if is_local else host, int(port))  # Ray resolves the address like this
+    if host in ("localhost", "127.0.0.1", "::1"):
+        # Ray resolves local addresses like this
+        host = ray.util.get_node_ip_address()
+
     start_time = time.monotonic()
     is_logged = False
-    while silence_of(server) is not None:
+    while silence_of((host, int(port))) is not None:
         if time.monotonic() - start_time >= wait_s:
             raise NoRoomError(
-                f"{_KEY}{address}: nobody has answered at {server[0]}:{port} for {wait_s:g} s. Start a cluster with "
+                f"{_KEY}{address}: nobody has answered at {host}:{port} for {wait_s:g} s. Start a cluster with "
                 "`ray start --head` and set the key to the address that it prints"
             )
         if not is_logged:
-            log(f"nobody answers at {server[0]}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
+            log(f"nobody answers at {host}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
         is_logged = True
         time.sleep(min(1.0, wait_s))

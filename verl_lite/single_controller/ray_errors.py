@@ -13,8 +13,10 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from verl_lite.errors import StalledError, WorkerDiedError, add_circumstances, circumstances
 
-_LAST_LOG_LINES = 40  # enough for the stack of a crash in native code
-_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)  # colours, and markers under omitted lines
+# enough for the stack of a crash in native code
+_LAST_LOG_LINES = 40
+# colours, and markers under omitted lines
+_DECORATION = re.compile(r"\x1b\[[0-9;]*m|^ *\^+ *\n", re.MULTILINE)
 # Texts in the error of a rank whose peer has ended: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
 _CAUSES = (
@@ -24,7 +26,8 @@ _CAUSES = (
         "rollout.kv_cache_memory_mb, trainer.n_gpus_per_node), or wait for other jobs on this machine to end",
     ),
     (
-        r"connection error code 2",  # Ray only reports that the socket of the process has closed
+        # Ray only reports that the socket of the process has closed
+        r"connection error code 2",
         "its process ended without an exception: kill -9, the kernel's out-of-memory killer (see `dmesg`), or a "
         "crash in native code (its log ends with a stack)",
     ),
@@ -78,8 +81,8 @@ def cause_of_death(error: RayError) -> str:
         return "the connection to its process was closed: the process has ended, or its machine has left the cluster"
     text = " ".join(str(error).split())
     for pattern, sentence in _CAUSES:
-        if found := re.search(pattern, text):
-            return sentence.format(*found.groups())
+        if match := re.search(pattern, text):
+            return sentence.format(*match.groups())
     return text
 
 

@@ -85,7 +85,8 @@ class RayService:
             cause = ray_errors.original_error(error)
             add_circumstances(cause, role=self._name, method=method)
         except RayError as error:
-            ray_cluster.require_ray()  # if the raylet has ended, that is the cause
+            # if the raylet has ended, that is the cause
+            ray_cluster.require_ray()
             cause = self._death(ray_errors.cause_of_death(error), method)
         raise cause
 

@@ -33,11 +33,14 @@ from verl_lite.single_controller.resource_pool import ClassWithInitArgs, Resourc
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
 _PRIVATE_PATIENCE_S = 60.0
-_SILENT_PATIENCE_S = 3.0  # wait this long for a reservation before the log mentions it
+# wait this long for a reservation before the log mentions it
+_SILENT_PATIENCE_S = 3.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.5
-_GRACE_S = 2.0  # after an error: time for the other ranks to return or to report the real cause
-_CAUSE_PATIENCE_S = 15.0  # the same if all errors so far are only consequences of another one
+# after an error: time for the other ranks to return or to report the real cause
+_GRACE_S = 2.0
+# the same if all errors so far are only consequences of another one
+_CAUSE_PATIENCE_S = 15.0
 
 Bundle = dict[str, float]
 
@@ -117,8 +120,10 @@ def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machin
 
 def _listed(resources: Bundle) -> str:
     """Formats resources as `2 CPU, 1 GPU`."""
-    kinds = ["CPU", *({"GPU"} & resources.keys())]
-    return ", ".join(f"{resources.get(kind, 0.0):g} {kind}" for kind in kinds)
+    text = f"{resources.get('CPU', 0.0):g} CPU"
+    if "GPU" in resources:
+        text += f", {resources['GPU']:g} GPU"
+    return text
 
 
 class SlotProcess:
@@ -133,15 +138,20 @@ class SlotProcess:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ray_cluster.BATCH_SYSTEM_SIGNALS)
         ray_cluster.begin_process(umask, log_file)
         if log_file is not None:
-            faulthandler.enable()  # a crash in native code writes its stack to the log
-        gc.disable()  # until all imports are done: there is no garbage yet, and the imports take 10% less time
-        tensor_dict({}, 0)  # imports its dependencies now instead of at the first batch
+            # a crash in native code writes its stack to the log
+            faulthandler.enable()
+        # until all imports are done: there is no garbage yet, and the imports take 10% less time
+        gc.disable()
+        # imports its dependencies now instead of at the first batch
+        tensor_dict({}, 0)
 
     def begin(self, opens_store: bool) -> tuple[str, Address | None]:
         """Returns Ray's id of this machine and, with `opens_store`, the address of a store that this process opens."""
+        node_id = ray.get_runtime_context().get_node_id()
+        if not opens_store:
+            return node_id, None
         host = ray.util.get_node_ip_address()
-        store = (host, open_store(host)) if opens_store else None
-        return ray.get_runtime_context().get_node_id(), store
+        return node_id, (host, open_store(host))
 
     def construct(self, slot: Slot, roles: dict[str, ClassWithInitArgs], modules: Sequence[str]) -> None:
         """Imports `modules` and constructs the objects of all roles in order."""
@@ -150,17 +160,20 @@ class SlotProcess:
         os.environ |= {
             "RANK": str(slot.rank),
             "WORLD_SIZE": str(slot.world_size),
-            "LOCAL_RANK": "0",  # each process sees only its own device
+            # each process sees only its own device
+            "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "MASTER_ADDR": slot.store[0],
             "MASTER_PORT": str(slot.store[1]),
         }
         interface = interface_of(ray.util.get_node_ip_address())
         if interface is not None:
-            for library in ("GLOO", "NCCL"):  # otherwise they use the host name or any active interface
+            # otherwise they use the host name or any active interface
+            for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         with ray_errors.portable_errors():
             import_modules(modules)
+            # modules live as long as the process: without the freeze, each full collection would visit them
             gc.freeze()
             gc.enable()
             for role, recipe in roles.items():
@@ -172,7 +185,8 @@ class SlotProcess:
         positional = values[: len(values) - len(names)]
         keywords = dict(zip(names, values[len(positional) :], strict=True))
         arguments = WorkerArguments(positional, keywords)
-        if self._stall_timeout_s is not None:  # write the stacks to the log shortly before the driver ends the process
+        # write the stacks to the log shortly before the driver ends the process
+        if self._stall_timeout_s is not None:
             faulthandler.dump_traceback_later(0.9 * self._stall_timeout_s)
         try:
             with ray_errors.portable_errors():
@@ -183,7 +197,15 @@ class SlotProcess:
 
 @dataclass(frozen=True)
 class _Handle:
-    """A running call. has_usage: True if its result is that of `SlotProcess.invoke`, with the usage."""
+    """A running call on a slot.
+
+    Attributes:
+        ref: Ray's reference to the result.
+        rank: rank of the slot.
+        role: role of the worker.
+        method: name of the method, for error messages.
+        has_usage: True if the result is that of `SlotProcess.invoke`, a pair with the usage.
+    """
 
     ref: ray.ObjectRef
     rank: int
@@ -208,7 +230,8 @@ class RayTransport:
             raise RuntimeError("trainer.backend=ray needs a Ray cluster; start it with ray_running")
         self.world_size = pool.world_size
         self.usage = np.zeros(2)
-        self._stall_timeout_s: float | None = None  # no time limit for the start
+        # no time limit for the start
+        self._stall_timeout_s: float | None = None
         self._ended: str | None = None
         self._lookout = Lookout()
         # by rank; the machines only in a joined cluster
@@ -288,10 +311,13 @@ class RayTransport:
         return ray_cluster.call_ray(lambda: ray.put(value))
 
     def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
-        handles = [self._submit(rank, role, method, arguments) for rank, arguments in enumerate(calls)]
+        handles = []
+        for rank, arguments in enumerate(calls):
+            handles.append(self._submit(rank, role, method, arguments))
         return partial(self._wait, handles)
 
     def _submit(self, rank: int, role: str, method: str, arguments: WorkerArguments) -> _Handle:
+        """Starts a call of `SlotProcess.invoke` without waiting for it."""
         if self._ended is not None:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
         invoke = self._actors[rank].invoke
@@ -311,6 +337,7 @@ class RayTransport:
         start_time = time.monotonic()
         while pending:
             pending, errors = self._collect(pending, results, poll_s)
+            # short calls return without delay, and long ones cost the driver two polls a second
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             errors += self._silent_workers(pending)
             if errors:
@@ -354,20 +381,23 @@ class RayTransport:
 
     def _end_of_process(self, handle: _Handle, error: RayError) -> WorkerDiedError:
         """Returns the error of a process that has ended during a call."""
-        ray_cluster.require_ray()  # if the raylet has ended, that is the cause
+        # if the raylet has ended, that is the cause
+        ray_cluster.require_ray()
         lost_machine = self._lost_machine(handle)
         if lost_machine is not None:
             return lost_machine
 
         note = ""
         if isinstance(error, OutOfMemoryError):
-            note = str(error)  # lists the processes of the machine that use the most memory
+            # lists the processes of the machine that use the most memory
+            note = str(error)
         elif self._ended is not None:
             note = f"the workers had been ended: {self._ended}"
         return self._death(handle, ray_errors.cause_of_death(error), note)
 
     def _silent_workers(self, pending: list[_Handle]) -> list[Exception]:
         """Returns the errors of ranks whose process, or whose machine's raylet, no longer answers."""
+        # Ray reports the end of a process itself, but a process that is stopped keeps its call pending forever
         watched: dict[Address, _Handle] = {}
         for handle in pending:
             if handle.rank in self._processes:  # not yet while the processes start
@@ -395,8 +425,12 @@ class RayTransport:
         return self._death(handle, f"its machine has left the cluster: its raylet at {reason}")
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
-        node = self._machines[handle.rank].name if handle.rank in self._machines else None
-        return ray_errors.death(cause, handle.role, handle.rank, handle.method, self._logs[handle.rank], node, note)
+        """Returns the error of a rank whose process has ended for this reason."""
+        node = None
+        if handle.rank in self._machines:
+            node = self._machines[handle.rank].name
+        log = self._logs[handle.rank]
+        return ray_errors.death(cause, handle.role, handle.rank, handle.method, log, node, note)
 
     def _handle_crash(self, errors: list[Exception], pending: list[_Handle], fatal: bool) -> Exception:
         """Returns the error to raise: the first that is not a consequence of another one.
@@ -410,15 +444,17 @@ class RayTransport:
         """
         start_time = time.monotonic()
         while pending:
+            # ranks can report the closed connection to a failed rank before that rank reports why it failed
             patience_s = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
             if time.monotonic() >= start_time + patience_s:
                 break
-            pending, more = self._collect(pending, {}, 0.1)
-            errors += more
+            pending, new_errors = self._collect(pending, {}, 0.1)
+            errors += new_errors
         if all(map(ray_errors.is_consequence, errors)):
             # the cause may be a machine that is gone, whose ranks cannot report it
             errors += filter(None, map(self._lost_machine, pending))
-        first = min(errors, key=ray_errors.is_consequence)  # min keeps the earliest of equals
+        # min keeps the earliest of equals
+        first = min(errors, key=ray_errors.is_consequence)
         if pending:
             ranks = [handle.rank for handle in pending]
             first.add_note(f"ranks {ranks} did not return within seconds, so all workers of the pool were ended")
@@ -431,7 +467,9 @@ class RayTransport:
             self._end("shut down")
 
     def _end(self, reason: str) -> None:
+        """Ends all processes. Later calls raise WorkerDiedError with this reason."""
         self._ended = reason
+        # calls of Ray would wait forever for a lost part; then `stop_ray` or the guard ends the processes
         if ray_cluster.cluster_answers():
             for actor in self._actors:
                 ray.kill(actor)

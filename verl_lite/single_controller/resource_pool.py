@@ -46,7 +46,10 @@ class ResourcePool:
     @property
     def nodes(self) -> list[int]:
         """Index of the machine of each rank."""
-        return [node for node, count in enumerate(self.process_on_nodes) for _ in range(count)]
+        nodes: list[int] = []
+        for node, count in enumerate(self.process_on_nodes):
+            nodes += [node] * count
+        return nodes
 
 
 class ServiceHandle(Protocol):
@@ -76,12 +79,14 @@ class LocalService:
     def send(self, method: str, *args: object, **kwargs: object) -> None:
         try:
             getattr(self._object, method)(*args, **kwargs)
-        except Exception as error:  # the next call raises it
+        except Exception as error:
+            # the next call raises it, as in a service whose sender does not wait
             self._failed = self._failed or error
 
     def call(self, method: str, *args: object, **kwargs: object) -> object:
         if self._failed is not None:
-            failed, self._failed = self._failed, None
+            failed = self._failed
+            self._failed = None
             raise failed
         return getattr(self._object, method)(*args, **kwargs)
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # the guard starts it as a file, without any folder of packages
+# the guard starts it as a file, without any folder of packages
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from verl_lite.machine.process_table import (
@@ -66,15 +67,18 @@ def end(
     """
     shared_files = set(shared_memory)
     deadline = time.monotonic() + patience_s
+    # several looks, because a process can fork while it is being ended
     while pids := marked_processes(mark, token, folders):
         shared_files |= shared_memory_of(pids)
         if time.monotonic() >= deadline:
             end_processes(pids)
-        if time.monotonic() >= deadline + _END_S:  # blocked in the kernel, or a zombie that nobody reaps
+        # blocked in the kernel, or a zombie that nobody reaps
+        if time.monotonic() >= deadline + _END_S:
             break
         time.sleep(_POLL_S)
 
     if shared_files:
+        # files that another process has mapped, too, are not those of the run alone
         in_use = shared_memory_of(other_processes())
         for path in shared_files - in_use:
             Path(path).unlink(missing_ok=True)
@@ -87,7 +91,8 @@ def watch(driver: int, token: str, folders: Sequence[str]) -> None:
 
     The driver writes that byte if the run ended normally and has cleaned up after itself.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # batch systems send them to every process of a job
+    # batch systems send them to every process of a job
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     pipe = name_of_input()
     shared_files: set[str] = set()

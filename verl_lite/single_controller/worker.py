@@ -54,7 +54,7 @@ class Slot:
 
 
 class MeshPlace(NamedTuple):
-    """What a rank declares with `Worker.register_mesh`."""
+    """The place of a rank in a mesh. For the attributes see `Worker.register_mesh`."""
 
     dp_rank: int
     dp_size: int
@@ -114,8 +114,8 @@ class Worker:
         return profiling.stop_profile()
 
     def host_missing_path(self, path: str, patience_s: float = 10.0) -> str | None:
-        """Returns the name of this machine if the path does not appear within `patience_s` seconds, else None. Network
-        file systems can take some seconds to show a new file."""
+        """Returns the name of this machine if the path does not appear within `patience_s` seconds, else None."""
+        # network file systems can take some seconds to show a new file
         deadline = time.monotonic() + patience_s
         while not Path(path).exists():
             if time.monotonic() >= deadline:
@@ -143,8 +143,7 @@ class Worker:
             )
         if dist.is_initialized():
             return
-        host, port = self.slot.store or ("127.0.0.1", open_store("127.0.0.1"))
-        store = dist.TCPStore(host, port, is_master=False) if _held_store is None else _held_store
+        store = self._connected_store()
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default", store),
@@ -153,6 +152,16 @@ class Worker:
             timeout=timedelta(seconds=timeout_s),
             device_id=device_id,
         )
+
+    def _connected_store(self) -> TCPStore:
+        """Returns the store of the ranks: the one that this process holds (rank 0), or a connection to it."""
+        from torch.distributed import TCPStore
+
+        # a worker outside of a pool has no address and opens a store for itself
+        host, port = self.slot.store or ("127.0.0.1", open_store("127.0.0.1"))
+        if _held_store is not None:
+            return _held_store
+        return TCPStore(host, port, is_master=False)
 
 
 def open_store(host: str) -> int:
@@ -167,9 +176,12 @@ def host_store(host: str) -> TCPStore:
     """Opens a store at a port that the system chooses."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((host, 0))  # torch's own server would listen on all interfaces
+    # torch's own server would listen on all interfaces
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    descriptor = listener.detach()
+    # without a wait: the workers learn the port only from the return of this call
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def close_process_group() -> None:

@@ -32,7 +32,8 @@ class Transport(Protocol):
     """Sends calls to the slots. All groups that share slots share one transport."""
 
     world_size: int
-    usage: np.ndarray  # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
+    # (2,): seconds in calls and bytes moved so far (see `invoke`), sums over ranks
+    usage: np.ndarray
 
     def share(self, value: object) -> object:
         """Returns a reference to a value that several ranks receive, so that it is sent once."""
@@ -78,7 +79,9 @@ class LocalTransport:
         return value
 
     def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
-        outcomes = [self._run(self._slots[rank], role, method, arguments) for rank, arguments in enumerate(calls)]
+        outcomes = []
+        for rank, arguments in enumerate(calls):
+            outcomes.append(self._run(self._slots[rank], role, method, arguments))
 
         def wait() -> list[object]:
             for outcome in outcomes:
@@ -91,7 +94,8 @@ class LocalTransport:
     def _run(self, slot: Slot, role: str, method: str, arguments: WorkerArguments) -> _Outcome:
         try:
             result, usage = invoke(slot, role, method, arguments)
-        except Exception as error:  # raised when the caller waits, as with Ray
+        except Exception as error:
+            # raised when the caller waits, as with Ray
             return _Outcome(error=error)
         self.usage = self.usage + usage
         return _Outcome(result)
@@ -110,12 +114,14 @@ class WorkerGroup:
         self._meshes: dict[str, Mesh] = {}
         self.methods: list[str] = []
         for name in dir(cls):
-            registration = getattr(getattr(cls, name, None), REGISTRATION, None)
-            if isinstance(registration, Registration):
-                if hasattr(WorkerGroup, name):
-                    raise ValueError(f"{cls.__name__}.{name} cannot be registered: worker groups use that name")
-                self.methods.append(name)
-                setattr(self, name, self._bind(name, getattr(cls, name).__doc__, registration))
+            method = getattr(cls, name, None)
+            registration = getattr(method, REGISTRATION, None)
+            if not isinstance(registration, Registration):
+                continue
+            if hasattr(WorkerGroup, name):
+                raise ValueError(f"{cls.__name__}.{name} cannot be registered: worker groups use that name")
+            self.methods.append(name)
+            setattr(self, name, self._bind(name, method.__doc__, registration))
 
     @property
     def world_size(self) -> int:
@@ -139,7 +145,9 @@ class WorkerGroup:
 
         def call(*args: object, blocking: bool = registration.blocking, **kwargs: object) -> object:
             future = self._start(name, registration.dispatch_mode, WorkerArguments(args, kwargs))
-            return future.get() if blocking else future
+            if blocking:
+                return future.get()
+            return future
 
         call.__name__ = name
         call.__doc__ = doc
@@ -159,7 +167,8 @@ class WorkerGroup:
                 return value
             if id(value) not in shared:
                 packed = value.pack() if isinstance(value, DataProto) else value
-                shared[id(value)] = _Shared(value, self._transport.share(packed))
+                reference = self._transport.share(packed)
+                shared[id(value)] = _Shared(value, reference)
             return shared[id(value)].reference
 
         # a generator, so that the first ranks run while the values of the others are still shared
@@ -179,11 +188,13 @@ class WorkerGroup:
 
     def mesh(self, name: str) -> Mesh:
         """Returns a mesh that the workers registered. Raises ValueError if the mesh is unknown or incomplete."""
-        if name not in self._meshes:  # workers can register meshes after their construction
-            places_of_ranks: list[dict[str, MeshPlace]] = self.execute_all_sync("mesh_info")
+        # workers can register meshes after their construction
+        if name not in self._meshes:
+            registered_by_rank: list[dict[str, MeshPlace]] = self.execute_all_sync("mesh_info")
             meshes = {}
-            for mesh in set().union(*places_of_ranks):
-                meshes[mesh] = _mesh(mesh, [places.get(mesh) for places in places_of_ranks])
+            for mesh in set().union(*registered_by_rank):
+                registrations = [registered.get(mesh) for registered in registered_by_rank]
+                meshes[mesh] = _mesh(mesh, registrations)
             self._meshes = meshes
         if name not in self._meshes:
             registered = sorted(self._meshes)
@@ -225,22 +236,25 @@ class _Shared:
 
 
 def _resolved(value: object) -> object:
-    return value.get() if isinstance(value, DataProtoFuture) else value
+    """Waits for a future of an earlier call; returns any other value unchanged."""
+    if isinstance(value, DataProtoFuture):
+        return value.get()
+    return value
 
 
-def _mesh(name: str, places: Sequence[MeshPlace | None]) -> Mesh:
+def _mesh(name: str, registrations: Sequence[MeshPlace | None]) -> Mesh:
     """Builds a mesh from the registrations of all ranks and checks that exactly one rank collects each part."""
-    present = [place for place in places if place is not None]
+    present = [registration for registration in registrations if registration is not None]
     size = present[0].dp_size
-    collected_parts = sorted(place.dp_rank for place in present if place.is_collect)
-    has_other_size = any(place.dp_size != size for place in present)
-    if len(present) < len(places) or has_other_size or collected_parts != list(range(size)):
-        registrations = [place and tuple(place) for place in places]
+    collected_parts = sorted(registration.dp_rank for registration in present if registration.is_collect)
+    has_other_size = any(registration.dp_size != size for registration in present)
+    is_incomplete = len(present) < len(registrations)
+    if is_incomplete or has_other_size or collected_parts != list(range(size)):
+        listed = [registration and tuple(registration) for registration in registrations]
         raise ValueError(
             f"mesh {name!r} does not fit together: each rank must register it with the same size, and each part must "
-            "have exactly one rank that answers; found (dp_rank, dp_size, is_collect) by rank "
-            f"{registrations}"
+            f"have exactly one rank that answers; found (dp_rank, dp_size, is_collect) by rank {listed}"
         )
-    dp_rank = tuple(place.dp_rank for place in present)
-    is_collect = tuple(place.is_collect for place in present)
+    dp_rank = tuple(registration.dp_rank for registration in present)
+    is_collect = tuple(registration.is_collect for registration in present)
     return Mesh(size, dp_rank, is_collect)

@@ -19,7 +19,8 @@ import socket
 import sys
 from typing import NamedTuple
 
-if __name__ == "__main__":  # the template's first folder of packages is its own
+# the template's first folder of packages is its own
+if __name__ == "__main__":
     sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from verl_lite.machine import process_tree
@@ -28,7 +29,7 @@ STREAMS = (0, 1, 2)
 
 
 class WorkerStart(NamedTuple):
-    """What Ray starts the interpreter of a worker with."""
+    """The arguments, environment and folder with which Ray starts the interpreter of a worker."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -45,22 +46,27 @@ def request_worker(path: str, argv: list[str]) -> None:
         socket.send_fds(template, [b"w"], STREAMS)
         template.sendall(json.dumps([argv, dict(os.environ), os.getcwd()]).encode())
         template.shutdown(socket.SHUT_WR)
-        template.recv(1)  # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
+        # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
+        template.recv(1)
 
 
 def serve(path: str) -> WorkerStart | None:
-    """Imports modules and forks workers until standard input closes; then returns None. Returns in each worker, too,
-    with what it must run.
+    """Imports modules and forks workers until standard input closes; then returns None.
 
-    An input line is a module, or a function to call as `module:function`.
+    It also returns in each forked worker, with the start that Ray requested. An input line is a module, or a function
+    to call as `module:function`.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended workers
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # as in Ray's other processes
+    # the kernel removes ended workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # the workers inherit the mask, as those that Ray's own daemons start
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
     template = os.getpid()
-    sys.modules["ray"] = None  # type: ignore[assignment]  # Ray keeps the settings of the environment at its import
+    # Ray keeps the settings of the environment at its import, so each worker imports it with its own environment
+    sys.modules["ray"] = None  # type: ignore[assignment]
     with socket.socket(socket.AF_UNIX) as listener:
+        # an earlier template of the same run can have left its socket
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of an earlier template of the same run
+            os.unlink(path)
         listener.bind(path)
         listener.listen()
         while True:
@@ -72,28 +78,47 @@ def serve(path: str) -> WorkerStart | None:
                 for name in names:
                     _preload(name)
                 continue
-            with listener.accept()[0] as connection:
-                _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
-                with connection.makefile("r") as request:
-                    start = WorkerStart(*json.load(request))
-                gc.freeze()  # collections in the workers then leave the shared memory alone
-                # not a `ForkedProcess`: a worker returns to `main` and ends like any Python program, with the exit
-                # handlers that Ray has registered; its parent does not wait for it (SIGCHLD is ignored)
-                if os.fork() == 0:
-                    os.setsid()  # Ray kills the process group of a worker that has died
-                    process_tree.die_with_parent(template)  # Ray's workers end with their parent
-                    for stream, fd in zip(STREAMS, streams, strict=True):
-                        os.dup2(fd, stream)
-                        os.close(fd)
-                    os.dup(connection.fileno())  # stays open until this process ends
-                    return start
-                for fd in streams:
-                    os.close(fd)
+            start = _fork_worker(listener, template)
+            if start is not None:
+                return start
+
+
+def _fork_worker(listener: socket.socket, template: int) -> WorkerStart | None:
+    """Accepts a request and forks its worker. Returns the start in the worker, and None in the template.
+
+    Args:
+        listener: socket at which `request_worker` connects.
+        template: process id of the template.
+    """
+    connection, _ = listener.accept()
+    with connection:
+        _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
+        with connection.makefile("r") as request:
+            start = WorkerStart(*json.load(request))
+        # collections in the workers then leave the shared memory alone
+        gc.freeze()
+        # not a `ForkedProcess`: a worker returns to `main` and ends like any Python program, with the exit
+        # handlers that Ray has registered; its parent does not wait for it (SIGCHLD is ignored)
+        if os.fork() == 0:
+            # Ray kills the process group of a worker that has died
+            os.setsid()
+            # Ray's workers end with their parent
+            process_tree.die_with_parent(template)
+            for stream, fd in zip(STREAMS, streams, strict=True):
+                os.dup2(fd, stream)
+                os.close(fd)
+            # stays open until this process ends, which is what `request_worker` waits for
+            os.dup(connection.fileno())
+            return start
+        for fd in streams:
+            os.close(fd)
+    return None
 
 
 def _preload(name: str) -> None:
     """Imports a module, or calls a function (`module:function`)."""
-    with contextlib.suppress(Exception):  # the worker repeats the import and raises the error
+    # the worker repeats the import and raises the error
+    with contextlib.suppress(Exception):
         target = pkgutil.resolve_name(name)
         if callable(target):
             target()
@@ -113,6 +138,7 @@ def main(path: str, argv: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     del sys.modules["ray"]
     sys.argv = worker.argv
+
     os.environ.clear()
     os.environ.update(worker.environment)
     os.chdir(worker.folder)

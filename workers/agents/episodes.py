@@ -23,7 +23,7 @@ from verl_lite.envs.base import EnvTemplate
 from verl_lite.json_types import JsonObject, KeywordArguments
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
-from verl_lite.rewards.scoring import SCORE, is_score
+from verl_lite.rewards.results import SCORE, is_score
 from workers.agents.conversation import ChatJoins, Message
 from workers.agents.env_host import EnvReply
 from workers.agents.env_pool import EnvPool

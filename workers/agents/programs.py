@@ -21,7 +21,7 @@ from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import RewardItem, RewardResult
-from verl_lite.rewards.scoring import SCORE, is_score
+from verl_lite.rewards.results import SCORE, is_score
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.agents.endpoint.callers import Verdict
 from workers.agents.endpoint.server import Call, Endpoint

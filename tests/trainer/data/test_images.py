@@ -28,7 +28,8 @@ from verl_lite.config import DataConfig, ModelConfig
 from verl_lite.errors import UserError
 from verl_lite.images import MOST_PIXELS, open_image, rgb_image
 from verl_lite.machine.safe_state import read_state, write_state
-from verl_lite.rewards.scoring import RewardItem, RewardPart
+from verl_lite.rewards.results import RewardItem
+from verl_lite.rewards.scoring import RewardPart
 from workers.policy.vision import MULTI_MODAL_INPUTS, ImageInputs
 
 

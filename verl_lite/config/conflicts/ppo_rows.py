@@ -36,8 +36,11 @@ def _micro_batch_rows(options: MicroBatchOptions) -> tuple[Conflict[PPOConfig], 
         return value_of(config, options.switch) is False and options.micro_batch_size(config) is None
 
     def is_too_small(config: PPOConfig, budget: int | None) -> bool:
+        if budget is None or not options.uses_tokens(config):
+            return False
+        # the ranks that share a sequence also share its tokens
         ranks = max(1, config.sequence_parallel_size(options.role))
-        return options.uses_tokens(config) and budget is not None and budget * ranks < config.longest_sample
+        return budget * ranks < config.longest_sample
 
     def least_budget(config: PPOConfig) -> str:
         longest = config.longest_sample
@@ -73,8 +76,10 @@ def _is_over_batch(config: PPOConfig, mini_batch: int | None) -> bool:
 
 
 def _selects_prompts_twice(config: PPOConfig, sampler: str | None) -> bool:
-    entries = [entry for entry in config.data.sources.values() if isinstance(entry, Mapping)]
-    return config.reads_prompts and bool(sampler) and any(entry.get("weight") for entry in entries)
+    if not sampler or not config.reads_prompts:
+        return False
+    sources = config.data.sources.values()
+    return any(isinstance(source, Mapping) and source.get("weight") for source in sources)
 
 
 def _context(config: PPOConfig) -> int:
@@ -190,8 +195,10 @@ ENGINE_ROWS: tuple[Conflict[PPOConfig], ...] = (
 
 def _samples_in_training(config: PPOConfig, threshold: int) -> bool:
     """True if an engine that frees its memory during training would have to sample then."""
-    frees_memory = config.hybrid_engine and config.rollout.free_cache_engine and not is_on_cpu(config.trainer.device)
-    return config.async_training.depth > 0 and frees_memory and not config.spans_updates
+    if config.async_training.depth < 1 or config.spans_updates:
+        return False
+    # only an engine on the trainer's GPUs frees its memory for the training
+    return config.hybrid_engine and config.rollout.free_cache_engine and not is_on_cpu(config.trainer.device)
 
 
 def _has_unbounded_weights(config: PPOConfig, threshold: int) -> bool:

@@ -155,10 +155,13 @@ POLICY_ROWS: tuple[Conflict[PPOConfig | FlowGRPOConfig], ...] = (
 
 def _have_no_weight(config: PPOConfig | ScoreConfig, functions: FreeDict) -> bool:
     """True if every part of the reward has weight 0, and no reward model scores in addition."""
-    # a part of another form is reported by `part_problems`
-    entries = [entry for entry in functions.values() if isinstance(entry, Mapping)]
-    has_weight = len(entries) < len(functions) or any(entry.get("weight", 1) for entry in entries)
-    return bool(functions) and not has_weight and not value_of(config, "reward_model.enable")
+    if not functions or value_of(config, "reward_model.enable"):
+        return False
+    for entry in functions.values():
+        # a part of another form is reported by `part_problems`
+        if not isinstance(entry, Mapping) or entry.get("weight", 1):
+            return False
+    return True
 
 
 REWARD_ROWS: tuple[Conflict[PPOConfig | ScoreConfig], ...] = (

@@ -31,16 +31,19 @@ def is_unused(name: str) -> Condition:
 
 
 def loss_is_not(*losses: str) -> Condition:
-    """Returns a condition that holds if the policy loss is another one of this project. A loss of the user may read any
-    option. Distillation with k1 clips its ratio, too."""
+    """Returns a condition that holds if the policy loss is another one of this project."""
 
     def is_idle(situation: Situation, key: str) -> bool:
         config = situation.config
         mode = config.actor.policy_loss.loss_mode
         loss = POLICY_LOSS_REGISTRY.get(mode)
-        is_known = loss is not None and is_own(loss)
-        clips_distillation = ".clip_ratio" in key and config.distillation.is_active
-        return is_known and mode not in losses and not clips_distillation
+        # a loss of the user may read any option
+        if loss is None or not is_own(loss):
+            return False
+        # distillation with k1 clips its ratio, too
+        if ".clip_ratio" in key and config.distillation.is_active:
+            return False
+        return mode not in losses
 
     return is_idle
 
@@ -57,12 +60,17 @@ def estimator_is_not(*estimators: str) -> Condition:
 
 
 def sizes_by(*, tokens: bool) -> Condition:
-    """Returns a condition that holds if all passes that read the key size their micro-batches by tokens (True) or by
-    rows (False)."""
+    """Returns a condition that holds if all passes that read the key size their micro-batches in this way.
+
+    Args:
+        tokens: True for micro-batches by tokens, False by rows.
+    """
 
     def is_idle(situation: Situation, key: str) -> bool:
-        passes = [options for options in MICRO_BATCHES.values() if options.reads(key)]
-        return all(options.uses_tokens(situation.config) is tokens for options in passes)
+        for options in MICRO_BATCHES.values():
+            if options.reads(key) and options.uses_tokens(situation.config) is not tokens:
+                return False
+        return True
 
     return is_idle
 
@@ -73,11 +81,13 @@ def has_no_scores_of_functions(config: PPOConfig) -> bool:
 
 def scores_one_by_one(config: PPOConfig) -> bool:
     """True if no part of the reward takes lists of samples."""
-    styles = [entry.get("style", "sample") for entry in config.reward.functions.values() if isinstance(entry, Mapping)]
     own_function = config.reward.custom_reward_function
-    if own_function.path is not None:
-        styles.append(own_function.style)
-    return all(style == "sample" for style in styles)
+    if own_function.path is not None and own_function.style != "sample":
+        return False
+    for entry in config.reward.functions.values():
+        if isinstance(entry, Mapping) and entry.get("style", "sample") != "sample":
+            return False
+    return True
 
 
 def has_single_teacher(config: PPOConfig) -> bool:
@@ -112,7 +122,9 @@ def freezes_vision_anyway(situation: Situation, key: str) -> bool:
 
 def batch_exceeds_rows(situation: Situation, key: str) -> bool:
     batch_size = situation.value(key)
-    return situation.rows is not None and isinstance(batch_size, int) and batch_size > situation.rows
+    if situation.rows is None or not isinstance(batch_size, int):
+        return False
+    return batch_size > situation.rows
 
 
 def sets_warmup_steps(situation: Situation, key: str) -> bool:

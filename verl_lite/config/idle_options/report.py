@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from verl_lite.config.idle_options.ppo_rows import PPO_ROWS
 from verl_lite.config.idle_options.shared_rows import SFT_ROWS, SHARED_ROWS, SUPERVISED_ROWS
 from verl_lite.config.idle_options.table import IdleOption, Situation
-from verl_lite.config.loader import COMMAND_LINE, LoadedConfig
+from verl_lite.config.loader import LoadedConfig
 from verl_lite.config.option_table import Key, schema_of, setting_text, value_of
 from verl_lite.config.ppo import PPOConfig
+from verl_lite.config.sources import COMMAND_LINE
 from verl_lite.config.supervised import SFTConfig, SupervisedConfig
 
 
@@ -32,10 +33,11 @@ def idle_options(
     """
     report = IdleReport()
     table = table_of(type(situation.config)) if rows is None else rows
-    unreported = _given_keys(loaded)
+    unreported = _keys_of_user(loaded)
     for row in table:
         notes: list[str] = []
         problems: list[str] = []
+        # a copy, because an option is removed when it is reported
         for name, (key, source) in list(unreported.items()):
             if not row.names(name) or not row.is_idle(situation, name):
                 continue
@@ -45,7 +47,8 @@ def idle_options(
                 continue
             # the first row that fits gives the reason
             del unreported[name]
-            (problems if is_problem else notes).append(_as_written(name, value, source))
+            settings = problems if is_problem else notes
+            settings.append(_as_written(name, value, source))
         report.notes += _sentences(row, notes)
         report.problems += _sentences(row, problems)
     return report
@@ -62,15 +65,15 @@ def table_of(root: type) -> Sequence[IdleOption]:
     return SHARED_ROWS
 
 
-def _given_keys(loaded: LoadedConfig[object]) -> dict[str, tuple[Key, str]]:
+def _keys_of_user(loaded: LoadedConfig[object]) -> dict[str, tuple[Key, str]]:
     """Returns the options that the user gave, with their sources. An entry of a dictionary counts as its option."""
     schema = schema_of(type(loaded.config))
-    given: dict[str, tuple[Key, str]] = {}
+    options: dict[str, tuple[Key, str]] = {}
     for name, source in loaded.provenance.items():
         key = schema.find(tuple(name.split(".")))
         if key is not None and source.startswith((COMMAND_LINE, "file:")):
-            given.setdefault(key.name, (key, source))
-    return given
+            options.setdefault(key.name, (key, source))
+    return options
 
 
 def _as_written(name: str, value: object, source: str) -> str:

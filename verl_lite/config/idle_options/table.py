@@ -21,7 +21,8 @@ class Situation:
             `old_log_probs`.
     """
 
-    config: Any  # each row reads the options of its own command
+    # each row reads the options of its own command
+    config: Any
     devices: int | None = None
     reads_images: bool | None = None
     rows: int | None = None
@@ -70,6 +71,7 @@ class IdleOption:
 
 
 def _matches(pattern: str, key: str) -> bool:
+    """Returns True if an entry of `IdleOption.keys` stands for a key."""
     if pattern.startswith("*."):
         return f".{key}".endswith(pattern[1:])
     if pattern.endswith("."):

@@ -1,0 +1,246 @@
+"""Reads the `key=value` assignments of the two sources that the user writes: the command line, and YAML files.
+
+The loader (`loader.py`) translates and merges them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_lite.config.option_table import Path, Schema, is_interpolation, split
+
+Tree = Mapping[Any, object]
+"""A nested mapping of a file, a recipe or a value. YAML also has keys that are no texts, such as numbers."""
+COMMAND_LINE = "command line"
+PREFIX = "actor_rollout_ref"
+"""verl's prefix of the sections of the policy."""
+SWITCHES = "--config FILE, --print-config, --help, --help-config [PREFIX], --quiet and --verbose"
+
+_OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_COMMENT_SIGN = re.compile(r"(?<!\S)#")
+# a character of private use, which YAML treats as a letter
+_NO_COMMENT = "\ue000"
+_VALUE_SHOWN = 200  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A `key=value` of one source.
+
+    Attributes:
+        path: the parts of the key.
+        value: the parsed value.
+        source: where it was given, such as "command line".
+        raw: the value's text on the command line.
+        reset: True for `~key`, which restores the default.
+    """
+
+    path: Path
+    value: object
+    source: str
+    raw: str | None = None
+    reset: bool = False
+
+    def shown(self) -> str:
+        """Returns the assignment as the user wrote it, with its source, for a message."""
+        text = str(self.value) if self.raw is None else self.raw
+        if len(text) > _VALUE_SHOWN:
+            text = f"{text[:_VALUE_SHOWN]}... ({len(text)} characters)"
+        return f"{'.'.join(self.path)}={text} ({self.source})"
+
+
+def parse_value(raw: str) -> object:
+    """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text.
+
+    Unlike a file, a value has no comments: `/data/run #2` is a path.
+    """
+    without_comments = _COMMENT_SIGN.sub(_NO_COMMENT, raw)
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + without_comments]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return raw
+    assert isinstance(parsed, dict)
+    return _with_comment_signs(parsed["value"])
+
+
+def _with_comment_signs(value: object) -> object:
+    """Returns a parsed value with # in place of `_NO_COMMENT`."""
+    if isinstance(value, str):
+        return value.replace(_NO_COMMENT, "#")
+    if isinstance(value, list):
+        return [_with_comment_signs(item) for item in value]
+    if isinstance(value, dict):
+        return {_with_comment_signs(key): _with_comment_signs(entry) for key, entry in value.items()}
+    return value
+
+
+def split_choices(raw: str) -> list[str]:
+    """Splits at commas outside quotes and brackets: `a,b,[c,d]` becomes `a`, `b`, `[c,d]`."""
+    choices = [""]
+    depth = 0  # open brackets
+    quote = ""  # the open quotation mark
+    for character in raw:
+        if character == "," and not depth and not quote:
+            choices.append("")
+            continue
+        choices[-1] += character
+        if quote:
+            if character == quote:
+                quote = ""
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in ")}]":
+            depth -= 1
+    return [choice.strip() for choice in choices]
+
+
+def is_unicode(text: str) -> bool:
+    """Returns True if `text` can be encoded. Half of a surrogate pair, which json can contain, cannot."""
+    return text.encode(errors="ignore").decode() == text
+
+
+@dataclass
+class SourceReader:
+    """Reads assignments, and collects the problems of what cannot be read.
+
+    Attributes:
+        schema: the options of the command.
+        problems: sentences that refuse the configuration.
+        variables: names that files define for their own references.
+    """
+
+    schema: Schema
+    problems: list[str] = field(default_factory=list)
+    variables: set[str] = field(default_factory=set)
+
+    def parse_words(self, words: Iterable[str]) -> list[Assignment]:
+        """Returns the assignments of the command line; adds a problem for each word that is none."""
+        assignments: list[Assignment] = []
+        for word in words:
+            assignments += self.parse_word(word)
+        return assignments
+
+    def parse_word(self, word: str) -> Iterator[Assignment]:
+        """Parses `key=value`, `+key=value`, `++key=value` or `~key`. A mapping gives one assignment per leaf."""
+        if word.startswith("-"):
+            # Hydra's --config-path and --config-name select a file of verl
+            hydra = "; verl's files are not read, its keys are: paste them" if word.startswith("--config-") else ""
+            self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}{hydra}")
+            return
+        match = _OVERRIDE.fullmatch(word)
+        if match is None or not is_unicode(word):
+            self.problems.append(f"{word!r} is not key=value in UTF-8, without blanks around the equals sign")
+            return
+        name, raw, reset = match.groups()
+        try:
+            path = without_prefix(split(name or reset))
+        except ValueError as error:
+            self.problems.append(str(error))
+            return
+        if reset:
+            yield Assignment(path, None, COMMAND_LINE, reset=True)
+            return
+        key = self.schema.find(path)
+        value = parse_value(raw)
+        # a text such as {prompt} is YAML of a mapping
+        is_text = key is not None and key.kind == "str"
+        if isinstance(value, dict) and value and not is_text:
+            yield from self.flatten(value, path, COMMAND_LINE)
+        else:
+            yield Assignment(path, value, COMMAND_LINE, raw)
+
+    def read_file(self, name: str) -> list[Assignment]:
+        """Returns the assignments of a YAML file; adds a problem if the file cannot be read."""
+        path = FilePath(name).expanduser().absolute()
+        try:
+            content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            if not isinstance(content, dict):
+                raise ValueError("it is a list; a mapping of keys to values is expected")
+            followed = {key: self.follow(entry, content) for key, entry in content.items()}
+            return list(self.flatten(followed, (), f"file:{name}"))
+        except FileNotFoundError:
+            self.problems.append(f"--config: there is no file {path}")
+        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+            self.problems.append(f"--config: {path} cannot be read: {error}")
+        return []
+
+    def follow(self, value: object, content: Tree) -> object:
+        """Replaces references in a file's value to names that are not keys here.
+
+        These are variables of the file, and keys of verl and ROLL. References to keys remain, because a later source
+        may set these keys.
+
+        Args:
+            value: a value in the file.
+            content: the whole file.
+        """
+        if isinstance(value, dict):
+            return {name: self.follow(entry, content) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [self.follow(entry, content) for entry in value]
+        if not is_interpolation(value):
+            return value
+        # a whole value keeps the type of the value that it refers to; a part of a text becomes text
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return self._referenced(whole, content)
+        return _REFERENCE.sub(lambda reference: str(self._referenced(reference, content)), value)
+
+    def _referenced(self, reference: re.Match[str], content: Tree) -> object:
+        """Returns the value in the file that a reference names, or the text of a reference to a key."""
+        path = without_prefix(tuple(reference[1].split(".")))
+        if self.exists(".".join(path)):
+            return reference[0]
+        value: object = content
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            return reference[0]
+        if not self.exists(path[0]):
+            self.variables.add(path[0])
+        # None ends a cycle; resolving reports it
+        return self.follow(value, {**content, path[0]: None})
+
+    def flatten(self, mapping: Tree, prefix: Path, source: str) -> Iterator[Assignment]:
+        """Yields the leaves of nested mappings.
+
+        A key with dots is a path, except below a free dictionary. An empty mapping in place of a section gives no
+        assignment.
+
+        Args:
+            mapping: the mapping.
+            prefix: path of the mapping.
+            source: source of the assignments.
+        """
+        # below a free dictionary the names are the user's, and may contain dots
+        is_free = self.schema.find(prefix) is not None
+        for name, value in mapping.items():
+            parts = (str(name),) if is_free else split(str(name))
+            path = without_prefix((*prefix, *parts))
+            if isinstance(value, Mapping) and value:
+                yield from self.flatten(value, path, source)
+                continue
+            is_empty_mapping = isinstance(value, Mapping)
+            is_section = not is_free and (not path or self.exists(".".join(path)))
+            if not (is_empty_mapping and is_section):
+                yield Assignment(path, value, source)
+
+    def exists(self, dotted: str) -> bool:
+        """Returns True for the key of an option or of a section."""
+        return dotted in self.schema.keys or dotted in self.schema.sections
+
+
+def without_prefix(path: Path) -> Path:
+    """Returns a path without verl's prefix, which is optional here."""
+    if path[:1] == (PREFIX,):
+        return path[1:]
+    return path
