@@ -19,11 +19,15 @@ CacheEntry: TypeAlias = torch.Tensor | str | None
 
 
 def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
-    """Wraps `decode`, which turns latents into frames with `vae`, so that the backward pass recomputes its activations.
+    """Wraps `decode` so that the backward pass recomputes its activations instead of keeping them.
 
     A decoder that processes chunks of time with a feature cache (as in `AutoencoderKLWan`) gets one checkpoint per
     chunk: only the cache's tensors are kept between forward and backward, and the activations of at most one chunk
     exist at a time.
+
+    Args:
+        decode: turns latents into frames with `vae`.
+        vae: video autoencoder, whose decoder's `forward` is replaced during a call.
     """
     decoder: nn.Module | None = getattr(vae, "decoder", None)
     if decoder is None or "feat_cache" not in inspect.signature(decoder.forward).parameters:
@@ -38,7 +42,8 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
     def forward(
         chunk: torch.Tensor, feat_cache: list[CacheEntry], feat_idx: list[int], first_chunk: bool = False
     ) -> torch.Tensor:
-        frames, *feat_cache[:] = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
+        frames, *entries = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
+        feat_cache[:] = entries  # in place: the autoencoder passes the same list with the next chunk
         feat_idx[0] = len(feat_cache)
         return cast("torch.Tensor", frames)
 
