@@ -4,8 +4,9 @@ A picture of 24 x 24 pixels has 9 tokens of 2 x 2 patches.
 """
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import torch
@@ -28,6 +29,14 @@ CHAT_TEMPLATE = (
 )
 
 
+class Example(NamedTuple):
+    """A demonstrated answer as token ids, with the processed image of its prompt."""
+
+    prompt: list[int]
+    answer: list[int]
+    image: Mapping[str, torch.Tensor] | None
+
+
 def write_random_model(folder: Path, seed: int) -> None:
     """Writes config, random fp32 weights, generation config, tokenizer and image processor into `folder`."""
     from transformers import (
@@ -43,7 +52,9 @@ def write_random_model(folder: Path, seed: int) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    heads, pairs = HIDDEN // HEAD_DIMENSIONS, HEAD_DIMENSIONS // 2
+    token_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
+    heads = HIDDEN // HEAD_DIMENSIONS
+    pairs = HEAD_DIMENSIONS // 2  # of dimensions, divided among time, height and width by mrope_section
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -71,7 +82,7 @@ def write_random_model(folder: Path, seed: int) -> None:
             "initializer_range": INITIALIZER_RANGE,
         },
         tie_word_embeddings=True,
-        **dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True)),
+        **token_ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,16 +103,24 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
     from verl_lite.images import open_image
 
     network = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
-    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
     image_tokens = (SIZE // PATCH) ** 2 // processor.merge_size**2
-    examples: list[tuple[list[int], list[int], Any]] = []
+    examples = []
     for row in pq.read_table(demonstrations).to_pylist():
-        messages = message_parts(row["prompt"]) if row["images"] else row["prompt"]
+        messages = row["prompt"]
+        image = None
+        if row["images"]:  # at most one in a row of this recipe
+            messages = message_parts(messages)
+            image = processor(open_image(row["images"][0]["bytes"]), return_tensors="pt")
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # the template writes one token for an image, the network expects one for each of its features
         prompt = tokenizer(text.replace(IMAGE, IMAGE * image_tokens))["input_ids"]
-        pixels = [processor(open_image(image["bytes"]), return_tensors="pt") for image in row["images"]]
-        examples.append((prompt, tokenizer(row["answer"] + END)["input_ids"], pixels[0] if pixels else None))
-    rng, threads = random.Random(seed), torch.get_num_threads()
+        answer = tokenizer(row["answer"] + END)["input_ids"]
+        examples.append(Example(prompt, answer, image))
+
+    rng = random.Random(seed)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # its operations are too small for several threads
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
@@ -118,18 +137,25 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
     network.save_pretrained(folder)
 
 
-def batch_of(examples: list[tuple[list[int], list[int], Any]], image_token_id: int) -> dict[str, torch.Tensor]:
-    """Returns the arguments of a transformers network, with the loss on the answers. examples: token ids of prompt and
-    answer, and the processed image or None."""
-    width = max(len(prompt) + len(answer) for prompt, answer, _ in examples)
-    ids, labels = torch.zeros(len(examples), width, dtype=torch.long), torch.full((len(examples), width), -100)
+def batch_of(examples: Sequence[Example], image_token_id: int) -> dict[str, torch.Tensor]:
+    """Returns the arguments of a transformers network, with the loss on the answers."""
+    width = max(len(example.prompt) + len(example.answer) for example in examples)
+    ids = torch.zeros(len(examples), width, dtype=torch.long)
+    labels = torch.full((len(examples), width), -100)  # transformers excludes -100 from the loss
     mask = torch.zeros_like(ids)
-    for row, (prompt, answer, _) in enumerate(examples):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
+    for row, example in enumerate(examples):
+        start = len(example.prompt)
+        end = start + len(example.answer)
+        ids[row, :end] = torch.tensor(example.prompt + example.answer)
+        labels[row, start:end] = torch.tensor(example.answer)
         mask[row, :end] = 1
-    shown = [image for *_, image in examples if image is not None]
-    images = {name: torch.cat([image[name] for image in shown]) for name in ("pixel_values", "image_grid_thw")}
-    kinds = (ids == image_token_id).int()
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "mm_token_type_ids": kinds, **images}
+
+    images = [example.image for example in examples if example.image is not None]
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "mm_token_type_ids": (ids == image_token_id).int(),
+        "pixel_values": torch.cat([image["pixel_values"] for image in images]),
+        "image_grid_thw": torch.cat([image["image_grid_thw"] for image in images]),
+    }

@@ -195,8 +195,11 @@ def _on_meta(name: str, entry: list[str], config: ComponentConfig) -> nn.Module:
 
 def count(module: nn.Module, *, learns: bool = False) -> int:
     """Returns the number of a module's parameter elements, or with learns=True of its trainable ones."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad or not learns]
-    return sum(parameter.numel() for parameter in parameters)
+    elements = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad or not learns:
+            elements += parameter.numel()
+    return elements
 
 
 # -- a step on the meta device -----------------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        # a view, and the result of an operation in place, have the storage of an argument
+        # a view, and the result of an operation in place, have the storage of an argument, which is counted already
         argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
@@ -284,7 +287,14 @@ def _fused_kernels() -> Iterator[None]:
 
 
 def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype, layers: int) -> RewardFlowPolicy:
-    """Builds the trained network on the meta device. layers: number of blocks per transformer."""
+    """Builds the trained network on the meta device.
+
+    Args:
+        config: Options of the run.
+        shape: Shapes of the pipeline.
+        dtype: The compute dtype.
+        layers: Number of blocks per transformer.
+    """
     from diffusers import WanTransformer3DModel
 
     experts: list[WanTransformer3DModel] = []
@@ -346,8 +356,8 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
     live = LiveBytes()
     latents = _empty_latents(policy, video)
     with live.peak_of(peaks, "decoding"):
-        loss = policy.decode(latents.requires_grad_()).mean()
-    peaks["reward"] = float(live.now)
+        loss = policy.decode(latents.requires_grad_()).mean()  # any scalar of the frames has the same backward pass
+    peaks["reward"] = float(live.now)  # the reward runs on the decoded frames, before their backward pass
     with live.peak_of(peaks, "backward of decoding"):
         loss.backward()
     return peaks, condition
@@ -409,31 +419,25 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         size: Bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
     """
     step = _step_bytes(config, shape, torch.float32 if size == FP32 else torch.bfloat16)
-    num_frames, _, _ = clip_of(config)
-    has_faces = any(".onnx" in str(value) for value in config.reward.kwargs.values())
-    face_bytes = float(FACE_BYTES_PER_FRAME * num_frames) if has_faces else 0.0
+    always = _constant_bytes(config, shape, slots, size, step)
 
-    fsdp = config.actor.fsdp_config
-    ranks = ranks_of_a_copy(fsdp, slots)
-    gathered = step.frozen_elements
-    if fsdp.reshard_after_forward:
-        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable
-    always = {
-        "low-noise expert, this rank's shard": size * step.frozen_elements / ranks,
-        "gathered: root and two blocks": size * gathered,
-        "adapter, Adam": (FP32 + MOMENTS) * step.trainable_elements / ranks,
-        "VAE": float(size * count(shape.vae)),
-        "reward": float(FACE_MODEL_BYTES) if has_faces else 0.0,
-    }
+    # an embedder or detector in an ONNX file is taken for the published face models
+    face_bytes = 0.0
+    if any(".onnx" in str(value) for value in config.reward.kwargs.values()):
+        num_frames, _, _ = clip_of(config)
+        face_bytes = float(FACE_BYTES_PER_FRAME * num_frames)
+        always["reward"] = float(FACE_MODEL_BYTES)
 
     # frozen modules that only one phase uses are on the host meanwhile, or always on the device
-    text_encoder = float(size * count(shape.text_encoder))
-    high_noise_expert = (shape.experts - 1) * size * step.frozen_elements
+    moved = {
+        "high-noise expert": (shape.experts - 1) * size * step.frozen_elements,
+        "text encoder": float(size * count(shape.text_encoder)),
+    }
     host: dict[str, float] = {}
     if config.model.offload_frozen:
-        host = _without_zeros({"high-noise expert": high_noise_expert, "text encoder": text_encoder})
+        host = _without_zeros(moved)
     else:
-        always |= {"high-noise expert": high_noise_expert, "text encoder": text_encoder}
+        always |= moved
 
     peaks = step.peaks
     kept = {"kept by the steps": step.kept}
@@ -478,6 +482,32 @@ class _StepBytes:
     gathered_trainable: float
 
 
+def _constant_bytes(
+    config: RewardFlowConfig, shape: PipelineShape, slots: int, size: int, step: _StepBytes
+) -> dict[str, float]:
+    """Returns the bytes of the trained expert and of the VAE, which are on the device in every phase.
+
+    Args:
+        config: Options of the run.
+        shape: Shapes of the pipeline.
+        slots: Ranks of the run.
+        size: Bytes of an element in the compute dtype.
+        step: The measured bytes of a step.
+    """
+    fsdp = config.actor.fsdp_config
+    ranks = ranks_of_a_copy(fsdp, slots)
+    # without resharding, FSDP keeps all gathered blocks from the forward to the end of the backward pass
+    gathered = step.frozen_elements
+    if fsdp.reshard_after_forward:
+        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable  # the adapter is in fp32
+    return {
+        "low-noise expert, this rank's shard": size * step.frozen_elements / ranks,
+        "gathered: root and two blocks": size * gathered,
+        "adapter, Adam": (FP32 + MOMENTS) * step.trainable_elements / ranks,
+        "VAE": float(size * count(shape.vae)),
+    }
+
+
 def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype) -> _StepBytes:
     """Runs a step with transformers of two and of three blocks, and extrapolates to all blocks."""
     num_frames, height, width = clip_of(config)
@@ -489,7 +519,7 @@ def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dty
     two_blocks = bytes_of_steps(policy_with_two, video, condition, shape.text_tokens)
     three_blocks = bytes_of_steps(policy_with_three, video, condition, shape.text_tokens)
 
-    # all blocks are alike, so each further block adds the difference
+    # all blocks are alike, so each further block adds the difference between the two measured transformers
     more_blocks = int(shape.transformer["num_layers"]) - 2
     steps = {}
     for name, value in two_blocks.items():

@@ -133,9 +133,9 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
         share = memory_gib * slots / number
         plan = memory_plan(config, networks, number, device)
         if plan.fits(share * GIB):
-            each = "the only process" if number == 1 else f"each of {number} processes"
+            processes = "the only process" if number == 1 else f"each of {number} processes"
             needed = f"needs {plan.device_bytes / GIB:.2f} GiB and has {share:.1f}"
-            return f"trainer.n_gpus_per_node={number} fits: {each} {needed}"
+            return f"trainer.n_gpus_per_node={number} fits: {processes} {needed}"
     return ""
 
 

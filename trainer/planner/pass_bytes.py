@@ -22,10 +22,20 @@ TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
 
 @dataclass(frozen=True)
 class Pass:
-    """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
-    chunk: maximum tokens of a tile of logits. size: bytes per element. repeated: additional tokens in attention, where
-    each answer has its own copy of a prompt that is shared in all other layers. ranks: number that shares each
-    sequence; the numbers of tokens are one rank's part. tile: maximum bytes of a tile. images: tokens of images."""
+    """The size of one micro-batch on one rank.
+
+    Attributes:
+        tokens: Length of the packed row.
+        predicted: Tokens whose log-probs are computed.
+        chunk: Maximum tokens of a tile of logits.
+        size: Bytes per element.
+        entropy: Whether the entropy is computed.
+        repeated: Additional tokens in attention, where each answer has its own copy of a prompt that is shared in all
+            other layers.
+        ranks: Number of ranks that share each sequence; the numbers of tokens are one rank's part.
+        tile: Maximum bytes of a tile of logits.
+        images: Tokens of images.
+    """
 
     tokens: int
     predicted: int
@@ -124,58 +134,79 @@ def training_pass(
     this rank's shard of all gradients). Between the two, each layer frees its activations and adds its shard, so that
     no other moment needs more.
 
-    recomputed: number of layers with gradient checkpointing. offload: kept activations are on the host, except for the
-    tensors that `workers.policy.activations` leaves or brings back ahead of their use.
+    Args:
+        network: The network.
+        run: The micro-batch.
+        micro_batches: Number of micro-batches of the optimizer step.
+        recomputed: Number of layers with gradient checkpointing.
+        offload: Whether kept activations are on the host, except for the tensors that `workers.policy.activations`
+            leaves or brings back ahead of their use.
     """
-    shape, has_adapter = network.shape, bool(network.adapter)
-    layer = layer_activations(shape, run, has_adapter=has_adapter)
-    hidden = float(run.size * run.tokens * shape.hidden)
-    kept = kept_activations(network, run, recomputed)
+    shape = network.shape
+    all_recomputed = recomputed == shape.layers
+    layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
+    activations = kept_activations(network, run, recomputed)
     if offload:
-        all_recomputed = recomputed == shape.layers
-        width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
-        kept = min(kept, float(run.size * run.tokens * width))
+        width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
+        if all_recomputed:
+            width = (AHEAD + 1) * shape.hidden
+        activations = min(activations, float(run.size * run.tokens * width))
     last_norm = float(run.tokens * _norm(shape.hidden, run.size))
 
-    # a recomputed layer takes the place of a later one that kept its activations and is done
-    again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
     temporary = _temporary_bytes(shape, run)
-    work = again + temporary
-    head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
-    at_head = (
-        output_layer_bytes(shape, run, trains=True) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
-    )
+    last_layer = temporary
+    # otherwise a recomputed layer takes the place of a later one that kept its activations and is done
+    if recomputed and (offload or all_recomputed):
+        last_layer = layer_bytes + temporary
+    output_layer = _output_layer_backward(network, run)
 
-    before, shard = network.gradients(micro_batches)
-    of_earlier_micro_batches = micro_batches > 1
+    whole_gradients, shard = network.gradients(micro_batches)
     at_start = {
         "gathered weights": network.gathered,
-        WHOLE_GRADIENTS: before if of_earlier_micro_batches else 0.0,
-        "kept activations": kept + last_norm,
-        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
-        SHARD: shard if of_earlier_micro_batches else 0.0,
+        WHOLE_GRADIENTS: 0.0,
+        "kept activations": activations + last_norm,
+        "logits and output layer" if output_layer > last_layer else "one layer": max(output_layer, last_layer),
+        SHARD: 0.0,
     }
-    # offload brings back a part of the first layer at a time, unless that layer is recomputed as a whole
-    first_layer = kept if offload and not recomputed else layer
+    if micro_batches > 1:  # the gradients of earlier micro-batches exist from the start
+        at_start |= {WHOLE_GRADIENTS: whole_gradients, SHARD: shard}
+
+    first_layer = layer_bytes
+    if offload and not recomputed:  # offload brings back a part of the layer at a time
+        first_layer = activations
     at_end = {
         "gathered weights": network.gathered,
-        WHOLE_GRADIENTS: before,
-        "kept activations": hidden,
+        WHOLE_GRADIENTS: whole_gradients,
+        "kept activations": float(run.size * run.tokens * shape.hidden),
         "one layer": first_layer + temporary,
         SHARD: shard,
     }
     return max(at_start, at_end, key=lambda moment: sum(moment.values()))
 
 
+def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
+    """Returns the bytes of the output layer's backward pass: logits, gradient of its weights, and of its inputs."""
+    shape = network.shape
+    weight_gradient = 0.0
+    if network.trained and not network.adapter and shape.has_head:
+        weight_gradient = float(run.size * shape.embedding)
+    input_gradient = (FP32 + run.size) * run.predicted * shape.hidden
+    return output_layer_bytes(shape, run, trains=True) + weight_gradient + input_gradient
+
+
 def tower_parts(
     network: HeldNetwork, run: Pass, parts: Mapping[str, float], *, is_recomputed: bool = False
 ) -> dict[str, float]:
-    """Returns the bytes by name that a vision tower adds to the `parts` of a pass.
+    """Returns the bytes by name that a vision tower adds to a pass; none without a vision tower.
 
     The tower runs first: at that time none of the later activations and logits exist, and in a backward pass they are
     freed. Its temporary tensors need additional memory only where they exceed those.
 
-    is_recomputed: True if the blocks of a trained tower are recomputed.
+    Args:
+        network: The network.
+        run: The micro-batch.
+        parts: The bytes of the pass without the tower.
+        is_recomputed: Whether the blocks of a trained tower are recomputed.
     """
     tower = network.shape.tower
     if tower is None:

@@ -306,25 +306,27 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
         yield "no time of a step: the engine has no room for one sequence (see above)"
         return
     stages = step_stages(config, networks, slots, device, mean)
-    whole = sum(stage.seconds for stage in stages.values())
+    step_seconds = sum(stage.seconds for stage in stages.values())
     yield f"{'lower bound on the time of a step':<44}{'s':>8}          bounded by"
     for name, (seconds, bound) in stages.items():
-        yield f"  {name:<42}{_shown(seconds):>8}   {seconds / whole:4.0%}   {bound}"
+        yield f"  {name:<42}{_shown(seconds):>8}   {seconds / step_seconds:4.0%}   {bound}"
     tokens = rows_per_step(config) * sum(mean)
-    speed = f"{tokens / whole / slots:,.0f} tokens/s and device"
-    if whole < LEAST_S:
+    speed = f"{tokens / step_seconds / slots:,.0f} tokens/s and device"
+    if step_seconds < LEAST_S:
         speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
-    yield f"{'a step':<44}{_shown(whole):>8}   {speed}"
+    yield f"{'a step':<44}{_shown(step_seconds):>8}   {speed}"
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
         f"{device.training:.0%} of the first in training, {device.prefill:.0%} in prefill, {device.reading:.0%} of the "
         f"second; prompts of "
         f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"
     )
-    share = (stages["generation: prompts"].seconds + stages["generation: answers"].seconds) / whole
-    if share > MOST and whole >= LEAST_S:
+    generation_seconds = stages["generation: prompts"].seconds + stages["generation: answers"].seconds
+    share = generation_seconds / step_seconds
+    if share > MOST and step_seconds >= LEAST_S:
         yield f"generation takes {share:.0%} of the step. To shorten it:"
-        yield from (f"  {advice}" for advice in _generation_advice(config, networks, slots, device, mean))
+        for advice in _generation_advice(config, networks, slots, device, mean):
+            yield f"  {advice}"
 
 
 def _shown(seconds: float) -> str:
@@ -335,13 +337,16 @@ def _generation_advice(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> Iterator[str]:
     """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
-    rollout, plan = config.rollout, memory_plan(config, networks, slots, device)
+    rollout = config.rollout
+    plan = memory_plan(config, networks, slots, device)
     answers = math.ceil(rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
     if plan.sequences < answers:
-        room = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
-        if device.name == "cpu":
-            room = "rollout.kv_cache_memory_mb"
-        option = "rollout.max_num_seqs" if plan.sequences == rollout.max_num_seqs else room
+        if plan.sequences == rollout.max_num_seqs:
+            option = "rollout.max_num_seqs"
+        elif device.name == "cpu":
+            option = "rollout.kv_cache_memory_mb"
+        else:
+            option = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
         yield f"an engine decodes {plan.sequences:,} of its {answers:,} answers at a time: raise {option}"
     if mean.response == config.data.max_response_length:
         yield "all answers are assumed to have the maximal length: set the expected length with --mean_response"

@@ -109,7 +109,7 @@ def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title
     """
     first_strip = groups[0][1][0]
     count, frame_height, frame_width = first_strip.frames.shape[:3]
-    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int)
+    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int).tolist()
 
     # in inches; a strip below a prompt is taller by the line of the prompt
     num_strips = sum(len(strips) for _, strips in groups)
