@@ -136,13 +136,15 @@ class FlowGRPOTrainer(DiffusionTrainer):
     def _seed(self, *key: int) -> int:
         """Returns a seed in [0, 2^63) that depends on trainer.seed and the key."""
         sequence = np.random.SeedSequence([self.config.trainer.seed, *key])
-        return int(sequence.generate_state(1, np.uint64)[0] >> 1)  # the shift makes it fit into int64
+        # the shift makes it fit into int64
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds token_level_scores (B, T) with each reward at the last step; masks samples that cannot be scored."""
         scores = self._scores(batch)
         has_failed = torch.tensor([score is None for score in scores])
-        batch = batch.select()  # a new object, so that the caller's batch keeps its mask
+        # a new object, so that the caller's batch keeps its mask
+        batch = batch.select()
         mask = batch.batch["response_mask"].masked_fill(has_failed[:, None], 0)
         token_scores = torch.zeros(mask.shape)
         token_scores[:, -1] = torch.tensor([score or 0.0 for score in scores])
@@ -209,14 +211,16 @@ class FlowActor(DiffusionRole):
 
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Trains on the batch; `actor.ppo_mini_batch_size` and `actor.ppo_epochs` set the number of optimizer steps."""
-        config = cast("Any", self.config)  # has the sections that `loss_columns` and `micro_batching` read
+        # these options have the sections that `loss_columns` and `micro_batching` read of a PPOConfig
+        config = cast("Any", self.config)
         actor = self.config.actor
         computed = loss_columns(batch, config, step)
         columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *computed]
         mini_batch_prompts = actor.ppo_mini_batch_size
         is_whole_batch = mini_batch_prompts == -1 or mini_batch_prompts >= self.config.data.train_batch_size
         if actor.ppo_epochs > 1 or not is_whole_batch:
-            columns.append("old_log_probs")  # not needed for a single optimizer step, where every ratio is 1
+            # not needed for a single optimizer step, where every ratio is 1
+            columns.append("old_log_probs")
 
         paths_per_step = None
         if mini_batch_prompts != -1:

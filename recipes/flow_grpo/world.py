@@ -91,7 +91,8 @@ def _name_of(value: tuple[float, ...], values: Mapping[str, tuple[float, ...]]) 
 def is_connected(mask: np.ndarray) -> bool:
     """Returns True if all set pixels of mask (SIZE, SIZE), at least one, are connected along their sides."""
     reached = np.zeros_like(mask)
-    reached.flat[mask.argmax()] = True  # the first set pixel
+    # the first set pixel
+    reached.flat[mask.argmax()] = True
     size_before = 0
     while reached.sum() > size_before:
         size_before = reached.sum()

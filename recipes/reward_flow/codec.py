@@ -68,4 +68,5 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
         later_frames = latent_frames[:, 1:].repeat_interleave(BLOCK, 1)
         pixels = torch.cat([latent_frames[:, :1], later_frames], 1)
         video = pixels.unflatten(-1, (3, self.size, self.size)).transpose(1, 2)
-        return (video,)  # a tuple, as diffusers' autoencoders return with return_dict=False
+        # a tuple, as diffusers' autoencoders return with return_dict=False
+        return (video,)

@@ -76,7 +76,8 @@ def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Ca
     """
     size = size or WorldSize()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of sums must not depend on the number of cores
+    # the order of sums must not depend on the number of cores
+    torch.set_num_threads(1)
     # the models take their random weights from torch's own generator, in the order in which they are built
     with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(seed)
@@ -211,7 +212,8 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
         size: batch size and `same_person`.
     """
     video = (clips * 2 - 1).transpose(1, 2)
-    first_frame_only = torch.zeros_like(video)  # grey after the first frame, as in `RewardFlowPolicy`
+    # grey after the first frame, as in `RewardFlowPolicy`
+    first_frame_only = torch.zeros_like(video)
     first_frame_only[:, :, 0] = video[:, :, 0]
     latents = codec.encode_video(video)
     first_frames = codec.encode_video(first_frame_only)

@@ -106,7 +106,8 @@ def draw(color: str, count: int, rng: random.Random) -> bytes:
     image = Image.fromarray(generator.integers(0, 60, (SIZE, SIZE, 3), dtype=np.uint8))
     pen = ImageDraw.Draw(image)
     cell_size = SIZE // CELLS
-    for cell in rng.sample(range(CELLS**2), count):  # one shape in each of these cells
+    # one shape in each of these cells
+    for cell in rng.sample(range(CELLS**2), count):
         row, column = divmod(cell, CELLS)
         size = rng.randint(5, 7)
         left = cell_size * column + rng.randint(0, cell_size - size)

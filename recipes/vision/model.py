@@ -54,7 +54,8 @@ def write_random_model(folder: Path, seed: int) -> None:
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     token_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
     heads = HIDDEN // HEAD_DIMENSIONS
-    pairs = HEAD_DIMENSIONS // 2  # of dimensions, divided among time, height and width by mrope_section
+    # pairs of rotary dimensions, which mrope_section divides among time, height and width
+    pairs = HEAD_DIMENSIONS // 2
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -110,7 +111,8 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
     for row in pq.read_table(demonstrations).to_pylist():
         messages = row["prompt"]
         image = None
-        if row["images"]:  # at most one in a row of this recipe
+        # at most one in a row of this recipe
+        if row["images"]:
             messages = message_parts(messages)
             image = processor(open_image(row["images"][0]["bytes"]), return_tensors="pt")
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -121,7 +123,8 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
 
     rng = random.Random(seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # its operations are too small for several threads
+    # its operations are too small for several threads
+    torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
     for step in range(1, STEPS + 1):
@@ -141,7 +144,8 @@ def batch_of(examples: Sequence[Example], image_token_id: int) -> dict[str, torc
     """Returns the arguments of a transformers network, with the loss on the answers."""
     width = max(len(example.prompt) + len(example.answer) for example in examples)
     ids = torch.zeros(len(examples), width, dtype=torch.long)
-    labels = torch.full((len(examples), width), -100)  # transformers excludes -100 from the loss
+    # transformers excludes -100 from the loss
+    labels = torch.full((len(examples), width), -100)
     mask = torch.zeros_like(ids)
     for row, example in enumerate(examples):
         start = len(example.prompt)

@@ -58,7 +58,8 @@ class DiffusionJob(Job[Options]):
 
     def prepare(self) -> None:
         """Checks the options, then runs the recipe."""
-        self.check(None)  # first, because building a recipe's files can take minutes
+        # first, because building a recipe's files can take minutes
+        self.check(None)
         super().prepare()
 
     def count_steps(self, rows: int, dataset: str, repeat: int = 1) -> int:

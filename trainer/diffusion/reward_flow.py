@@ -139,7 +139,8 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     module = "trainer.main_reward_flow"
     worker = RewardFlowWorker
-    is_prepared = False  # True once the recipe has run and its files can be checked
+    # True once the recipe has run and its files can be checked
+    is_prepared = False
 
     def prepare(self) -> None:
         super().prepare()
@@ -218,7 +219,8 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
         arguments = f'"{result.checkpoint}/{LORA}"'
         model_folder = Path(str(self.config.model.path)).expanduser()
-        if (model_folder / "transformer_2").is_dir():  # the second of two experts has the adapter
+        # the second of two experts has the adapter
+        if (model_folder / "transformer_2").is_dir():
             arguments += ", load_into_transformer_2=True"
         use = f"pipeline.load_lora_weights({arguments})   # in diffusers"
         return Report(pictures=pictures, commands={"use it": use})
@@ -246,7 +248,8 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
     noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
     noisy = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
     score = score_frames(reward, noisy, reference)
-    if not score.counted:  # nothing to score in the noisy frames, and so no gradient to check
+    # nothing to score in the noisy frames, and so no gradient to check
+    if not score.counted:
         return
     (gradient,) = torch.autograd.grad(score.value, noisy, allow_unused=True)
     if gradient is None or not gradient.isfinite().all() or not gradient.any():

@@ -145,8 +145,11 @@ def _engine_row(config: PPOConfig, slots: int) -> PlanRow:
 
 
 def adapter_rows(model: NetworkConfig) -> Iterator[PlanRow]:
-    """Yields the number of trainable parameters if only an adapter is trained. Raises UserError if the adapter in
-    model.lora_adapter_path does not fit the model."""
+    """Yields the number of trainable parameters if only an adapter is trained.
+
+    Raises:
+        UserError: the adapter in model.lora_adapter_path does not fit the model.
+    """
     if isinstance(model, ModelConfig) and model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
         whole, trained = count_parameters(model), count_trained(model)
@@ -186,6 +189,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     if requirements.needs_critic(config):
         yield _critic_row(config)
 
+    # a mini-batch of -1, or larger than the batch, is the whole batch
     prompts_of_mini_batch = batch if mini_batches == 1 else mini_batch
     yield from _device_rows(config, slots, prompts_of_mini_batch * n)
 

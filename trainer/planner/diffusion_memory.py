@@ -32,8 +32,10 @@ from workers.diffusion.lora import add_adapter
 from workers.diffusion.pipeline import LONGEST_PROMPT, DiffusionParts, LatentCodec, component_class
 from workers.diffusion.reward_policy import FlowInputs, RewardFlowPolicy
 
-FACE_MODEL_BYTES = 280_000_000  # glintr100 (65 M parameters) and scrfd_10g (4 M), fp32
-FACE_BYTES_PER_FRAME = 100_000_000  # activations of an IResNet-100 at 112 x 112, fp32; estimated
+# glintr100 (65 M parameters) and scrfd_10g (4 M), fp32
+FACE_MODEL_BYTES = 280_000_000
+# activations of an IResNet-100 at 112 x 112, fp32; estimated
+FACE_BYTES_PER_FRAME = 100_000_000
 
 Size = tuple[int, int, int]
 """(frames, height, width)."""
@@ -158,7 +160,8 @@ def read_shape(path: str) -> PipelineShape:
 def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
     """Returns the shape of a pipeline with these config files, by the name of the component."""
     index = configs["model_index"]
-    has_two_experts = bool((index.get("transformer_2") or [None])[0])  # [null, null] also means that there is none
+    # [null, null] also means that there is none
+    has_two_experts = bool((index.get("transformer_2") or [None])[0])
     model_max_length = configs.get("tokenizer", {}).get("model_max_length")
     return PipelineShape(
         transformer=configs["transformer"],
@@ -228,6 +231,7 @@ class LiveBytes(TorchDispatchMode):
             key = _storage(tensor)
             if key in argument_storages or key in self._counted:
                 continue
+            # several tensors can be views of one storage, which is allocated and freed once
             storage = tensor.untyped_storage()
             size = storage.nbytes()
             self._counted.add(key)
@@ -303,9 +307,11 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
             expert = WanTransformer3DModel.from_config({**shape.transformer, "num_layers": layers})
         experts.append(expert.requires_grad_(False))
     for module in (*experts, shape.vae):
-        nn.Module.to(module, dtype)  # diffusers' own `to` would log a warning
+        # diffusers' own `to` would log a warning
+        nn.Module.to(module, dtype)
 
-    trained_expert = experts[-1]  # the low-noise one
+    # the low-noise one, as in `load_pipeline`
+    trained_expert = experts[-1]
     add_adapter(trained_expert, config.model)
     if config.model.enable_gradient_checkpointing:
         trained_expert.enable_gradient_checkpointing()
@@ -356,8 +362,10 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
     live = LiveBytes()
     latents = _empty_latents(policy, video)
     with live.peak_of(peaks, "decoding"):
-        loss = policy.decode(latents.requires_grad_()).mean()  # any scalar of the frames has the same backward pass
-    peaks["reward"] = float(live.now)  # the reward runs on the decoded frames, before their backward pass
+        # any scalar of the frames has the same backward pass
+        loss = policy.decode(latents.requires_grad_()).mean()
+    # the reward runs on the decoded frames, before their backward pass
+    peaks["reward"] = float(live.now)
     with live.peak_of(peaks, "backward of decoding"):
         loss.backward()
     return peaks, condition
@@ -499,7 +507,8 @@ def _constant_bytes(
     # without resharding, FSDP keeps all gathered blocks from the forward to the end of the backward pass
     gathered = step.frozen_elements
     if fsdp.reshard_after_forward:
-        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable  # the adapter is in fp32
+        # the adapter is in fp32
+        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable
     return {
         "low-noise expert, this rank's shard": size * step.frozen_elements / ranks,
         "gathered: root and two blocks": size * gathered,

@@ -10,7 +10,8 @@ from workers.engines.lean_decoder import PACKED_ELEMENTS
 
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
     """Returns the KV cache bytes per token on one of the devices of an engine."""
-    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)  # more devices than heads repeat heads
+    # more devices than heads repeat heads
+    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)
 
 
 def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:

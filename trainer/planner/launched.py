@@ -56,8 +56,10 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
         return None
 
     words = device.name.lower().replace("-", " ").split()
-    if "pcie" in words or "nvl" in words:  # H100 PCIe and H100 NVL have other peaks than the SXM form
+    # H100 PCIe and H100 NVL have other peaks than the SXM form
+    if "pcie" in words or "nvl" in words:
         return None
+    # `launch_device` has an H100's peak for every GPU, so the peak is looked up by the GPU's name
     peaks = [accelerator.flops for name, accelerator in ACCELERATORS.items() if name in words]
     if not peaks:
         return None

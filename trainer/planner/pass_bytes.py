@@ -15,7 +15,8 @@ from trainer.planner.networks import FP32, HeldNetwork
 from verl_lite.machine.device import KEPT_FREED_BYTES
 from workers.policy.activations import AHEAD
 
-KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
+# workers.policy.causal_lm keeps logits up to this size for the backward pass
+KEPT_LOGITS_BYTES = 32 << 20
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
 """Maximum bytes of a tile of logits that are not kept."""
 
@@ -53,18 +54,22 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
     size = run.size
     hidden = shape.hidden
     query = shape.query
-    kv = shape.kv * max(1, run.ranks // shape.kv_heads)  # more ranks than heads repeat heads
+    # more ranks than heads repeat heads
+    kv = shape.kv * max(1, run.ranks // shape.kv_heads)
     inner = shape.active_inner
 
     norms = 2 * _norm(hidden, size)
     norms += shape.head_norms * (_norm(query, size) + _norm(kv, size))
-    attention = size * (3 * query + 2 * kv)  # query, output and its copy; key and value
-    mlp = size * 4 * inner  # gate, activation, up projection and their product
+    # query, output and its copy; key and value
+    attention = size * (3 * query + 2 * kv)
+    # gate, activation, up projection and their product
+    mlp = size * 4 * inner
     per_token = norms + attention + mlp
     if has_adapter and size != FP32:
         # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers
         per_token += FP32 * (3 * hidden + query + 2 * hidden + inner)
 
+    # attention that cannot share a prompt copies it to each answer, and drops the copies afterwards
     repeated = 0
     if run.repeated:
         # copies of shared prompts in query, key, value and output, and the output without these copies
@@ -89,6 +94,7 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
     if not shape.has_head:
         return 0.0
     all_logits = run.predicted * shape.vocab * FP32
+    # so few logits are kept for the backward pass, and more are computed tile by tile
     if all_logits <= KEPT_LOGITS_BYTES:
         return float(all_logits)
     return float(min(FP32 * shape.vocab * run.chunk, run.tile, all_logits))
@@ -168,11 +174,13 @@ def training_pass(
         "logits and output layer" if output_layer > last_layer else "one layer": max(output_layer, last_layer),
         SHARD: 0.0,
     }
-    if micro_batches > 1:  # the gradients of earlier micro-batches exist from the start
+    # the gradients of earlier micro-batches exist from the start
+    if micro_batches > 1:
         at_start |= {WHOLE_GRADIENTS: whole_gradients, SHARD: shard}
 
     first_layer = layer_bytes
-    if offload and not recomputed:  # offload brings back a part of the layer at a time
+    # offload brings back a part of the layer at a time
+    if offload and not recomputed:
         first_layer = activations
     at_end = {
         "gathered weights": network.gathered,

@@ -26,7 +26,8 @@ from verl_lite.errors import UserError
 from verl_lite.machine.device import visible_devices
 from workers.engines.base import choose_engine, engine_names
 
-_ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a plan
+# replaces data files, which need not exist for a plan
+_ANY_DATA = ["owner/name"]
 
 
 def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -60,10 +61,12 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
 
         memory_gib = arguments.memory_gb or device.memory_gib
         if device.name != "cpu":
-            device = replace(device, memory_gib=memory_gib)  # the engine takes a share of it
+            # the engine takes a share of the planned device's memory
+            device = replace(device, memory_gib=memory_gib)
 
         _print_model(networks.policy, config, slots, device, arguments)
-        undecided = copy.deepcopy(config)  # --fit decides for each size of a device
+        # for --fit, which makes the decisions of `decide_sharding` again for each size of a device
+        undecided = copy.deepcopy(config)
         decision = decide_sharding(config, networks, slots, device, memory_gib)
         if decision:
             print(decision)
@@ -249,7 +252,8 @@ def _slots(config: RunOptions, device: Accelerator) -> int:
 def _check(config: PPOConfig, slots: int) -> None:
     """Raises UserError if the options contradict each other. Data files and clusters need not exist."""
     checked = copy.deepcopy(config)
-    checked.trainer.device = "cpu"  # this machine may have no GPU
+    # this machine may have no GPU
+    checked.trainer.device = "cpu"
     checked.data.train_files = list(_ANY_DATA)
     checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
     ray_init = checked.ray_kwargs.ray_init

@@ -21,8 +21,10 @@ from trainer.ppo.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.pools import num_engines
 
-LEAST_S = 0.1  # seconds; shorter bounds say little, because the uncounted work takes longer
-MOST = 0.7  # share of generation in the step above which the plan gives advice on shortening it
+# seconds; shorter bounds say little, because the uncounted work takes longer
+LEAST_S = 0.1
+# share of generation in the step above which the plan gives advice on shortening it
+MOST = 0.7
 ARITHMETIC, READING, WIRE = "arithmetic", "reading weights, keys and values", "weights and gradients between devices"
 
 
@@ -84,15 +86,18 @@ def generation_stages(
     prefill = Stage(prefill_flops / (device.flops * devices * device.prefill))
 
     running = min(float(at_once), sequences)
+    # the mean over the steps in which an answer grows from nothing to its length
     context = mean.prompt + mean.response / 2
     weights_read = shape.parameters
     if shape.experts and running < shape.experts:
-        weights_read = shape.multiplied  # few tokens do not reach all experts
+        # few tokens do not reach all experts; the bound counts those of one token
+        weights_read = shape.multiplied
     bytes_read = size * (weights_read + running * context * shape.kv_per_token) / devices
     flops = running * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
     reading = Stage(bytes_read / (device.bandwidth * device.reading), READING)
     arithmetic = Stage(flops / (device.flops * device.prefill))
     seconds, bound = max(reading, arithmetic)
+    # answers are decoded in waves of `at_once`, with one step for each token
     steps = math.ceil(sequences / at_once) * mean.response
     return prefill, Stage(steps * (seconds + shape.layers * device.layer_s), bound)
 
@@ -215,7 +220,8 @@ class _Passes:
         answers = rows_per_step(config)
         prompts = mini_batch_prompts(config, -1)
         prompts_of_mini_batch = mini_batch_prompts(config, actor.ppo_mini_batch_size)
-        groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
+        # devices that share their sequences have one micro-batch together
+        groups = slots / actor.ulysses_sequence_parallel_size
         rows_of_mini_batch = answers / groups * prompts_of_mini_batch / prompts
         rows_together = max(1, round(rows_of_mini_batch / micro_batches))
         return cls(config, device, mean, answers / slots, rows_together, prompts_of_mini_batch)
@@ -295,7 +301,7 @@ def _traffic(
     reductions = passes if fsdp.reduce_every_micro_batch else optimizer_steps
     update = reduction_seconds(weight_bytes, trained, spread, device, passes, reductions)
 
-    # the weights are gathered, and then copied into the engine
+    # the weights are gathered, and then copied into the engine, which reads and writes each byte
     sync = spread.gather_seconds(weight_bytes, device) + 2 * weight_bytes / device.bandwidth
     return Stage(update, WIRE), Stage(sync, WIRE)
 

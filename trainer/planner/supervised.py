@@ -94,7 +94,8 @@ def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[i
     ranks = config.ulysses_sequence_parallel_size
     budget = config.data.max_token_len_per_gpu * ranks
     tokens_of_group = math.ceil(batch.tokens * ranks / slots)
-    largest = max(tokens_of_group, batch.longest)  # a row is never divided among micro-batches
+    # a row is never divided among micro-batches
+    largest = max(tokens_of_group, batch.longest)
     return math.ceil(tokens_of_group / budget), min(budget, largest)
 
 
@@ -111,6 +112,7 @@ def supervised_plan(
     plan = MemoryPlan({}, {}, WORKER_BYTES if on_cpu else None)
     held = {"model": network}
     is_dpo = isinstance(config, SFTConfig) and config.loss == "dpo"
+    # with an adapter, the reference is the trained network with its adapter disabled
     if is_dpo and not network.adapter:
         held["reference"] = held_network(slots, device, network.shape, config.fsdp_config)
     weights, moments = place_networks(plan, held, on_cpu)
@@ -141,6 +143,7 @@ def _largest_micro_batch(
     """Returns the part of the largest micro-batch that one of the ranks of a sequence group has."""
     ranks = config.ulysses_sequence_parallel_size
     _, tokens = micro_batches(config, slots, batch)
+    # the largest micro-batch is assumed to have the mean share of tokens in the loss and of shared prompts
     share = tokens / batch.tokens / ranks
     shared = 0
     if config.model.use_remove_padding and network.shape.is_packed:

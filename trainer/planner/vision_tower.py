@@ -109,7 +109,8 @@ class TowerShape:
         if self.largest_image is not None:
             patches_of_image = min(patches, self.largest_image)
         full_blocks = self.blocks - self.windowed
-        attended = self.windowed * self.window + full_blocks * patches_of_image  # summed over the blocks
+        # patches to which a patch attends, summed over the blocks
+        attended = self.windowed * self.window + full_blocks * patches_of_image
 
         embedding = self.values * self.hidden
         weights_of_patches = self.blocks * self.block_parameters + embedding

@@ -190,7 +190,8 @@ def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch
         right_bottom = torch.minimum(boxes[best, 2:], boxes[order, 2:])
         intersection = (right_bottom - left_top).clamp_min(0).prod(-1)
         union = _areas(boxes[best]) + _areas(boxes[order]) - intersection
-        order = order[intersection / union.clamp_min(1e-12) <= overlap]  # two boxes without area have no union
+        # two boxes without area have no union
+        order = order[intersection / union.clamp_min(1e-12) <= overlap]
     return torch.stack(remaining) if remaining else order
 
 
@@ -233,7 +234,8 @@ def _onnx2torch(option: str) -> Callable[[Path], nn.Module]:
     except ModuleNotFoundError as error:
         raise UserError(f"{option}: {error.name} is missing: pip install verl_lite[diffusion]") from None
     finally:
-        for name in stand_ins:  # other libraries must not believe that torchvision is installed
+        # other libraries must not believe that torchvision is installed
+        for name in stand_ins:
             del sys.modules[name]
     return convert
 

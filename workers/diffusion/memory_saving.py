@@ -35,7 +35,8 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
     plain = decoder.forward
 
     def run_chunk(chunk: torch.Tensor, first_chunk: bool, *cache: CacheEntry) -> tuple[CacheEntry, ...]:
-        entries = list(cache)  # a copy for the decoder to write to, because the backward pass runs this once more
+        # a copy for the decoder to write to, because the backward pass runs this once more
+        entries = list(cache)
         frames = plain(chunk, feat_cache=entries, feat_idx=[0], first_chunk=first_chunk)
         return frames, *entries
 
@@ -43,7 +44,8 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
         chunk: torch.Tensor, feat_cache: list[CacheEntry], feat_idx: list[int], first_chunk: bool = False
     ) -> torch.Tensor:
         frames, *entries = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
-        feat_cache[:] = entries  # in place: the autoencoder passes the same list with the next chunk
+        # in place: the autoencoder passes the same list with the next chunk
+        feat_cache[:] = entries
         feat_idx[0] = len(feat_cache)
         return cast("torch.Tensor", frames)
 
@@ -52,7 +54,8 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
         try:
             return decode(latents)
         finally:
-            del decoder.forward  # uncovers the method of the class
+            # the attribute hid the method of the class, which works again
+            del decoder.forward
 
     return decode_in_checkpoints
 
@@ -92,7 +95,8 @@ class Placement:
         for tensor, home in self._homes[module]:
             tensor.data = home.to(self.device, non_blocking=True)
         try:
-            with torch.no_grad():  # a backward pass would need the weights after they have left the device
+            # a backward pass would need the weights after they have left the device
+            with torch.no_grad():
                 yield
         finally:
             for tensor, home in self._homes[module]:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-LONGEST_PROMPT = 512  # maximum number of prompt tokens of a Wan transformer
+# maximum number of prompt tokens of a Wan transformer
+LONGEST_PROMPT = 512
 
 
 class LatentCodec:
@@ -47,7 +48,8 @@ class LatentCodec:
     """
 
     def __init__(self, vae: nn.Module) -> None:
-        self.vae: Any = vae  # has members that nn.Module does not declare, of one of the two classes above
+        # has members that nn.Module does not declare, of one of the two classes above
+        self.vae: Any = vae
         config: Any = self.vae.config
         self.channels = int(config.z_dim)
         self.temporal_factor = int(config.scale_factor_temporal)
@@ -194,7 +196,8 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
         stored_boundary_ratio = index.get("boundary_ratio")
 
     parts = DiffusionParts(
-        low_noise=experts[-1],  # in the order of EXPERTS, transformer_2 of two experts
+        # in the order of EXPERTS, so this is transformer_2 if there are two
+        low_noise=experts[-1],
         high_noise=high_noise,
         codec=LatentCodec(_load(folder, "vae", index["vae"], dtype)),
         text_encoder=_load(folder, "text_encoder", index["text_encoder"], dtype),
@@ -269,7 +272,8 @@ def component_class(name: str, entry: list[str]) -> Any:
     """
     library, class_name = entry
     if name == "tokenizer" and library == "transformers":
-        class_name = "AutoTokenizer"  # releases of transformers name tokenizer classes differently
+        # releases of transformers name tokenizer classes differently
+        class_name = "AutoTokenizer"
     try:
         return getattr(importlib.import_module(library), class_name)
     except (ImportError, AttributeError) as error:

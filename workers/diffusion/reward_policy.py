@@ -120,7 +120,8 @@ class RewardFlowPolicy(EngineNetwork):
     """
 
     prefix = "model."
-    is_cast = False  # diffusers keeps some modules of a half-precision expert in fp32; the adapter casts its weights
+    # diffusers keeps some modules of a half-precision expert in fp32; the adapter casts its weights
+    is_cast = False
 
     def __init__(
         self, parts: DiffusionParts, reward: VisualReward, config: RewardFlowConfig, device: torch.device
@@ -204,7 +205,8 @@ class RewardFlowPolicy(EngineNetwork):
         clip[:, :, 1:] = 0
         latents = self.codec.encode(clip)
         is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
-        is_given[:, :, 0] = 1  # a mask channel for each of the frames that one latent frame encodes
+        # a mask channel for each of the frames that one latent frame encodes
+        is_given[:, :, 0] = 1
         return torch.cat([is_given, latents], dim=1)
 
     def _reference(self, row: int, clip: torch.Tensor) -> object:
@@ -326,7 +328,8 @@ class RewardFlowPolicy(EngineNetwork):
         _, _, latent_frames, height, width = x.shape
         tokens_of_frame = (height // patch_height) * (width // patch_width)
         is_noisy = torch.ones(latent_frames, tokens_of_frame, device=x.device)
-        is_noisy[0] = 0  # the clip's own first frame (`keep`), which has no noise, so its timestep is 0
+        # the clip's own first frame (`keep`), which has no noise, so its timestep is 0
+        is_noisy[0] = 0
         return is_noisy.flatten()
 
 

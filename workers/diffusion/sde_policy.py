@@ -140,7 +140,8 @@ class SDEPolicy(EngineNetwork):
             std = step_std(sigma, sigma_next, noise_level)
             x = mean + std * noise[:, step]
             path.append(x)
-            if noise_level > 0:  # without noise a step is deterministic and has no density
+            # without noise a step is deterministic and has no density
+            if noise_level > 0:
                 log_probs.append(step_log_prob(x, mean, std))
 
         outputs = {"frames": self.model.decode(x.to(self.compute_dtype)).float()}
@@ -263,7 +264,8 @@ class FlowActorWorker(TrainingWorker):
         """
         self.phases.enter(self.engine)
         outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
-        if "log_probs" in outputs:  # "log_probs" are those that the update computes and compares with these
+        # "log_probs" are those that the update computes and compares with these
+        if "log_probs" in outputs:
             outputs["old_log_probs"] = outputs.pop("log_probs")
         return DataProto.from_dict(tensors=outputs)
 
@@ -300,4 +302,5 @@ class FlowActorWorker(TrainingWorker):
             network = load_network(self.config.model)
             network.load_state_dict(weights)
             network.save_pretrained(path)  # type: ignore[operator]
-        dist.barrier()  # no rank may use the folder before rank 0 has written it
+        # no rank may use the folder before rank 0 has written it
+        dist.barrier()

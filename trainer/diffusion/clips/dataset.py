@@ -134,7 +134,8 @@ class VideoDataset:
 
         Raises UserError for a file that cannot be decoded.
         """
-        distinct_rows = list(set(rows))  # a batch can contain a row several times
+        # a batch can contain a row several times
+        distinct_rows = list(set(rows))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode") as pool:
             clips = dict(zip(distinct_rows, pool.map(self.frames, distinct_rows), strict=True))
         videos = []
@@ -244,7 +245,8 @@ class VideoDataset:
         """Returns a hash of the training rows: their number, order, prompts, and the names and sizes of their files."""
         entries = []
         for row in self.rows[: len(self)]:
-            size = row.path.stat().st_size if row.path.is_file() else 0  # 0 for a folder of pictures
+            # 0 for a folder of pictures
+            size = row.path.stat().st_size if row.path.is_file() else 0
             entries.append(f"{row.path.name}\0{size}\0{row.prompt}")
         return fingerprint(entries)
 
@@ -261,7 +263,8 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
         earlier = rows[:index].count(row)
         text = f"{seed},{step},{row},{earlier}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        seeds.append(int.from_bytes(digest, "little") >> 1)  # the shift makes it fit into int64
+        # the shift makes it fit into int64
+        seeds.append(int.from_bytes(digest, "little") >> 1)
     return seeds
 
 

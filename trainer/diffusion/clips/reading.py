@@ -136,7 +136,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """Opens a container and its video stream; turns PyAV's errors inside the context into ClipError."""
     av = require_av()
     try:
-        with av.open(str(path), metadata_errors="replace") as container:  # ignores titles in old encodings
+        # ignores titles in old encodings
+        with av.open(str(path), metadata_errors="replace") as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise ClipError("it has no pictures")

@@ -20,7 +20,8 @@ FPS = 16
 """Frame rate of Wan and ROLL."""
 
 CODEC = "libx264"
-_BT601 = 6  # PyAV's colour space for RGB; players assume BT.709 from 720 lines on if the file names none
+# PyAV's colour space for RGB; players assume BT.709 from 720 lines on if the file names none
+_BT601 = 6
 
 
 def write_mp4(path: Path, frames: Frames) -> None:
@@ -42,7 +43,8 @@ def write_mp4(path: Path, frames: Frames) -> None:
         for frame in even_frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
             container.mux(stream.encode(picture))
-        container.mux(stream.encode(None))  # the frames that the encoder still holds
+        # the frames that the encoder still holds
+        container.mux(stream.encode(None))
 
 
 def as_frames(video: torch.Tensor) -> Frames:
@@ -69,7 +71,8 @@ def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: C
             folder.mkdir(parents=True, exist_ok=True)
             write_mp4(draft, as_frames(video))
             draft.replace(path)
-        except Exception as error:  # a failing encoder must not end the run
+        except Exception as error:
+            # a failing encoder must not end the run
             tell(f"videos: {path}: {type(error).__name__}: {error}. The run continues without this clip")
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
