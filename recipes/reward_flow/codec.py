@@ -18,7 +18,9 @@ NUMBERS = CHANNELS * GRID * GRID
 class EigenfaceCodec(ModelMixin, ConfigMixin):
     """Linear encoder and decoder for clips with frames (3, size, size) in [-1, 1].
 
-    mean: (d,). basis: (d, NUMBERS) principal directions; the norm of a column is the standard deviation.
+    Attributes:
+        mean: (d,) mean frame.
+        basis: (d, NUMBERS) principal directions; the norm of a column is the standard deviation.
     """
 
     @register_to_config

@@ -60,7 +60,8 @@ class _Canvas:
     """A picture of each frame, painted in layers. Coordinates are pixels from the middle of each head.
 
     Attributes:
-        x: (n, F, 1, SIZE). y: (n, F, SIZE, 1).
+        x: (n, F, 1, SIZE).
+        y: (n, F, SIZE, 1).
         picture: (n, F, 3, SIZE, SIZE).
     """
 

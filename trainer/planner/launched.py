@@ -75,8 +75,13 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
 
 
 def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> float:
-    """Returns the operations of an update on sequences with these numbers of tokens. passes: its cost in forward
-    passes."""
+    """Returns the operations of an update of the policy.
+
+    Args:
+        shape: Sizes of the policy.
+        passes: Cost of the update in forward passes.
+        lengths: Number of tokens of each sequence.
+    """
     return passes * sum(forward_flops(shape, length, length) for length in lengths)
 
 

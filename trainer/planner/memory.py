@@ -132,7 +132,7 @@ def place_networks(
 
 
 def _place(plan: MemoryPlan, role: str, name: str, size: float, *, is_offloaded: bool) -> Parts:
-    """Adds tensors of a role to the plan. Returns those that are loaded from the host for a phase."""
+    """Adds tensors of a role to the plan. Returns the bytes that are loaded from the host for a phase."""
     if not size:
         return {}
     if not is_offloaded:
@@ -248,7 +248,10 @@ def rows_per_step(config: PPOConfig) -> int:
 
 
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
-    """Returns the prompts (agentic runs: episodes) of an optimizer step. size: as configured; -1: the whole batch."""
+    """Returns the prompts (agentic runs: episodes) of an optimizer step.
+
+    size: the configured size of a mini-batch; -1 means the whole batch.
+    """
     prompts_of_step = config.agentic.rollout_batch_size
     if config.reads_prompts:
         prompts_of_step = config.data.train_batch_size
@@ -290,7 +293,14 @@ def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase of a training engine. parts: its bytes by name, without weights and moments."""
+    """A phase of a training engine.
+
+    Attributes:
+        name: Name of the phase in the plan.
+        role: Role of the network that computes.
+        parts: Bytes by name, without weights and moments.
+        is_update: Whether the optimizer's moments are loaded.
+    """
 
     name: str
     role: str

@@ -79,7 +79,7 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, the unit that FSDP gathers."""
-        # query and output, key and value
+        # the projections to query and output, and to key and value
         attention = 2 * self.hidden * (self.query + self.kv)
         attention += self.qkv_bias * (self.query + 2 * self.kv)
         attention += self.head_norms * 2 * self.head_dim

@@ -62,7 +62,12 @@ def longest_step(config: SupervisedConfig) -> Batch:
 
 
 def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) -> list[Batch]:
-    """Returns the sizes of batches. rows: examples or pairs. batches: row numbers of each batch."""
+    """Returns the sizes of batches.
+
+    Args:
+        rows: Examples or pairs.
+        batches: Row numbers of each batch.
+    """
     sizes = []
     for row in rows:
         predicted = sum(sum(text.mask) for text in row.texts)

@@ -29,6 +29,7 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
         decode: turns latents into frames with `vae`.
         vae: video autoencoder, whose decoder's `forward` is replaced during a call.
     """
+    # without a feature cache, the whole decoder is one checkpoint
     decoder: nn.Module | None = getattr(vae, "decoder", None)
     if decoder is None or "feat_cache" not in inspect.signature(decoder.forward).parameters:
         return cast("Decode", partial(checkpoint, decode, use_reentrant=False))
@@ -84,6 +85,7 @@ class Placement:
         if not self.offload:
             return
 
+        # copies from pinned memory do not block the host (`non_blocking` in `at_work`)
         for tensor in (*module.parameters(), *module.buffers()):
             if self.device.type == "cuda":
                 tensor.data = tensor.data.pin_memory()

@@ -48,7 +48,7 @@ class LatentCodec:
     """
 
     def __init__(self, vae: nn.Module) -> None:
-        # has members that nn.Module does not declare, of one of the two classes above
+        # one of the two classes in the docstring, which have members that nn.Module does not declare
         self.vae: Any = vae
         config: Any = self.vae.config
         self.channels = int(config.z_dim)
@@ -79,6 +79,7 @@ class LatentCodec:
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Returns normalised latents (b, C, T, h, w), the posterior mode, of clips (b, 3, F, H, W) in [-1, 1]."""
         video = video.to(self.vae.dtype)
+        # diffusers' autoencoder returns a distribution, other codecs only latents
         if hasattr(self.vae, "encode_video"):
             latents = self.vae.encode_video(video)
         else:
@@ -228,6 +229,7 @@ def _check_layout(parts: DiffusionParts, path: str) -> None:
         expected = 2 * codec.channels + codec.temporal_factor
     for expert in filter(None, (parts.low_noise, parts.high_noise)):
         config = expert.config
+        # Wan2.1 conditions on an image encoder, which no component of the pipeline here computes
         if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
             raise UserError(
                 f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} "
@@ -293,8 +295,10 @@ def _fuse(expert: WanTransformer3DModel, file: str, option: str) -> None:
     remedy = "expected LoRA weights for this expert, as safetensors"
     with user_error_on_failure(f"{option}={file!r} cannot be merged", remedy):
         state, metadata = WanLoraLoaderMixin.lora_state_dict(str(Path(file).expanduser()), return_lora_metadata=True)
+        # diffusers loads a file without a matching weight with only a warning
         expert.load_lora_adapter(state, metadata=metadata, adapter_name="fused")
         if not getattr(expert, "peft_config", None):
             raise UserError(f"{option}={file!r}: none of its weights matches a layer of {type(expert).__name__}")
+        # without the adapter's layers, `add_adapter` finds the plain linear layers again
         expert.fuse_lora(adapter_names=["fused"])
         expert.unload_lora()

@@ -53,6 +53,7 @@ class RewardFlowWorker(TrainingWorker):
                 `execute_all_sync("train_step", batch)`; each rank then trains on its part and returns the metrics of
                 the whole step as numbers.
         """
+        # `BatchPlan.apply` puts the schedule there, so this is a part of a planned batch
         if "schedule" in data.meta_info:
             return DataProto(meta_info={"metrics": self._train(data)})
         metrics_of_ranks = _gather_object(self._train(self._own_part(data)))
@@ -111,6 +112,7 @@ class RewardFlowWorker(TrainingWorker):
         constant = self.config.sampler.noise_seed
         if constant is not None:
             return [constant] * number
+        # the step that begins: the schedule has counted those that are done
         step = self.engine.scheduler_step + 1
         return [derive_seed(self.config.trainer.seed, step, sample, 0) for sample in range(number)]
 

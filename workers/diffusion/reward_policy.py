@@ -64,6 +64,7 @@ def denoise(
         The latents after `steps`, and the divergence of the velocities from the base model's (`flow_kl`), (b,),
         averaged over the steps.
     """
+    # in fp32, whatever the dtype of the velocities (see `flow_kl`)
     kl = torch.zeros(len(x), device=x.device)
     for step in steps:
         sigma = sigmas[step]
@@ -141,6 +142,7 @@ class RewardFlowPolicy(EngineNetwork):
         if parts.high_noise is not None:
             self.placement.add(parts.high_noise)
         self.encode_prompts = PromptEncoder(parts.tokenizer, parts.text_encoder, self.placement)
+        # the VAE and the reward compute in every step and stay on the device
         self.codec.vae.to(device)
         self.decode: Decode = self.codec.decode
         if config.model.checkpoint_decode:
@@ -244,6 +246,7 @@ class RewardFlowPolicy(EngineNetwork):
             "frames": (decoded.detach() + 1) / 2,
         }
         if is_scored:
+            # `_loss` of the worker divides by the number of all samples, so those that are not counted add 0
             outputs["loss"] = self.loss(outputs["face_score"], kl) * outputs["counted"]
             outputs["kl_loss"] = kl
 
@@ -278,6 +281,7 @@ class RewardFlowPolicy(EngineNetwork):
             first_frame = inputs.condition
             return torch.cat([first_frame.to(x.dtype), x[:, :, first_frame.shape[2] :]], dim=2)
 
+        # three ranges of steps: high-noise expert, low-noise expert without gradient, low-noise expert with gradient
         x = keep(inputs.noise)
         high_noise = self._high_noise[0]
         if high_noise is not None and self.high_steps:
@@ -289,6 +293,7 @@ class RewardFlowPolicy(EngineNetwork):
         with torch.no_grad():
             x, _ = denoise(x, self.sigmas, range(self.high_steps, first_trained), velocity, keep)
 
+        # the low-noise expert without its adapter is the base model, so that no second copy is needed
         def base_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             with adapter_off(self.model):
                 return velocity(x, sigma)
@@ -310,6 +315,7 @@ class RewardFlowPolicy(EngineNetwork):
 
         def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             timestep = torch.full((len(x),), TRAIN_TIMESTEPS * sigma, device=x.device)
+            # TI2V-5B takes a timestep for each token, I2V-A14B one for the clip and the first frame as channels
             if self.expand_timesteps:
                 hidden = x
                 timestep = timestep.unsqueeze(1) * self._is_noisy_token(x)

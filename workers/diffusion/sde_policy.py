@@ -57,7 +57,13 @@ class FlowNetwork(Protocol):
         """Returns conditions (n, ...) on the CPU or the network's device. Called without gradient."""
 
     def __call__(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Returns the velocity x_1 - x_0 to noise. latents: (n, *latent_shape), compute dtype. sigma: (n,), fp32."""
+        """Returns the velocity x_1 - x_0 from data to noise, in the shape of the latents.
+
+        Args:
+            latents: (n, *latent_shape), in the compute dtype.
+            sigma: (n,), fp32.
+            condition: result of `encode` for the n samples.
+        """
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decodes latents into frames (n, F, 3, H, W) in [0, 1]; an image has F = 1."""
@@ -81,6 +87,7 @@ class SDEPolicy(EngineNetwork):
         self.compute_dtype = compute_dtype
         self.shift = config.sampler.shift
         self.reference: Any = None
+        # the base model under an adapter is the initial model, and needs no copy
         if config.actor.use_kl_loss and adapter is None:
             self.reference = copy.deepcopy(model).requires_grad_(False)
 
@@ -107,7 +114,14 @@ class SDEPolicy(EngineNetwork):
     def forward(
         self, rows: DataProto, *, steps: int, noise_level: float, with_kl: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns the outputs of `judge` if the rows have latents, else those of `sample`. steps: T."""
+        """Returns the outputs of `judge` if the rows have latents, else those of `sample`.
+
+        Args:
+            rows: result of `prepare_inputs`.
+            steps: T, the number of denoising steps.
+            noise_level: strength of the noise in a step; 0 samples with the ODE.
+            with_kl: whether `judge` also computes the KL to the reference.
+        """
         sigmas = flow_sigmas(steps, self.shift)
         prompts = [str(prompt) for prompt in rows.non_tensor_batch["prompt"]]
         with torch.no_grad():
@@ -124,6 +138,12 @@ class SDEPolicy(EngineNetwork):
         """Returns frames (b, F, 3, H, W); with noise also latents (b, T + 1, *latent_shape) and log_probs (b, T).
 
         Noise is drawn on the CPU from each row's seeds, so it depends on neither ranks, micro-batches nor device.
+
+        Args:
+            rows: columns first_seed (start of the path) and path_seed (noise of the steps).
+            condition: (b, ...) conditions of the prompts.
+            sigmas: T + 1 noise levels from 1 to 0.
+            noise_level: strength of the noise in a step.
         """
         shape = tuple(self.model.latent_shape)
         steps = len(sigmas) - 1
@@ -154,6 +174,7 @@ class SDEPolicy(EngineNetwork):
         self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float, with_kl: bool
     ) -> dict[str, torch.Tensor]:
         """Returns log_probs (b, T) of stored paths and, if with_kl, their kl (b, T) to the reference; with gradient."""
+        # the reference first: it runs without gradient, and the policy's activations do not exist yet
         reference_means: list[torch.Tensor] = []
         if with_kl:
             reference_means = self._reference_means(latents, condition, sigmas, noise_level)
@@ -259,10 +280,15 @@ class FlowActorWorker(TrainingWorker):
     def generate(self, data: DataProto) -> DataProto:
         """Samples one path for each row of a planned batch.
 
-        data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level. Returns frames (B, F, 3, H, W)
-        in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs (B, T).
+        Args:
+            data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level.
+
+        Returns:
+            frames (B, F, 3, H, W) in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs
+            (B, T).
         """
         self.phases.enter(self.engine)
+        # `infer` runs `SDEPolicy.sample`, because the rows have no latents
         outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
         # "log_probs" are those that the update computes and compares with these
         if "log_probs" in outputs:
@@ -273,8 +299,9 @@ class FlowActorWorker(TrainingWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Takes one optimizer step per mini-batch of a planned batch of paths; returns actor/* metrics in meta_info.
 
-        data: the columns of `generate`, latents, response_mask and advantages; with several optimizer steps also
-        old_log_probs.
+        Args:
+            data: the columns of `generate`, latents, response_mask and advantages; with several optimizer steps also
+                old_log_probs.
         """
         self.phases.enter(self.engine)
         actor = self.config.actor
