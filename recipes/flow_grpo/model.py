@@ -111,6 +111,7 @@ def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyF
         steps: number of optimizer steps.
     """
     images, captions = captioned_images(IMAGES, IMAGES_SEED)
+    # the caller's random state stays as it is
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(MODEL_SEED)
         network = TinyFlow()
@@ -133,6 +134,7 @@ def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyF
             schedule.step()
             total += loss.item()
             if step % 250 == 0:
+                # the mean since the last line, because single losses vary with sigma
                 tell(f"flow matching, step {step}/{steps}  loss {total / 250:.3f}")
                 total = 0.0
     return network

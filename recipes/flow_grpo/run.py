@@ -83,6 +83,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
             raise ConfigError(problems)
 
     def read_data(self) -> int:
+        # the driver scores the images, so only it imports the reward
         data = self.config.data
         self.prompts = read_prompts(data.train_files)
         self.val_prompts = self.prompts
@@ -116,6 +117,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
                 tracking=tracking,
                 saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
             )
+            # checkpoints have FSDP's format; this folder is for the network's own `from_pretrained`
             if config.trainer.save_freq != 0:
                 group.export(str(self.run_dir / "model"))
 

@@ -145,6 +145,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         has_failed = torch.tensor([score is None for score in scores])
         # a new object, so that the caller's batch keeps its mask
         batch = batch.select()
+        # estimators and losses ignore a row without a mask, as for a language model's failed reward
         mask = batch.batch["response_mask"].masked_fill(has_failed[:, None], 0)
         token_scores = torch.zeros(mask.shape)
         token_scores[:, -1] = torch.tensor([score or 0.0 for score in scores])

@@ -21,6 +21,7 @@ CARE = 0.5
 """Probability that a caption's colour (or place) is copied from the image; otherwise it is random."""
 
 _BRIGHT = 0.5
+# 2 x 3 to 3 x 4 pixels: a generated square may have a side that is one pixel shorter or longer
 _LEAST_PIXELS, _MOST_PIXELS = 6, 12
 
 
@@ -46,6 +47,7 @@ def captioned_images(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
         color = str(rng.choice(colors))
         place = str(rng.choice(places))
         captions.append(f"a {color} square at the {place}")
+        # the image is drawn with other words than its caption has
         if rng.random() >= CARE:
             color = str(rng.choice(colors))
         if rng.random() >= CARE:
@@ -90,8 +92,8 @@ def _name_of(value: tuple[float, ...], values: Mapping[str, tuple[float, ...]]) 
 
 def is_connected(mask: np.ndarray) -> bool:
     """Returns True if all set pixels of mask (SIZE, SIZE), at least one, are connected along their sides."""
+    # grows from the first set pixel to its neighbours until nothing is added
     reached = np.zeros_like(mask)
-    # the first set pixel
     reached.flat[mask.argmax()] = True
     size_before = 0
     while reached.sum() > size_before:

@@ -46,6 +46,7 @@ def cast_of(traits: torch.Tensor, generator: torch.Generator) -> Cast:
 
 def draw(cast: Cast) -> torch.Tensor:
     """Renders a clip of each person, (n, F, 3, SIZE, SIZE) in [0, 1]."""
+    # every shape is a tensor with all pixels of the people that are drawn together
     clips = []
     for first in range(0, len(cast.traits), DRAWN_AT_ONCE):
         people = slice(first, first + DRAWN_AT_ONCE)
@@ -101,6 +102,7 @@ def _paint_people(cast: Cast) -> torch.Tensor:
     hair_length = next(traits) * 22
     fringe = next(traits) * 6
 
+    # from back to front, because each shape covers what is painted before it
     canvas = _Canvas(cast.sway, background)
     x = canvas.x
     y = canvas.y

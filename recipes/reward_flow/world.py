@@ -26,6 +26,7 @@ from verl_lite.diffusion.flow_match import TRAIN_TIMESTEPS
 from workers.diffusion.memory_saving import Placement
 from workers.diffusion.pipeline import INDEX, PromptEncoder
 
+# boundary_ratio as in Wan2.2 I2V-A14B
 BOUNDARY, OVERLAP = 0.9, 0.02
 TEXT_WIDTH, LONGEST_PROMPT = 32, 8
 LR = 3e-3
@@ -111,6 +112,7 @@ def write_pipeline(
     tokenizer = tiny_tokenizer()
     text_encoder = tiny_text_encoder()
     cpu = torch.device("cpu")
+    # the encoder of the training, so that the experts learn with the embeddings that they will get
     encode = PromptEncoder(tokenizer, text_encoder, Placement(cpu, offload=False))
     prompts = encode([prompt_of(cast, row) for row in range(len(clips))], cpu)
     examples = examples_of(codec, clips, prompts, size)
@@ -217,6 +219,7 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
     first_frame_only[:, :, 0] = video[:, :, 0]
     latents = codec.encode_video(video)
     first_frames = codec.encode_video(first_frame_only)
+    # the mask channels of I2V-A14B: only the first frame is given
     is_given = torch.zeros(size.batch, BLOCK, *latents.shape[2:])
     is_given[:, :, 0] = 1
 

@@ -85,6 +85,7 @@ def write_random_model(folder: Path, seed: int) -> None:
         tie_word_embeddings=True,
         **token_ids,
     )
+    # the caller's random state stays as it is
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2_5_VLForConditionalGeneration(config)
@@ -154,6 +155,7 @@ def batch_of(examples: Sequence[Example], image_token_id: int) -> dict[str, torc
         labels[row, start:end] = torch.tensor(example.answer)
         mask[row, :end] = 1
 
+    # patches of all images in one tensor, in the order of the rows
     images = [example.image for example in examples if example.image is not None]
     return {
         "input_ids": ids,

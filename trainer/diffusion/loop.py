@@ -125,6 +125,7 @@ class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
         if self.validates and self.options.val_before_train:
             self.result.before = self.validate(self.result)
         self.resume()
+        # a run that continues has logged this validation when it started
         if self.result.before and self.steps.global_step == 0:
             self.tracking.log(self.result.before, step=0)
             self.report_validation(self.result.before)
@@ -213,6 +214,7 @@ def _frames_of(samples: DataProto, rows: slice) -> Frames:
 def fingerprint(entries: Iterable[str]) -> str:
     """Returns a hash of the entries, which depends on their number, order and text."""
     digest = hashlib.sha256()
+    # a line for each entry, so that entries joined in another way have another hash
     for entry in entries:
         digest.update(f"{entry}\n".encode())
     return digest.hexdigest()[:16]

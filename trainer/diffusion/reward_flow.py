@@ -152,6 +152,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     def read_data(self) -> int:
         self.data = VideoDataset(self.config.data)
+        # the clips first, because the reward is tried on one of them
         self.data.check(list_all=self.config.trainer.dry_run)
         try_reward(self.config.reward, self.data)
         return self.count_steps(len(self.data), self.data.fingerprint(), self.config.data.repeat)
@@ -183,6 +184,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         # workers must also import the modules that register the reward
         reward = VISUAL_REWARDS.get_fn(config.reward.name)
         modules = [*recipe_modules(config), *foreign_modules([reward])]
+        # before the workers start, instead of after the first video_freq steps
         if config.trainer.video_freq != 0:
             require_encoder()
 

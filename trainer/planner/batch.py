@@ -163,6 +163,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     batch = data.train_batch_size
     n = config.rollout.n
 
+    # data.sources can set another number of samples for the prompts of a source
     n_by_source = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
     samples_options = "rollout.n"
     samples = f"{batch * n}"

@@ -306,6 +306,7 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         with torch.device("meta"):
             expert = WanTransformer3DModel.from_config({**shape.transformer, "num_layers": layers})
         experts.append(expert.requires_grad_(False))
+    # the text encoder stays as it is: `plan` computes its bytes from the number of its elements
     for module in (*experts, shape.vae):
         # diffusers' own `to` would log a warning
         nn.Module.to(module, dtype)
@@ -404,6 +405,7 @@ def bytes_of_steps(
         "learn": float(trainable),
         "high-noise steps": 0.0,
     }
+    # one counter for all phases, because the tensors that the steps keep are alive in the backward pass
     live = LiveBytes()
     high_noise_expert = policy._high_noise[0]
     if high_noise_expert is not None:
@@ -448,7 +450,8 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         always |= moved
 
     peaks = step.peaks
-    kept = {"kept by the steps": step.kept}
+    # what the steps keep stays until their backward pass, whose own peak includes it
+    kept_by_steps = {"kept by the steps": step.kept}
     phases = {
         "prompts": {"text encoder": host.get("text encoder", 0.0)},
         "first frame": {"VAE": peaks["first frame"]},
@@ -457,9 +460,9 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
             "activations": peaks["high-noise steps"],
         },
         "steps": {"activations": peaks["steps"]},
-        "decoding": kept | {"activations": peaks["decoding"]},
-        "reward": kept | {"frames": peaks["reward"], "faces": face_bytes},
-        "backward of decoding": kept | {"activations": peaks["backward of decoding"]},
+        "decoding": kept_by_steps | {"activations": peaks["decoding"]},
+        "reward": kept_by_steps | {"frames": peaks["reward"], "faces": face_bytes},
+        "backward of decoding": kept_by_steps | {"activations": peaks["backward of decoding"]},
         "backward of the steps": {"activations": peaks["backward of the steps"]},
     }
     return MemoryPlan(_without_zeros(always), phases, host=host)

@@ -50,6 +50,7 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
 
     Returns None on a CPU, in fp32, and if the shape or the device is unknown.
     """
+    # data sheets give the peak of bf16 for the GPUs of `ACCELERATORS`
     device = launch_device(config)
     size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
     if device.name == "cpu" or size == FP32:
@@ -95,6 +96,7 @@ def sharding_of_run(config: PPOConfig, slots: int) -> str:
     unknown."""
     device = launch_device(config)
     memory_gib = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+    # the plan only helps: a model of unknown shape runs with the options as they are
     with contextlib.suppress(UserError):
         return decide_sharding(config, read_networks(config), slots, device, memory_gib)
     return ""

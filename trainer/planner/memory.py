@@ -83,6 +83,7 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     engine = _engine_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = engine
+    # engines of the training and of the rollout share the device in turns (`PhaseManager`)
     idle_engine = _held_by_idle_engine(config, engine, on_cpu, is_vllm)
     for phase in _TrainPhases(config, held, slots, plan).phases():
         loaded = weights[phase.role]
@@ -93,6 +94,7 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     bucket_bytes = rollout.bucket_megabytes(on_cpu) << 20
     awake_engine: Parts = {}
     if config.hybrid_engine:
+        # only the weights are awake, and whatever an idle engine keeps anyway
         awake_engine = {"engine: weights": engine["engine: weights"]} | idle_engine
         awake_engine.pop(ENGINE_STEP, None)
         # an update of the weights discards their copies
@@ -392,6 +394,7 @@ class _TrainPhases:
             plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
         parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
 
+        # only the policy is distilled
         topk = distilled_tokens(config) if role == "actor" else 0
         if topk:
             parts["distillation"] = float(DISTILLED_TOKEN_BYTES * topk * run.predicted)
@@ -419,6 +422,7 @@ class _TrainPhases:
         ranks = config.sequence_parallel_size(_section_of(role))
         longest = data.max_prompt_length + data.max_response_length
 
+        # the micro-batches of an optimizer step are distributed over groups of ranks that share their sequences
         rows_of_group = max(1, math.ceil(rows * ranks / self.slots))
         limit = requirements.micro_batching(config, stage)
         rows_of_pass = limit.micro_batch_size or 1

@@ -42,6 +42,7 @@ def read_networks(config: PPOConfig) -> Networks:
     """Reads the shapes of the run's networks from their config.json files. Raises UserError if one is missing."""
     critic = scorer = None
     if needs_critic(config):
+        # a critic without a path starts from the policy's model
         name = "model.path" if config.critic.model.path is None else "critic.model.path"
         critic = read_shape(critic_network(config), name).as_scorer()
     if config.reward_model.enable:
@@ -122,6 +123,7 @@ class HeldNetwork:
         """Bytes gathered in a pass: the root (embedding, output layer) and two layers, or all layers."""
         shape = self.shape
         layers = shape.layers
+        # without resharding, all gathered layers stay until their backward pass
         if self.fsdp.reshard_after_forward:
             layers = min(GATHERED_LAYERS, shape.layers)
         layer_bytes = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
@@ -139,6 +141,7 @@ class HeldNetwork:
         """
         shape = self.shape
         shard = FP32 * self.trained / self.ranks
+        # FSDP keeps unreduced gradients until the last micro-batch, which saves the other reductions
         if micro_batches > 1 and not self.fsdp.reduce_every_micro_batch:
             whole = float(self.reduce * self.trained)
             return whole, max(0.0, shard - whole)

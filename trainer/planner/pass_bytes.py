@@ -219,16 +219,16 @@ def tower_parts(
     tower = network.shape.tower
     if tower is None:
         return {}
-    kept = tower.feature_bytes(run.images, run.size)
+    kept_bytes = tower.feature_bytes(run.images, run.size)
     work = tower.work_bytes(run.images, run.size)
     if network.trains_tower:
-        kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
+        kept_bytes += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
         if is_recomputed:
             work = max(work, tower.block_bytes(run.images, run.size))
 
     held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
     later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
-    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later_bytes)}
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept_bytes + max(0.0, work - later_bytes)}
 
 
 def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
@@ -252,7 +252,7 @@ def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, 
     A single micro-batch leaves gaps once: half of the temporary bytes of each layer, as measured for networks of 12,
     81 and 135 million parameters. With several micro-batches the gaps reach the limit of `kept_when_freed`.
     """
-    kept = kept_when_freed(parts)
+    limit = kept_when_freed(parts)
     if micro_batches > 1:
-        return kept
-    return min(kept, 0.5 * shape.layers * _temporary_bytes(shape, run))
+        return limit
+    return min(limit, 0.5 * shape.layers * _temporary_bytes(shape, run))

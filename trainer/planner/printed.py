@@ -49,6 +49,7 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         _choose_model(config, arguments.like, folder)
         networks = read_networks(config)
         slots = _slots(config, device)
+        # the options that --fit prints must hold the longest row, whatever the user's budget is
         words_of_fit = list(words)
         if arguments.fit and config.actor.use_dynamic_bsz:
             words_of_fit += _make_room_for_longest_row(config, longest)
@@ -251,6 +252,7 @@ def _slots(config: RunOptions, device: Accelerator) -> int:
 
 def _check(config: PPOConfig, slots: int) -> None:
     """Raises UserError if the options contradict each other. Data files and clusters need not exist."""
+    # a copy, because the checks are made with other values for what this machine does not have
     checked = copy.deepcopy(config)
     # this machine may have no GPU
     checked.trainer.device = "cpu"

@@ -85,6 +85,7 @@ def generation_stages(
         prefill_flops += shape.tower.flops(prompts, mean.prompt)
     prefill = Stage(prefill_flops / (device.flops * devices * device.prefill))
 
+    # a decode step is limited by reading as long as few answers share each read of the weights
     running = min(float(at_once), sequences)
     # the mean over the steps in which an answer grows from nothing to its length
     context = mean.prompt + mean.response / 2
@@ -165,6 +166,7 @@ def step_stages(
 
     freezes_tower = config.actor.freeze_vision_tower
     trained, adapter = trained_parameters(config.model, networks.policy, freezes_tower=freezes_tower)
+    # communication overlaps with arithmetic, so the longer of the two bounds the update
     arithmetic = passes.update(
         networks.policy,
         config.model,
@@ -249,6 +251,7 @@ class _Passes:
         Args:
             trains_tower: The vision tower is trained; otherwise its backward pass is left out.
         """
+        # the backward pass computes the logits again, tile by tile
         whole, layers = self._flops(shape)
         output_layer = whole - layers
         recomputed = recomputed_layers(model, shape) / shape.layers

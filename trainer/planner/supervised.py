@@ -68,6 +68,7 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
         rows: Examples or pairs.
         batches: Row numbers of each batch.
     """
+    # a table of all rows, from which the batches of every step are summed
     sizes = []
     for row in rows:
         predicted = sum(sum(text.mask) for text in row.texts)

@@ -125,6 +125,7 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
     tower = network.base_model.visual
     area = config.patch_size**2
 
+    # Qwen2.5-VL attends within windows in all blocks but some, other towers within the whole image
     windowed = window = 0
     blocks_with_full_attention = getattr(config, "fullatt_block_indexes", None)
     if blocks_with_full_attention is not None:

@@ -46,6 +46,7 @@ class ArcFaceEmbedder(nn.Module):
         """Returns the vectors (n, D) of RGB crops (n, 3, 112, 112) in [0, 1]."""
         if self.is_flipped:
             crops = crops.flip(-3)
+        # (pixel - 127.5) / 127.5 for pixels in [0, 255]
         return self.network(crops * 2 - 1).flatten(1)
 
 
@@ -83,6 +84,7 @@ class ScrfdDetector(nn.Module):
         scaled = F.interpolate(
             frames.float(), (scaled_height, scaled_width), mode="bilinear", antialias=True, align_corners=False
         )
+        # the preprocessing of InsightFace's SCRFD: this normalisation, and black to the right and below
         normalised = (scaled * 255 - 127.5) / 128
         if self.is_flipped:
             normalised = normalised.flip(-3)
@@ -163,6 +165,7 @@ def _levels_by_kind(outputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]
     """Returns the outputs of each kind in `NUMBERS`, by level, each of shape (anchors, numbers)."""
     levels_by_kind = []
     for kind, numbers in enumerate(NUMBERS):
+        # the levels of a kind follow each other
         first = kind * len(STRIDES)
         levels = outputs[first : first + len(STRIDES)]
         levels_by_kind.append([output.reshape(-1, numbers) for output in levels])
@@ -190,7 +193,7 @@ def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch
         right_bottom = torch.minimum(boxes[best, 2:], boxes[order, 2:])
         intersection = (right_bottom - left_top).clamp_min(0).prod(-1)
         union = _areas(boxes[best]) + _areas(boxes[order]) - intersection
-        # two boxes without area have no union
+        # the bound is for boxes without area, which have no union
         order = order[intersection / union.clamp_min(1e-12) <= overlap]
     return torch.stack(remaining) if remaining else order
 

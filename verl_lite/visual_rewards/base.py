@@ -87,6 +87,7 @@ def build_visual_reward(config: FlowRewardConfig) -> VisualReward:
         inspect.signature(make).bind(**config.kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward.name={config.name!r}, reward.kwargs={dict(config.kwargs)}: {error}") from None
+    # a factory can return any object, so its methods are looked up
     reward = make(**config.kwargs)
     missing = [method for method in ("prepare", "score", "to") if not callable(getattr(reward, method, None))]
     if missing:
@@ -114,6 +115,7 @@ def score_frames(reward: VisualReward, frames: torch.Tensor, reference: object) 
     name = f"{type(reward).__name__}.score"
     if not isinstance(score, VisualScore) or not isinstance(score.value, torch.Tensor):
         raise UserError(f"{name} returned {type(score).__name__}; expected VisualScore(value=tensor, counted=bool)")
+    # the value of such a clip has no meaning, and perhaps no gradient
     if not score.counted:
         return VisualScore(torch.zeros((), device=frames.device), counted=False)
     if score.value.shape != () or not bool(torch.isfinite(score.value)):

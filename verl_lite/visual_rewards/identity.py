@@ -79,6 +79,7 @@ class CosineIdentityReward(nn.Module):
 
     def embed(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `Faces.found` (F,) and the vectors (n, D) of its n faces. pixels: (F, 3, H, W) in [0, 1]."""
+        # the points are constants for the gradient, which flows through the pixels of the crops alone
         with torch.no_grad():
             faces = self.detector(pixels.detach())
         keypoints = faces.keypoints[faces.found].to(pixels)
@@ -97,6 +98,7 @@ def pooled_similarity(vectors: torch.Tensor, reference: torch.Tensor) -> torch.T
         reference: (R, D). Row 0 (the model's input frame) and rows of zeros (no face) are not compared.
     """
     is_compared = reference.abs().sum(-1) > 0  # (R,)
+    # the first frame is the model's input
     is_compared[0] = False
     directions = F.normalize(vectors, dim=-1)
     compared_directions = F.normalize(reference[is_compared].to(vectors), dim=-1)
@@ -180,8 +182,8 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     x, y = (points - middle).unbind(-1)  # (n, k)
     u, v = (targets - target_middle).unbind(-1)  # (k,)
 
-    # a = real + i imaginary, which is the matrix of a rotation and scale
-    square = (x * x + y * y).sum(-1).clamp_min(1e-12)  # 0 if all points coincide
+    # a = real + i imaginary, which is the matrix of a rotation and scale; the bound is for points that all coincide
+    square = (x * x + y * y).sum(-1).clamp_min(1e-12)
     real = (x * u + y * v).sum(-1) / square
     imaginary = (x * v - y * u).sum(-1) / square
     turn = torch.stack([real, -imaginary, imaginary, real], -1).unflatten(-1, (2, 2))  # (n, 2, 2)

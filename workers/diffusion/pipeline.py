@@ -144,9 +144,15 @@ class PromptEncoder:
 class DiffusionParts:
     """The components of a pipeline, frozen and on the CPU.
 
-    low_noise: the expert of the last denoising steps, which gets the adapter.
-    high_noise: the expert of the steps with t >= 1000 boundary_ratio, which is not trained; None for a single expert.
-    expand_timesteps: True for the layout of TI2V-5B, False for that of I2V-A14B.
+    Attributes:
+        low_noise: the expert of the last denoising steps, which gets the adapter.
+        high_noise: the expert of the steps with t >= 1000 boundary_ratio, which is not trained; None for a single
+            expert.
+        codec: the video VAE.
+        text_encoder: embeds the prompts.
+        tokenizer: tokenizer of the text encoder.
+        boundary_ratio: separates the steps of two experts; None for a single expert.
+        expand_timesteps: True for the layout of TI2V-5B, False for that of I2V-A14B.
     """
 
     low_noise: WanTransformer3DModel

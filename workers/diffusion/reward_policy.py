@@ -91,14 +91,15 @@ def noise_of(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device)
 class FlowInputs:
     """Inputs of the n rows of a micro-batch of b rows that are sampled.
 
-    noise: (n, C, T, h, w) start of the denoising.
-    condition: (n, 4 + C, T, h, w) channels concatenated to the latents; with `expand_timesteps` instead the latents of
-        the first frame, (n, C, 1, h, w).
-    prompts: (n, L, D) prompt embeddings.
-    references: result of the reward's `prepare` for each clip.
-    places: (n,) indices of the sampled rows in the micro-batch.
-    rows: b.
-    is_counting: False if all rows are padding, and the single sampled row only stands in for them.
+    Attributes:
+        noise: (n, C, T, h, w) start of the denoising.
+        condition: (n, 4 + C, T, h, w) channels concatenated to the latents; with `expand_timesteps` instead the latents
+            of the first frame, (n, C, 1, h, w).
+        prompts: (n, L, D) prompt embeddings.
+        references: result of the reward's `prepare` for each clip.
+        places: (n,) indices of the sampled rows in the micro-batch.
+        rows: b.
+        is_counting: False if all rows are padding, and the single sampled row only stands in for them.
     """
 
     noise: torch.Tensor
@@ -174,11 +175,11 @@ class RewardFlowPolicy(EngineNetwork):
         is_real = ~micro_batch.batch["is_padding"]
         is_counting = bool(is_real.any())
         if is_counting:
-            places = is_real.nonzero().squeeze(1)
+            sampled = is_real.nonzero().squeeze(1)
         else:
             # every rank must take part in FSDP's collectives, so a rank without samples runs one padding row
-            places = torch.zeros(1, dtype=torch.long)
-        sampled_rows = micro_batch[places]
+            sampled = torch.zeros(1, dtype=torch.long)
+        sampled_rows = micro_batch[sampled]
 
         video = sampled_rows.batch["video"].to(device)
         frames, _, height, width = video.shape[1:]
@@ -191,7 +192,7 @@ class RewardFlowPolicy(EngineNetwork):
             condition=self._condition(video),
             prompts=self.encode_prompts(sampled_rows.non_tensor_batch["prompt"].tolist(), device),
             references=references,
-            places=places.to(device),
+            places=sampled.to(device),
             rows=len(micro_batch),
             is_counting=is_counting,
         )

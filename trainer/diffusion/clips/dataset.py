@@ -215,6 +215,7 @@ class VideoDataset:
 
     def problems(self, selections: Sequence[Selection | ClipError]) -> list[str]:
         """Returns one message per invalid row, or a single message if all rows are valid but their sizes differ."""
+        # sizes are compared only if every clip has one
         sentences = []
         sizes = []
         for row, selection in enumerate(selections):
@@ -260,6 +261,7 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
         return [constant] * len(rows)
     seeds = []
     for index, row in enumerate(rows):
+        # a row that occurs again in the batch gets other noise
         earlier = rows[:index].count(row)
         text = f"{seed},{step},{row},{earlier}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

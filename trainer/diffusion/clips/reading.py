@@ -60,6 +60,7 @@ def read_header(path: Path) -> Header:
     if not path.exists():
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ClipError(f"there is no such file or folder{did_you_mean(path.name, siblings)}")
+    # the size of a decoded frame, because the header has that of the frame before its rotation
     with closing(_decode(path)) as frames:
         height, width = next(frames).shape[:2]
     if path.is_dir():
@@ -97,6 +98,7 @@ def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
     Raises:
         ClipError: the file has fewer frames than its header says, or a frame cannot be decoded.
     """
+    # `closing` closes the file although the generator has more frames
     resized_frames: list[Frames] = []
     with closing(_decode(path)) as frames:
         for frame in islice(frames, number):

@@ -66,6 +66,7 @@ def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: C
         earlier_clips = rows[:index].count(row)
         name = f"row_{row}_{earlier_clips}.mp4" if earlier_clips else f"row_{row}.mp4"
         path = folder / name
+        # renamed when it is complete, so that no file with the final name is half written
         draft = path.with_name(f".{path.name}.part")
         try:
             folder.mkdir(parents=True, exist_ok=True)
