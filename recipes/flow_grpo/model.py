@@ -16,13 +16,21 @@ from torch import nn
 
 from recipes.flow_grpo.world import SIZE, WORDS, captioned_images
 
-WIDTH, BLOCKS, FREQUENCIES = 160, 3, 16
+WIDTH = 160
+BLOCKS = 3
+# sines and cosines each that encode sigma
+FREQUENCIES = 16
 LEAST_SIGMA = 0.05
 """Lower bound of sigma in v = (x - x_0) / sigma, where x_0 is the image that the network predicts."""
 WEIGHTS_FILE = "model.safetensors"
 
-IMAGES, IMAGES_SEED, MODEL_SEED = 20_000, 1, 1
-STEPS, BATCH, PEAK_LR = 1200, 160, 3e-3
+# of the pretraining
+IMAGES = 20_000
+IMAGES_SEED = 1
+MODEL_SEED = 1
+STEPS = 1200
+BATCH = 160
+PEAK_LR = 3e-3
 
 
 class Block(nn.Module):

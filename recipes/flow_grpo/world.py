@@ -22,7 +22,8 @@ CARE = 0.5
 
 _BRIGHT = 0.5
 # 2 x 3 to 3 x 4 pixels: a generated square may have a side that is one pixel shorter or longer
-_LEAST_PIXELS, _MOST_PIXELS = 6, 12
+_LEAST_PIXELS = 6
+_MOST_PIXELS = 12
 
 
 def draw(color: str, place: str, rng: np.random.Generator) -> np.ndarray:

@@ -11,7 +11,12 @@ import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 
-CHANNELS, GRID, BLOCK = 16, 2, 4
+# channels of Wan's latents
+CHANNELS = 16
+# side of a latent frame, which a transformer with patches of this size reads as one token
+GRID = 2
+# frames in one latent frame, as in Wan's autoencoder
+BLOCK = 4
 NUMBERS = CHANNELS * GRID * GRID
 
 

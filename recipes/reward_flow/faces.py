@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-SIZE, FRAMES, TRAITS = 64, 5, 20
+# side of a frame in pixels
+SIZE = 64
+FRAMES = 5
+# numbers that define a person
+TRAITS = 20
 DRAWN_AT_ONCE = 8
 
 

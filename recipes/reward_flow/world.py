@@ -11,11 +11,13 @@ they get as input shows another person. Therefore the pretrained pipeline seldom
 identity score starts near 0, and reward flow has to teach the model to use the first frame.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -26,9 +28,16 @@ from verl_lite.diffusion.flow_match import TRAIN_TIMESTEPS
 from workers.diffusion.memory_saving import Placement
 from workers.diffusion.pipeline import INDEX, PromptEncoder
 
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+    from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
+
 # boundary_ratio as in Wan2.2 I2V-A14B
-BOUNDARY, OVERLAP = 0.9, 0.02
-TEXT_WIDTH, LONGEST_PROMPT = 32, 8
+BOUNDARY = 0.9
+# the high-noise expert is also trained this far below the boundary
+OVERLAP = 0.02
+TEXT_WIDTH = 32
+LONGEST_PROMPT = 8
 LR = 3e-3
 COMPONENTS = {
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
@@ -117,7 +126,6 @@ def write_pipeline(
     prompts = encode([prompt_of(cast, row) for row in range(len(clips))], cpu)
     examples = examples_of(codec, clips, prompts, size)
 
-    # the high-noise expert also trains a little below the boundary
     high_noise = tiny_transformer()
     tell(f"training the video model, transformer (1 of 2), {size.high_steps} steps")
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +171,7 @@ def prompt_of(cast: Cast, row: int) -> str:
     return f"a person moves {direction}{speech}"
 
 
-def tiny_transformer() -> Any:
+def tiny_transformer() -> WanTransformer3DModel:
     """Returns a random Wan transformer of 330 thousand parameters, for which a latent frame is one token."""
     from diffusers import WanTransformer3DModel
 
@@ -183,8 +191,15 @@ def tiny_transformer() -> Any:
     )
 
 
-def tiny_tokenizer(words: str = "a person moves right left and speaks", longest: int = LONGEST_PROMPT) -> Any:
-    """Returns a tokenizer with one token for each word of `prompt_of`."""
+def tiny_tokenizer(
+    words: str = "a person moves right left and speaks", longest: int = LONGEST_PROMPT
+) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token for each of the words.
+
+    Args:
+        words: text that contains every word, by default those of `prompt_of`.
+        longest: largest number of tokens of a prompt.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -196,7 +211,7 @@ def tiny_tokenizer(words: str = "a person moves right left and speaks", longest:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special)
 
 
-def tiny_text_encoder(width: int = TEXT_WIDTH) -> Any:
+def tiny_text_encoder(width: int = TEXT_WIDTH) -> UMT5EncoderModel:
     """Returns a random text encoder, whose embeddings distinguish the prompts."""
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -234,7 +249,7 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
 
 
 def flow_match(
-    expert: Any, examples: Examples, low: float, high: float, steps: int, generator: torch.Generator
+    expert: WanTransformer3DModel, examples: Examples, low: float, high: float, steps: int, generator: torch.Generator
 ) -> None:
     """Trains an expert to predict noise - latents at x = (1 - sigma) latents + sigma noise.
 

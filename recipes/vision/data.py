@@ -32,13 +32,17 @@ COLORS = {
     "white": (245, 245, 245),
 }
 MOST_SHAPES = 4
-WHICH, HOW_MANY = "which color?", "how many?"
+# both questions are about the same kind of pictures
+WHICH = "which color?"
+HOW_MANY = "how many?"
 WORDS = ("which", "color", "how", "many", "sort", *COLORS)
 """Words that are one token each."""
 
 WRONG_SHARE = 0.4
 """Share of demonstrated answers that are drawn at random, and of wrong digits in demonstrated sorts."""
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 384, 6144, 6144
+TEST_ROWS = 384
+TRAIN_ROWS = 6144
+DEMONSTRATIONS = 6144
 
 
 def write_data(folder: Path, seed: int) -> None:

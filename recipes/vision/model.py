@@ -14,9 +14,15 @@ import torch
 from recipes.embedded import END, HEAD_DIMENSIONS, INITIALIZER_RANGE, byte_tokenizer
 from recipes.vision.data import SIZE, WORDS
 
-HIDDEN, LAYERS = 128, 4
-VISION_HIDDEN, VISION_LAYERS, PATCH = 64, 3, 4
-STEPS, ROWS, LR = 240, 64, 2e-3
+HIDDEN = 128
+LAYERS = 4
+VISION_HIDDEN = 64
+VISION_LAYERS = 3
+PATCH = 4
+# of the warm start
+STEPS = 240
+ROWS = 64
+LR = 2e-3
 IMAGE, VIDEO, START, STOP = VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

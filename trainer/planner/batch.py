@@ -31,7 +31,8 @@ def check_context(config: PPOConfig) -> None:
     """Raises UserError if prompt and response together may exceed the model's number of positions."""
     # an engine would reject this only after its start; a model beyond its positions generates nonsense
     context = longest_context(load_model_config(config.model))
-    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    answer = config.data.max_response_length
     if context is not None and prompt + answer > context:
         raise UserError(
             f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
@@ -152,7 +153,8 @@ def adapter_rows(model: NetworkConfig) -> Iterator[PlanRow]:
     """
     if isinstance(model, ModelConfig) and model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
-        whole, trained = count_parameters(model), count_trained(model)
+        whole = count_parameters(model)
+        trained = count_trained(model)
         yield PlanRow("trainable parameters", f"{trained:,}", f"of {whole:,}: {options}")
 
 

@@ -24,8 +24,11 @@ def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: in
 
 def copied_matrices(shape: ModelShape) -> float:
     """Returns the bytes of the matrices that the hf engine keeps a second time while it decodes in fp32 on a CPU."""
+    if not shape.is_lean:
+        return 0.0
+    # small matrices are not faster in oneDNN's layout, and are not copied
     large = [elements for elements in shape.projections if elements >= PACKED_ELEMENTS]
-    return float(FP32 * sum(large)) if shape.is_lean else 0.0
+    return float(FP32 * sum(large))
 
 
 def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False) -> float:
@@ -38,7 +41,8 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     shape = network.shape
     largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
     if network.ranks == 1:
-        return 0.0 if network.compute == FP32 or network.adapter else largest
+        is_converted = network.compute != FP32 and not network.adapter
+        return largest if is_converted else 0.0
     whole = min(float(network.compute * shape.parameters), max(float(bucket_bytes), largest))
     gathering = whole * (1 + on_cpu + 1 / network.ranks)
     copying = whole + largest

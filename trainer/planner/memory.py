@@ -190,7 +190,8 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
 
     Sets `plan.sequences`, and adds a note to the plan if the engine has no room for a single sequence.
     """
-    rollout, data = config.rollout, config.data
+    rollout = config.rollout
+    data = config.data
     on_cpu = device.name == "cpu"
     size = compute_size(rollout.dtype, device)
     parallel = rollout.tensor_model_parallel_size
@@ -327,7 +328,8 @@ class _TrainPhases:
 
     def phases(self) -> Iterator[_Phase]:
         """Yields the phases in the order of a step."""
-        config, actor = self.config, self.config.actor
+        config = self.config
+        actor = self.config.actor
         if "reward model" in self.networks:
             yield _Phase("reward model", "reward model", self._forward("reward model", "reward_model"))
 
@@ -380,7 +382,8 @@ class _TrainPhases:
 
     def _update(self, role: str, stage: str, size: int, model: NetworkConfig, *, entropy: bool = False) -> Parts:
         """Returns the bytes of an update. size: prompts of a mini-batch, as configured."""
-        config, plan = self.config, self.plan
+        config = self.config
+        plan = self.plan
         network = self.networks[role]
         prompts = mini_batch_prompts(config, size)
         rows = prompts
@@ -416,7 +419,8 @@ class _TrainPhases:
             prompts: Their different prompts.
             entropy: Whether the entropy is computed.
         """
-        config, data = self.config, self.config.data
+        config = self.config
+        data = self.config.data
         network = self.networks[role]
         on_cpu = self.plan.base is not None
         ranks = config.sequence_parallel_size(_section_of(role))

@@ -21,7 +21,8 @@ BF16 = 2
 MOMENTS = 2 * FP32
 # the layer that computes and the next, prefetched layer
 GATHERED_LAYERS = 2
-TEACHER = "teacher "  # prefix of the role of a teacher
+# prefix of the role of a teacher
+TEACHER = "teacher "
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,9 @@ _COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` cou
 def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower: bool) -> tuple[int, int]:
     """Returns the network's number of trainable parameters and, of these, the number in its LoRA adapter."""
     if not isinstance(model, ModelConfig) or not model.lora_rank:
-        frozen = shape.tower.parameters if shape.tower is not None and freezes_tower else 0
-        return shape.parameters - frozen, 0
+        if shape.tower is not None and freezes_tower:
+            return shape.parameters - shape.tower.parameters, 0
+        return shape.parameters, 0
     if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
         adapter = shape.adapter_parameters(model.lora_rank)
         return adapter, adapter

@@ -105,9 +105,10 @@ def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
     larger of the entropy's terms and a copy in the compute dtype if that is not fp32."""
     tiles = 2.0
     if trains:
-        entropy_terms = 1.0 if run.entropy else 0.0
-        copy_in_compute_dtype = 0.0 if run.size == FP32 else 0.5
-        tiles += max(entropy_terms, copy_in_compute_dtype)
+        if run.entropy:
+            tiles += 1.0
+        elif run.size != FP32:
+            tiles += 0.5
     return tiles * logits_bytes(shape, run)
 
 

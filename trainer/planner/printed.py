@@ -182,7 +182,8 @@ def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
     if like is not None:
         _write_config_like(config, like, folder)
         return
-    path, recipe = config.model.path, config.recipe
+    path = config.model.path
+    recipe = config.recipe
     if recipe is None or path is None:
         return
     if Path(path).is_absolute() and not Path(path).is_dir():
@@ -260,5 +261,7 @@ def _check(config: PPOConfig, slots: int) -> None:
     checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
     ray_init = checked.ray_kwargs.ray_init
     if checked.trainer.nnodes > 1 and ray_init.address is None:
-        ray_init.address, ray_init.num_cpus = "HOST:6379", None
+        # a run on several machines needs a cluster, which need not exist for a plan
+        ray_init.address = "HOST:6379"
+        ray_init.num_cpus = None
     validate(checked, engines=engine_names(), slots=slots, available=None)

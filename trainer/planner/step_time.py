@@ -281,7 +281,9 @@ class _Passes:
 
     def _tower_flops(self, shape: ModelShape) -> float:
         """Returns the operations of a forward pass of the images through the vision tower."""
-        return 0.0 if shape.tower is None else shape.tower.flops(self._prompts(shape), self.mean.prompt)
+        if shape.tower is None:
+            return 0.0
+        return shape.tower.flops(self._prompts(shape), self.mean.prompt)
 
 
 def _traffic(
@@ -293,7 +295,8 @@ def _traffic(
         trained: Number of trained parameters.
         micro_batches: Number of micro-batches of a mini-batch on each device.
     """
-    actor, fsdp = config.actor, config.actor.fsdp_config
+    actor = config.actor
+    fsdp = config.actor.fsdp_config
     ranks = ranks_of_a_copy(fsdp, slots)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
     weight_bytes = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)

@@ -5,6 +5,8 @@ presentation order. An invalid file raises `ClipError`, whose message continues 
 "it has 5 frames ...".
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Generator, Iterator
@@ -12,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,10 @@ from PIL import Image
 
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 Frames = NDArray[np.uint8]
 
@@ -134,7 +140,7 @@ def _decode(path: Path) -> Generator[Frames, None, None]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Opens a container and its video stream; turns PyAV's errors inside the context into ClipError."""
     av = require_av()
     try:
