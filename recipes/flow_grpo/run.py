@@ -46,6 +46,7 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
 
     actor = config.actor
     steps = config.sampler.num_train_steps
+    # a row is never divided among micro-batches
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < steps:
         limit = f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}"
         yield f"{limit}: expected at least {steps}, the denoising steps of one sample"
@@ -125,6 +126,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
         samples = self.config.rollout.val_kwargs.n
         groups = []
         for row, prompt in enumerate(self.val_prompts[:SHOWN_PROMPTS]):
+            # the samples of a prompt follow each other in a validation
             first = row * samples
             groups.append((prompt, slice(first, first + samples)))
         pictures = {

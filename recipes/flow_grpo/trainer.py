@@ -123,6 +123,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         uids = []
         for row, text in prompts:
             for sample in range(n):
+                # paths of a prompt can start at the same noise and differ only by that of their steps
                 first_sample = 0 if shares_first_noise else sample
                 first_seeds.append(self._seed(FIRST, purpose, step, row, first_sample))
                 path_seeds.append(self._seed(PATH, purpose, step, row, sample))
@@ -226,7 +227,7 @@ class FlowActor(DiffusionRole):
         paths_per_step = None
         if mini_batch_prompts != -1:
             paths_per_step = mini_batch_prompts * self.config.rollout.n
-        # a path is planned like a response of T tokens
+        # a path is planned like a response of T tokens, all paths with the same length
         mask = batch.batch["response_mask"]
         limits = micro_batching(config, "update_actor")
         plan = plan_batch(
@@ -240,6 +241,7 @@ class FlowActor(DiffusionRole):
             num_tokens=mask.sum(1).numpy(),
         )
 
+        # most losses declare no columns of their own
         if computed:
             batch = batch | DataProto.from_dict(computed)
         rows = batch.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[])
@@ -250,6 +252,7 @@ class FlowActor(DiffusionRole):
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Returns mean, max and min of critic/score, rewards, advantages and returns over unmasked entries, and
     frac_reward_zero_std."""
+    # samples that cannot be scored have no mask, and do not count
     columns = batch.batch
     mask = columns["response_mask"] != 0
     is_counted = mask.any(1)

@@ -188,6 +188,7 @@ def draw_before_and_after(
     """
     if result.first is None or result.last is None:
         return None
+    # each prompt gets two strips, or three with a reference
     strips_of_prompts = []
     for index, (prompt, rows) in enumerate(groups):
         strips = [Strip("reference", as_frames(clip)) for clip in references[index : index + 1]]

@@ -208,6 +208,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
             )
 
     def report(self, trainer: Any, result: DiffusionResult) -> Report:
+        # one sample for each validation clip, drawn below the clip itself
         clips = trainer.validation[:SHOWN_CLIPS]
         groups = []
         for row, prompt in enumerate(clips.non_tensor_batch["prompt"]):

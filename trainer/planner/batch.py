@@ -229,7 +229,7 @@ def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterato
         yield PlanRow(name, f"{math.ceil(rows / rows_together)}", options)
         return
 
-    # an upper bound, because the lengths are not known yet
+    # an upper bound of full rows, because the lengths are not known yet
     longest = config.data.max_prompt_length + config.data.max_response_length
     full_rows_together = max(1, limits.max_token_len * sharing // longest)
     most = math.ceil(rows / full_rows_together)

@@ -146,6 +146,7 @@ def read_shape(path: str) -> PipelineShape:
     if tokenizer_file.is_file():
         files["tokenizer"] = tokenizer_file
 
+    # the tokenizer's config is optional: without it, prompts have LONGEST_PROMPT tokens
     configs = {}
     for name, file in files.items():
         if not file.is_file():
@@ -162,6 +163,7 @@ def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
     index = configs["model_index"]
     # [null, null] also means that there is none
     has_two_experts = bool((index.get("transformer_2") or [None])[0])
+    # `PromptEncoder` pads prompts to this length
     model_max_length = configs.get("tokenizer", {}).get("model_max_length")
     return PipelineShape(
         transformer=configs["transformer"],
@@ -279,6 +281,7 @@ def _fused_kernels() -> Iterator[None]:
     ) -> torch.Tensor:
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
+    # the modules look both functions up in torch.nn.functional at each call
     original_attention = F.scaled_dot_product_attention
     original_norm = F.rms_norm
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]

@@ -17,6 +17,7 @@ def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -
 def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:
     """Returns the temporary bytes of a step of the rollout engine: of a prefill with batched_tokens tokens, or of the
     fp32 logits of all running sequences with the tensors that sampling derives from them."""
+    # no predicted tokens, because the logits of all sequences are counted below
     run = Pass(batched_tokens, 0, 1, size)
     prefill = layer_work(shape, run) / tensor_parallel
     return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
@@ -39,6 +40,7 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     if the dtype differs.
     """
     shape = network.shape
+    # a bucket is never smaller than the largest tensor
     largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
     if network.ranks == 1:
         is_converted = network.compute != FP32 and not network.adapter

@@ -392,6 +392,7 @@ class _TrainPhases:
         run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
 
         recomputed = recomputed_layers(model, network.shape)
+        # on a CPU, offload frees nothing
         is_offloaded = model.enable_activation_offload and plan.base is None
         if is_offloaded:
             plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
@@ -448,6 +449,7 @@ class _TrainPhases:
         run = Pass(
             tokens=math.ceil((rows_of_pass * longest - shared) / ranks),
             predicted=math.ceil(predicted / ranks),
+            # the actor's option also counts for the other networks
             chunk=config.actor.log_prob_chunk_tokens,
             size=network.compute,
             entropy=entropy,

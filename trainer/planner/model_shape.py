@@ -140,6 +140,7 @@ class ModelShape:
         # an adapter of a matrix has `rank` parameters for each of its inputs and outputs
         query_and_output = 2 * (self.hidden + self.query)
         key_and_value = 2 * (self.hidden + self.kv)
+        # peft adapts linear modules, and the stacked matrices of experts are none
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
         return self.layers * rank * (query_and_output + key_and_value + mlp)
 

@@ -183,6 +183,7 @@ def _generation(
 ) -> tuple[Stage, Stage]:
     """Returns the prefill and decode stages of a step. sequences: number that an engine can decode at a time."""
     rollout = config.rollout
+    # the answers of a step are divided equally among the engines
     engines = num_engines(config, slots)
     answers = rows_per_step(config)
     prompts = answers / rollout.n if config.reads_prompts else answers
@@ -301,6 +302,7 @@ def _traffic(
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
     weight_bytes = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
 
+    # gradients are reduced once for each optimizer step, or for each micro-batch
     mini_batches = math.ceil(mini_batch_prompts(config, -1) / mini_batch_prompts(config, actor.ppo_mini_batch_size))
     optimizer_steps = actor.ppo_epochs * mini_batches
     passes = optimizer_steps * micro_batches

@@ -133,6 +133,7 @@ def supervised_plan(
 
     plan.micro_batches, _ = micro_batches(config, slots, step)
     recomputed = recomputed_layers(config.model, network.shape)
+    # on a CPU, offload frees nothing
     is_offloaded = config.model.enable_activation_offload and not on_cpu
     if is_offloaded:
         plan.host["model: activations"] = kept_activations(network, run, recomputed)

@@ -122,6 +122,7 @@ class TowerShape:
 def tower_of(network: PreTrainedModel) -> TowerShape:
     """Returns the shape of the tower of a network of `workers.policy.vision.VISION_FAMILIES`."""
     config = network.config.vision_config
+    # all families of `VISION_FAMILIES` call their tower so
     tower = network.base_model.visual
     area = config.patch_size**2
 

@@ -133,6 +133,7 @@ def decode_scrfd(
     """
     anchors = [(size // stride) ** 2 * ANCHORS for stride in STRIDES]
     expected = [count * numbers for numbers in NUMBERS for count in anchors]
+    # sizes instead of shapes, because the leading dimension of 1 is optional
     sizes = [part.numel() for part in outputs]
     if sizes != expected:
         raise UserError(
@@ -153,6 +154,7 @@ def decode_scrfd(
         steps = torch.arange(size // stride, device=distances.device, dtype=torch.float32) * stride
         centres = torch.cartesian_prod(steps, steps).flip(-1).repeat_interleave(ANCHORS, 0)  # (column, row)
 
+        # distances from the anchor to the left, top, right and bottom side
         boxes_of_level = torch.cat([centres - distances[:, :2], centres + distances[:, 2:]], -1)
         points_of_level = centres[:, None] + offsets
         scores.append(scores_of_level[is_face])

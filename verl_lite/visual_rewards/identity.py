@@ -83,6 +83,7 @@ class CosineIdentityReward(nn.Module):
         with torch.no_grad():
             faces = self.detector(pixels.detach())
         keypoints = faces.keypoints[faces.found].to(pixels)
+        # one crop for each frame with a face, so n can be smaller than F, and 0
         crops = align(pixels[faces.found], keypoints, self.crop_size)
         return faces.found, self.embedder(crops).float()
 
@@ -188,6 +189,7 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     imaginary = (x * v - y * u).sum(-1) / square
     turn = torch.stack([real, -imaginary, imaginary, real], -1).unflatten(-1, (2, 2))  # (n, 2, 2)
 
+    # the middle of the points must come to lie on the middle of the targets
     shift = target_middle[:, None] - turn @ middle.transpose(1, 2)  # (n, 2, 1)
     last_row = points.new_tensor([[0.0, 0.0, 1.0]]).expand(len(points), 1, 3)
     return torch.cat([torch.cat([turn, shift], -1), last_row], -2)

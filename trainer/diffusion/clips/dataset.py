@@ -127,6 +127,7 @@ class VideoDataset:
             selection = self.selection(row)
             return read_frames(self.rows[row].path, self.config.num_frames, selection.height, selection.width)
         except ClipError as error:
+            # a ClipError says what is wrong with the file, and the row says which file
             raise UserError(self.sentence(row, error)) from error
 
     def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
@@ -160,6 +161,7 @@ class VideoDataset:
         header = read_header(path)
         if header.frames < config.num_frames:
             raise ClipError(f"it has {header.frames} frames, and data.num_frames={config.num_frames}")
+        # without a configured size, the clip keeps its proportions as far as the multiple allows
         height = config.height
         width = config.width
         if not height or not width:
