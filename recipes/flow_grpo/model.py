@@ -16,13 +16,21 @@ from torch import nn
 
 from recipes.flow_grpo.world import SIZE, WORDS, captioned_images
 
-WIDTH, BLOCKS, FREQUENCIES = 160, 3, 16
+WIDTH = 160
+BLOCKS = 3
+# sines and cosines each that encode sigma
+FREQUENCIES = 16
 LEAST_SIGMA = 0.05
 """Lower bound of sigma in v = (x - x_0) / sigma, where x_0 is the image that the network predicts."""
 WEIGHTS_FILE = "model.safetensors"
 
-IMAGES, IMAGES_SEED, MODEL_SEED = 20_000, 1, 1
-STEPS, BATCH, PEAK_LR = 1200, 160, 3e-3
+# of the pretraining
+IMAGES = 20_000
+IMAGES_SEED = 1
+MODEL_SEED = 1
+STEPS = 1200
+BATCH = 160
+PEAK_LR = 3e-3
 
 
 class Block(nn.Module):
@@ -37,7 +45,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         scale, shift = self.modulation(condition).chunk(2, dim=-1)
-        return x + self.outer(nn.functional.silu(self.inner(self.norm(x) * (1 + scale) + shift)))
+        modulated = self.norm(x) * (1 + scale) + shift
+        return x + self.outer(nn.functional.silu(self.inner(modulated)))
 
 
 class TinyFlow(nn.Module):
@@ -68,22 +77,34 @@ class TinyFlow(nn.Module):
 
     def encode(self, prompts: Sequence[str]) -> torch.Tensor:
         """Returns (n, len(WORDS)), 1 for the words in each prompt and 0 for the others."""
-        return torch.tensor([[float(word in prompt.split()) for word in WORDS] for prompt in prompts])
+        rows = []
+        for prompt in prompts:
+            words = prompt.split()
+            rows.append([float(word in words) for word in WORDS])
+        return torch.tensor(rows)
 
     def forward(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         """Returns the velocity (n, 3, SIZE, SIZE) of latents (n, 3, SIZE, SIZE).
 
-        sigma: (n,). condition: (n, len(WORDS)).
+        Args:
+            latents: noisy images, in the dtype of the computation.
+            sigma: (n,), fp32.
+            condition: (n, len(WORDS)).
         """
+        dtype = latents.dtype
         rates = torch.exp(torch.linspace(0, math.log(100.0), FREQUENCIES, device=sigma.device))
         angles = sigma[:, None] * rates
-        time = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1).to(latents.dtype))
-        embedding = nn.functional.silu(condition.to(latents.dtype) @ self.words.weight + time)
+        waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
+        time = self.time(waves.to(dtype))
+        words = condition.to(dtype) @ self.words.weight
+        embedding = nn.functional.silu(words + time)
+
         x = self.pixels(latents.flatten(1))
         for block in self.blocks:
             x = block(x, embedding)
         image = self.image(self.norm(x)).view_as(latents)
-        return (latents - image) / sigma.clamp(min=LEAST_SIGMA).view(-1, 1, 1, 1).to(latents.dtype)
+        divisor = sigma.clamp(min=LEAST_SIGMA).view(-1, 1, 1, 1)
+        return (latents - image) / divisor.to(dtype)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Converts latents to frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""
@@ -93,13 +114,17 @@ class TinyFlow(nn.Module):
 def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyFlow:
     """Trains a model by flow matching: mean of (v(x_t, t) - (x_1 - x_0))^2 with t uniform (Liu et al. 2023).
 
-    tell: called with lines on the progress.
+    Args:
+        tell: called with lines on the progress.
+        steps: number of optimizer steps.
     """
     images, captions = captioned_images(IMAGES, IMAGES_SEED)
+    # the caller's random state stays as it is
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(MODEL_SEED)
         network = TinyFlow()
-        data, conditions = images * 2 - 1, network.encode(captions)
+        data = images * 2 - 1
+        conditions = network.encode(captions)
         optimizer = torch.optim.AdamW(network.parameters(), lr=PEAK_LR, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, pct_start=0.05)
         total = 0.0
@@ -108,13 +133,16 @@ def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyF
             noise = torch.randn(BATCH, *network.latent_shape)
             sigma = torch.rand(BATCH)
             mixed = torch.lerp(data[rows], noise, sigma.view(-1, 1, 1, 1))
-            loss = (network(mixed, sigma, conditions[rows]) - (noise - data[rows])).square().mean()
+            velocity = network(mixed, sigma, conditions[rows])
+            target = noise - data[rows]
+            loss = (velocity - target).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
             total += loss.item()
             if step % 250 == 0:
+                # the mean since the last line, because single losses vary with sigma
                 tell(f"flow matching, step {step}/{steps}  loss {total / 250:.3f}")
                 total = 0.0
     return network

@@ -35,7 +35,8 @@ def overrides() -> dict[str, object]:
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": 25,
         "trainer.device": "cpu",
-        "trainer.backend": "inline",  # a second process does not pay off for such a small network
+        # a second process does not pay off for such a small network
+        "trainer.backend": "inline",
     }
 
 

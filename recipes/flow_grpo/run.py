@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer
+from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer, Reward
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, draw_before_and_after, fingerprint
 from trainer.launch.run import Report
 from trainer.loop.saving import Saver
@@ -42,15 +42,11 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
             yield f"{name} is not set: set it, or start from recipe=flow_grpo, which sets it"
     if config.algorithm.use_kl_in_reward or config.actor.entropy_coeff:
         yield "algorithm.use_kl_in_reward, actor.entropy_coeff: not supported; flow_grpo's KL is actor.use_kl_loss=true"
-    chosen, actor, steps = config.algorithm.adv_estimator, config.actor, config.sampler.num_train_steps
-    function = ADV_ESTIMATOR_REGISTRY.get(chosen)
-    if function is None and ":" not in chosen:
-        yield unknown_value("algorithm.adv_estimator", chosen, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
-    for argument in NOT_HERE:
-        if function is not None and takes(function, argument):
-            yield f"algorithm.adv_estimator={chosen} needs {argument}, which flow_grpo lacks: use grpo, rloo or opo"
-    if config.rollout.n == 1 and chosen.startswith(("grpo", "maxrl", "rloo", "opo", "gpg")):
-        yield f"rollout.n=1: {chosen} compares the samples of one prompt with each other; set at least 2, such as 8"
+    yield from _estimator_problems(config)
+
+    actor = config.actor
+    steps = config.sampler.num_train_steps
+    # a row is never divided among micro-batches
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < steps:
         limit = f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu}"
         yield f"{limit}: expected at least {steps}, the denoising steps of one sample"
@@ -58,10 +54,23 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
         yield "actor.use_dynamic_bsz=false: set actor.ppo_micro_batch_size_per_gpu, the samples of a micro-batch"
 
 
+def _estimator_problems(config: FlowGRPOConfig) -> Problems:
+    name = config.algorithm.adv_estimator
+    estimator = ADV_ESTIMATOR_REGISTRY.get(name)
+    if estimator is None and ":" not in name:
+        yield unknown_value("algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
+    for argument in NOT_HERE:
+        if estimator is not None and takes(estimator, argument):
+            yield f"algorithm.adv_estimator={name} needs {argument}, which flow_grpo lacks: use grpo, rloo or opo"
+    if config.rollout.n == 1 and name.startswith(("grpo", "maxrl", "rloo", "opo", "gpg")):
+        yield f"rollout.n=1: {name} compares the samples of one prompt with each other; set at least 2, such as 8"
+
+
 class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
     """The job of `python -m recipes.flow_grpo`: policy gradients for a flow-matching model."""
 
-    module, worker = "recipes.flow_grpo", FlowActorWorker
+    module = "recipes.flow_grpo"
+    worker = FlowActorWorker
 
     def check(self, available: int | None) -> None:
         config = self.config
@@ -75,18 +84,24 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
             raise ConfigError(problems)
 
     def read_data(self) -> int:
+        # the driver scores the images, so only it imports the reward
         data = self.config.data
         self.prompts = read_prompts(data.train_files)
-        self.val_prompts = read_prompts(data.val_files) if data.val_files else self.prompts
+        self.val_prompts = self.prompts
+        if data.val_files:
+            self.val_prompts = read_prompts(data.val_files)
         try:
-            self.reward: Any = Registry[Any]("reward").get_fn(str(self.config.reward.name))
+            self.reward = Registry[Reward]("reward").get_fn(str(self.config.reward.name))
         except ValueError as error:
             raise UserError(f"reward.name={self.config.reward.name!r}: {error}") from None
         return self.count_steps(len(self.prompts), fingerprint(self.prompts))
 
     def plan(self) -> str:
-        data, n, steps = self.config.data, self.config.rollout.n, self.config.sampler.num_train_steps
-        return f"{len(self.prompts)} prompts; a step: {data.train_batch_size} of them x {n} samples of {steps} steps"
+        config = self.config
+        return (
+            f"{len(self.prompts)} prompts; a step: {config.data.train_batch_size} of them x {config.rollout.n} samples "
+            f"of {config.sampler.num_train_steps} steps"
+        )
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[FlowGRPOTrainer]:
@@ -103,19 +118,26 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
                 tracking=tracking,
                 saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
             )
+            # checkpoints have FSDP's format; this folder is for the network's own `from_pretrained`
             if config.trainer.save_freq != 0:
                 group.export(str(self.run_dir / "model"))
 
     def report(self, trainer: Any, result: DiffusionResult) -> Report:
-        n = self.config.rollout.val_kwargs.n
-        groups = [(text, slice(row * n, row * n + n)) for row, text in enumerate(self.val_prompts[:SHOWN_PROMPTS])]
+        samples = self.config.rollout.val_kwargs.n
+        groups = []
+        for row, prompt in enumerate(self.val_prompts[:SHOWN_PROMPTS]):
+            # the samples of a prompt follow each other in a validation
+            first = row * samples
+            groups.append((prompt, slice(first, first + samples)))
         pictures = {
             "curve": draw_curve(self.run_dir, REWARD, CLIPPED),
             "samples": draw_before_and_after(self.run_dir, result, groups, columns=8),
         }
+        if not result.checkpoint:
+            return Report(pictures=pictures)
         module, _, network = str(self.config.model.network).partition(":")
         use = f'{network}.from_pretrained("{self.run_dir / "model"}")   # of {module}'
-        return Report(pictures=pictures, commands={"use it": use} if result.checkpoint else {})
+        return Report(pictures=pictures, commands={"use it": use})
 
 
 def read_prompts(files: list[str]) -> list[str]:

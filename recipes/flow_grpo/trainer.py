@@ -13,6 +13,9 @@ import numpy as np
 import torch
 
 from trainer.diffusion.loop import DiffusionRole, DiffusionTrainer
+from trainer.loop.saving import Saver
+from trainer.loop.steps import EpochSteps
+from trainer.observe.tracking import Tracking
 from trainer.ppo.advantage import compute_token_reward, estimate_advantages, reward_postprocess
 from trainer.ppo.requirements import micro_batching
 from trainer.ppo.roles import loss_columns
@@ -37,11 +40,25 @@ class Reward(Protocol):
     """A reward function, which need not be differentiable: it may count, threshold or call a detector."""
 
     def __call__(self, frames: torch.Tensor, prompts: Sequence[str], **kwargs: Any) -> Sequence[float | None]:
-        """Returns a score per sample, None or NaN if it cannot be scored. frames: (B, F, 3, H, W) in [0, 1]."""
+        """Returns a score per sample, None or NaN if it cannot be scored.
+
+        Args:
+            frames: (B, F, 3, H, W) in [0, 1].
+            prompts: the prompt of each sample.
+            kwargs: `reward.kwargs` of the options.
+        """
 
 
 class FlowGRPOTrainer(DiffusionTrainer):
-    """The trainer of flow_grpo. prompts, val_prompts: prompts of training and validation, by row."""
+    """The trainer of flow_grpo.
+
+    Args:
+        config: options of the run.
+        actor: the policy on the workers.
+        prompts: prompts of the training, by row.
+        val_prompts: prompts of the validations.
+        reward: scores the images of both.
+    """
 
     def __init__(
         self,
@@ -51,17 +68,23 @@ class FlowGRPOTrainer(DiffusionTrainer):
         prompts: Sequence[str],
         val_prompts: Sequence[str],
         reward: Reward,
-        **parts: Any,
+        steps: EpochSteps,
+        tracking: Tracking,
+        saver: Saver,
     ) -> None:
-        super().__init__(config.trainer, **parts)
-        self.config, self.actor, self.reward = config, actor, reward
-        self.prompts, self.val_prompts = prompts, val_prompts
+        super().__init__(config.trainer, steps=steps, tracking=tracking, saver=saver)
+        self.config = config
+        self.actor = actor
+        self.reward = reward
+        self.prompts = prompts
+        self.val_prompts = val_prompts
         self.running_moments = RunningMoments()
 
     def train_step(self, data: int) -> DataProto:
         """Samples, scores, estimates advantages within the samples of a prompt, and updates the policy."""
+        prompts = [(row, self.prompts[row]) for row in self.steps.rows_of(data)]
         with self.timed("gen"):
-            batch = self.sample([(row, self.prompts[row]) for row in self.steps.rows_of(data)])
+            batch = self.sample(prompts)
         with self.timed("reward"):
             batch = self.score(batch)
         with self.timed("adv"):
@@ -72,47 +95,75 @@ class FlowGRPOTrainer(DiffusionTrainer):
         return batch
 
     def sample(self, prompts: Sequence[tuple[int, str]]) -> DataProto:
-        """Samples rollout.n paths for each prompt with the noisy sampler and sampler.num_train_steps steps."""
-        sampler, rows = self.config.sampler, self.rows_of(prompts, self.config.rollout.n, PATH)
+        """Samples rollout.n paths for each prompt with the noisy sampler and sampler.num_train_steps steps.
+
+        prompts: pairs of the prompt's row and its text.
+        """
+        sampler = self.config.sampler
+        rows = self.rows_of(prompts, self.config.rollout.n, PATH)
         batch = rows | self.actor.generate(rows, sampler.num_train_steps, sampler.noise_level)
+        # every step of a path counts; `score` masks the paths that cannot be scored
         batch.batch["response_mask"] = torch.ones_like(batch.batch["old_log_probs"], dtype=torch.long)
         return batch
 
     def rows_of(self, prompts: Sequence[tuple[int, str]], n: int, purpose: int) -> DataProto:
-        """Returns n rows per prompt, with prompt, uid and seeds. Seeds of the evaluation do not depend on the step."""
+        """Returns n rows per prompt, with prompt, uid and seeds.
+
+        Args:
+            prompts: pairs of the prompt's row and its text.
+            n: samples of a prompt.
+            purpose: PATH or EVALUATION. Seeds of the evaluation do not depend on the step.
+        """
         step = 0 if purpose == EVALUATION else self.steps.global_step
-        shares = self.config.sampler.share_first_noise and purpose == PATH
+        shares_first_noise = self.config.sampler.share_first_noise and purpose == PATH
 
-        def seed(*key: int) -> int:
-            return int(np.random.SeedSequence([self.config.trainer.seed, *key]).generate_state(1, np.uint64)[0] >> 1)
-
-        rows = [(row, text, sample) for row, text in prompts for sample in range(n)]
-        first = [seed(FIRST, purpose, step, row, 0 if shares else sample) for row, _, sample in rows]
-        path = [seed(PATH, purpose, step, row, sample) for row, _, sample in rows]
+        first_seeds = []
+        path_seeds = []
+        texts = []
+        uids = []
+        for row, text in prompts:
+            for sample in range(n):
+                # paths of a prompt can start at the same noise and differ only by that of their steps
+                first_sample = 0 if shares_first_noise else sample
+                first_seeds.append(self._seed(FIRST, purpose, step, row, first_sample))
+                path_seeds.append(self._seed(PATH, purpose, step, row, sample))
+                texts.append(text)
+                uids.append(str(row))
         return DataProto.from_dict(
-            tensors={"first_seed": torch.tensor(first), "path_seed": torch.tensor(path)},
-            non_tensors={
-                "prompt": np.array([text for _, text, _ in rows], dtype=object),
-                "uid": np.array([str(row) for row, _, _ in rows], dtype=object),
-            },
+            tensors={"first_seed": torch.tensor(first_seeds), "path_seed": torch.tensor(path_seeds)},
+            non_tensors={"prompt": np.array(texts, dtype=object), "uid": np.array(uids, dtype=object)},
         )
+
+    def _seed(self, *key: int) -> int:
+        """Returns a seed in [0, 2^63) that depends on trainer.seed and the key."""
+        sequence = np.random.SeedSequence([self.config.trainer.seed, *key])
+        # the shift makes it fit into int64
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds token_level_scores (B, T) with each reward at the last step; masks samples that cannot be scored."""
         scores = self._scores(batch)
-        failed = torch.tensor([score is None for score in scores])
+        has_failed = torch.tensor([score is None for score in scores])
+        # a new object, so that the caller's batch keeps its mask
         batch = batch.select()
-        mask = batch.batch["response_mask"].masked_fill(failed[:, None], 0)
+        # estimators and losses ignore a row without a mask, as for a language model's failed reward
+        mask = batch.batch["response_mask"].masked_fill(has_failed[:, None], 0)
         token_scores = torch.zeros(mask.shape)
         token_scores[:, -1] = torch.tensor([score or 0.0 for score in scores])
-        batch.batch["response_mask"], batch.batch["token_level_scores"] = mask, token_scores
-        self.metrics["reward/error_rate"] = float(failed.float().mean())
+        batch.batch["response_mask"] = mask
+        batch.batch["token_level_scores"] = token_scores
+        self.metrics["reward/error_rate"] = float(has_failed.float().mean())
         return batch
 
     def _scores(self, batch: DataProto) -> list[float | None]:
+        """Returns the reward of each sample; None for one that cannot be scored."""
         prompts = [str(prompt) for prompt in batch.non_tensor_batch["prompt"]]
-        found = self.reward(batch.batch["frames"], prompts, **self.config.reward.kwargs)
-        scores = [None if score is None or not is_score(float(score)) else float(score) for score in found]
+        scores: list[float | None] = []
+        for score in self.reward(batch.batch["frames"], prompts, **self.config.reward.kwargs):
+            if score is None or not is_score(float(score)):
+                scores.append(None)
+            else:
+                scores.append(float(score))
         if len(scores) != len(batch):
             raise ValueError(f"{self.config.reward.name} returned {len(scores)} scores for {len(batch)} samples")
         return scores
@@ -129,11 +180,13 @@ class FlowGRPOTrainer(DiffusionTrainer):
     def evaluate(self) -> tuple[dict[str, float], DataProto]:
         """Samples with the ODE from the same noise in each call. face_score is NaN if a sample cannot be scored."""
         rows = self.rows_of(list(enumerate(self.val_prompts)), self.config.rollout.val_kwargs.n, EVALUATION)
-        batch = rows | self.actor.generate(rows, self.config.sampler.num_inference_steps, 0.0)
+        batch = rows | self.actor.generate(rows, self.config.sampler.num_inference_steps, noise_level=0.0)
         scores = self._scores(batch)
+        # `draw_before_and_after` reads the scores under the name that reward flow gives them
         batch.batch["face_score"] = torch.tensor([np.nan if score is None else score for score in scores])
         uids = list(batch.non_tensor_batch["uid"])
-        return name_metrics(process_validation_metrics([SOURCE] * len(batch), uids, {"reward": scores})), batch
+        metrics = process_validation_metrics([SOURCE] * len(batch), uids, {"reward": scores})
+        return name_metrics(metrics), batch
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the running moments of the scores."""
@@ -160,40 +213,56 @@ class FlowActor(DiffusionRole):
 
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Trains on the batch; `actor.ppo_mini_batch_size` and `actor.ppo_epochs` set the number of optimizer steps."""
-        actor, mask = self.config.actor, batch.batch["response_mask"]
-        config = cast("Any", self.config)  # has the sections that `loss_columns` and `micro_batching` read
+        # these options have the sections that `loss_columns` and `micro_batching` read of a PPOConfig
+        config = cast("Any", self.config)
+        actor = self.config.actor
         computed = loss_columns(batch, config, step)
         columns = ["first_seed", "path_seed", "latents", "response_mask", "advantages", *computed]
-        is_whole = actor.ppo_mini_batch_size == -1 or actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-        if actor.ppo_epochs > 1 or not is_whole:
-            columns.append("old_log_probs")  # not needed for a single optimizer step, where every ratio is 1
-        data = (batch | DataProto.from_dict(computed)) if computed else batch
+        mini_batch_prompts = actor.ppo_mini_batch_size
+        is_whole_batch = mini_batch_prompts == -1 or mini_batch_prompts >= self.config.data.train_batch_size
+        if actor.ppo_epochs > 1 or not is_whole_batch:
+            # not needed for a single optimizer step, where every ratio is 1
+            columns.append("old_log_probs")
+
+        paths_per_step = None
+        if mini_batch_prompts != -1:
+            paths_per_step = mini_batch_prompts * self.config.rollout.n
+        # a path is planned like a response of T tokens, all paths with the same length
+        mask = batch.batch["response_mask"]
         limits = micro_batching(config, "update_actor")
-        paths_per_step = actor.ppo_mini_batch_size * self.config.rollout.n
         plan = plan_batch(
             np.full(len(batch), mask.shape[1]),
             world_size=self.group.world_size,
-            mini_batch_size=None if actor.ppo_mini_batch_size == -1 else paths_per_step,
+            mini_batch_size=paths_per_step,
             max_token_len=limits.max_token_len,
             micro_batch_size=limits.micro_batch_size,
             epochs=actor.ppo_epochs,
             shuffle_seed=self.config.trainer.seed + step if actor.shuffle else None,
             num_tokens=mask.sum(1).numpy(),
         )
-        data = plan.apply(data.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[]))
-        return combine([result.meta_info["metrics"] for result in self.group.update_actor(data)])
+
+        # most losses declare no columns of their own
+        if computed:
+            batch = batch | DataProto.from_dict(computed)
+        rows = batch.select(batch_keys=columns, non_tensor_batch_keys=["prompt"], meta_info_keys=[])
+        results = self.group.update_actor(plan.apply(rows))
+        return combine([result.meta_info["metrics"] for result in results])
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
     """Returns mean, max and min of critic/score, rewards, advantages and returns over unmasked entries, and
     frac_reward_zero_std."""
-    columns, mask = batch.batch, batch.batch["response_mask"] != 0
-    counted = mask.any(1)
-    scores = columns["token_level_scores"].sum(1)[counted]
+    # samples that cannot be scored have no mask, and do not count
+    columns = batch.batch
+    mask = columns["response_mask"] != 0
+    is_counted = mask.any(1)
+    scores = columns["token_level_scores"].sum(1)[is_counted]
+    rewards = columns["token_level_rewards"].sum(1)[is_counted]
+    uids = batch.non_tensor_batch["uid"][is_counted.numpy()]
     return {
         **summary("critic/score", scores),
-        **summary("critic/rewards", columns["token_level_rewards"].sum(1)[counted]),
+        **summary("critic/rewards", rewards),
         **summary("critic/advantages", columns["advantages"][mask]),
         **summary("critic/returns", columns["returns"][mask]),
-        **frac_reward_zero_std(scores, batch.non_tensor_batch["uid"][counted.numpy()]),
+        **frac_reward_zero_std(scores, uids),
     }

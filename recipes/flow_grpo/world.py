@@ -6,7 +6,7 @@ draws squares but seldom the requested one. The reward thresholds pixels, finds 
 has no gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,13 +21,17 @@ CARE = 0.5
 """Probability that a caption's colour (or place) is copied from the image; otherwise it is random."""
 
 _BRIGHT = 0.5
-_LEAST_PIXELS, _MOST_PIXELS = 6, 12
+# 2 x 3 to 3 x 4 pixels: a generated square may have a side that is one pixel shorter or longer
+_LEAST_PIXELS = 6
+_MOST_PIXELS = 12
 
 
 def draw(color: str, place: str, rng: np.random.Generator) -> np.ndarray:
     """Draws an image (3, SIZE, SIZE) in [0, 1]: black, with a square somewhere in the named quarter."""
     half = SIZE // 2
-    top, left = (half * part + rng.integers(0, half - SQUARE + 1) for part in PLACES[place])
+    lower, right = PLACES[place]
+    top = half * lower + rng.integers(0, half - SQUARE + 1)
+    left = half * right + rng.integers(0, half - SQUARE + 1)
     image = np.zeros((3, SIZE, SIZE), dtype=np.float32)
     image[:, top : top + SQUARE, left : left + SQUARE] = np.array(COLORS[color])[:, None, None]
     return image
@@ -36,15 +40,20 @@ def draw(color: str, place: str, rng: np.random.Generator) -> np.ndarray:
 def captioned_images(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
     """Generates images (count, 3, SIZE, SIZE) in [0, 1] and unreliable captions, determined by the seed."""
     rng = np.random.default_rng(seed)
-    images, captions = [], []
+    colors = list(COLORS)
+    places = list(PLACES)
+    images = []
+    captions = []
     for _ in range(count):
-        caption = {"color": str(rng.choice([*COLORS])), "place": str(rng.choice([*PLACES]))}
-        shown = {
-            "color": caption["color"] if rng.random() < CARE else str(rng.choice([*COLORS])),
-            "place": caption["place"] if rng.random() < CARE else str(rng.choice([*PLACES])),
-        }
-        images.append(draw(shown["color"], shown["place"], rng))
-        captions.append(f"a {caption['color']} square at the {caption['place']}")
+        color = str(rng.choice(colors))
+        place = str(rng.choice(places))
+        captions.append(f"a {color} square at the {place}")
+        # the image is drawn with other words than its caption has
+        if rng.random() >= CARE:
+            color = str(rng.choice(colors))
+        if rng.random() >= CARE:
+            place = str(rng.choice(places))
+        images.append(draw(color, place, rng))
     return torch.from_numpy(np.stack(images)), captions
 
 
@@ -60,25 +69,38 @@ def follows_prompt(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
 def describe(image: np.ndarray) -> str | None:
     """Returns the prompt that matches an image (3, SIZE, SIZE), or None unless it shows one square of one colour."""
     is_bright = image > _BRIGHT
-    lit = np.asarray(is_bright.any(0))
-    rows, columns = np.nonzero(lit)
-    if not _LEAST_PIXELS <= len(rows) <= _MOST_PIXELS or not is_connected(lit):
+    is_lit = np.asarray(is_bright.any(0))
+    rows, columns = np.nonzero(is_lit)
+    if not _LEAST_PIXELS <= len(rows) <= _MOST_PIXELS or not is_connected(is_lit):
         return None
-    if not {int(np.ptp(rows)) + 1, int(np.ptp(columns)) + 1} <= {SQUARE - 1, SQUARE, SQUARE + 1}:
+    height = int(np.ptp(rows)) + 1
+    width = int(np.ptp(columns)) + 1
+    if abs(height - SQUARE) > 1 or abs(width - SQUARE) > 1:
         return None
+
     channels = is_bright[:, rows, columns].mean(1) > _BRIGHT
-    colors = [name for name, color in COLORS.items() if np.array_equal(channels, np.array(color) > 0)]
+    color = _name_of(tuple(map(float, channels)), COLORS)
     middle = (SIZE - 1) / 2
     quarter = (int(rows.mean() > middle), int(columns.mean() > middle))
-    place = next(name for name, part in PLACES.items() if part == quarter)
-    return f"a {colors[0]} square at the {place}" if colors else None
+    place = _name_of(quarter, PLACES)
+    return f"a {color} square at the {place}" if color else None
+
+
+def _name_of(value: tuple[float, ...], values: Mapping[str, tuple[float, ...]]) -> str | None:
+    """Returns the first name that has this value, or None."""
+    return next((name for name in values if values[name] == value), None)
 
 
 def is_connected(mask: np.ndarray) -> bool:
     """Returns True if all set pixels of mask (SIZE, SIZE), at least one, are connected along their sides."""
-    found, before = np.zeros_like(mask), None
-    found.flat[mask.argmax()] = True
-    while before is None or found.sum() > before:
-        before, near = found.sum(), np.pad(found, 1)
-        found = mask & (found | near[2:, 1:-1] | near[:-2, 1:-1] | near[1:-1, 2:] | near[1:-1, :-2])
-    return bool(found.sum() == mask.sum())
+    # grows from the first set pixel to its neighbours until nothing is added
+    reached = np.zeros_like(mask)
+    reached.flat[mask.argmax()] = True
+    size_before = 0
+    while reached.sum() > size_before:
+        size_before = reached.sum()
+        padded = np.pad(reached, 1)
+        beside = padded[1:-1, 2:] | padded[1:-1, :-2]
+        above_or_below = padded[2:, 1:-1] | padded[:-2, 1:-1]
+        reached = mask & (reached | beside | above_or_below)
+    return bool(reached.sum() == mask.sum())

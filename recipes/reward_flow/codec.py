@@ -11,14 +11,21 @@ import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 
-CHANNELS, GRID, BLOCK = 16, 2, 4
+# channels of Wan's latents
+CHANNELS = 16
+# side of a latent frame, which a transformer with patches of this size reads as one token
+GRID = 2
+# frames in one latent frame, as in Wan's autoencoder
+BLOCK = 4
 NUMBERS = CHANNELS * GRID * GRID
 
 
 class EigenfaceCodec(ModelMixin, ConfigMixin):
     """Linear encoder and decoder for clips with frames (3, size, size) in [-1, 1].
 
-    mean: (d,). basis: (d, NUMBERS) principal directions; the norm of a column is the standard deviation.
+    Attributes:
+        mean: (d,) mean frame.
+        basis: (d, NUMBERS) principal directions; the norm of a column is the standard deviation.
     """
 
     @register_to_config
@@ -39,23 +46,34 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
     @classmethod
     def fit(cls, clips: torch.Tensor) -> EigenfaceCodec:
         """Fits a codec to clips (n, 1 + BLOCK, 3, H, W) in [-1, 1]. Uses torch's random state for a low-rank SVD."""
-        codec = cls(clips.shape[-1], clips.shape[-1] // GRID)
+        side = clips.shape[-1]
+        codec = cls(side, side // GRID)
         pixels = clips.flatten(2)  # (n, F, d)
         codec.mean.data = pixels.flatten(0, 1).mean(0)
-        rows = (pixels[:, :: BLOCK // 2] - codec.mean).flatten(0, 1)
-        _, spread, directions = torch.svd_lowrank(rows, NUMBERS + 16, niter=4)
-        codec.basis.data = directions[:, :NUMBERS] * spread[:NUMBERS] / len(rows) ** 0.5
+
+        frames = pixels[:, :: BLOCK // 2]
+        centred = (frames - codec.mean).flatten(0, 1)
+        # more directions than are used make the low-rank approximation of the used ones better
+        _, singular_values, directions = torch.svd_lowrank(centred, NUMBERS + 16, niter=4)
+        codec.basis.data = directions[:, :NUMBERS] * singular_values[:NUMBERS] / len(centred) ** 0.5
         return codec
 
     def encode_video(self, video: torch.Tensor) -> torch.Tensor:
         """Encodes a video (B, 3, F, H, W) in [-1, 1] as (B, CHANNELS, f, GRID, GRID) with f = 1 + (F - 1) / BLOCK."""
         pixels = video.transpose(1, 2).flatten(2)  # (B, F, d)
-        frames = torch.cat([pixels[:, :1], pixels[:, 1:].unflatten(1, (-1, BLOCK)).mean(2)], 1)
-        numbers = (frames - self.mean) @ (self.basis / self.basis.square().sum(0))
+        block_means = pixels[:, 1:].unflatten(1, (-1, BLOCK)).mean(2)
+        latent_frames = torch.cat([pixels[:, :1], block_means], 1)
+        # the columns of the basis are orthogonal, so this is its pseudo-inverse
+        inverse = self.basis / self.basis.square().sum(0)
+        numbers = (latent_frames - self.mean) @ inverse
         return numbers.unflatten(-1, (CHANNELS, GRID, GRID)).transpose(1, 2)
 
     def decode(self, latents: torch.Tensor, return_dict: bool = False) -> tuple[torch.Tensor]:
         """Decodes latents (B, CHANNELS, f, GRID, GRID) into a video (B, 3, F, H, W), not clamped."""
-        frames = latents.transpose(1, 2).flatten(2) @ self.basis.T + self.mean  # (B, f, d)
-        pixels = torch.cat([frames[:, :1], frames[:, 1:].repeat_interleave(BLOCK, 1)], 1)
-        return (pixels.unflatten(-1, (3, self.size, self.size)).transpose(1, 2),)
+        numbers = latents.transpose(1, 2).flatten(2)
+        latent_frames = numbers @ self.basis.T + self.mean  # (B, f, d)
+        later_frames = latent_frames[:, 1:].repeat_interleave(BLOCK, 1)
+        pixels = torch.cat([latent_frames[:, :1], later_frames], 1)
+        video = pixels.unflatten(-1, (3, self.size, self.size)).transpose(1, 2)
+        # a tuple, as diffusers' autoencoders return with return_dict=False
+        return (video,)

@@ -9,7 +9,8 @@ from pathlib import Path
 from recipes.embedded import ONE_GROUP, Made
 
 NAME = "reward_flow"
-SEED, STEPS = 1, 60
+SEED = 1
+STEPS = 60
 
 
 def overrides() -> dict[str, object]:

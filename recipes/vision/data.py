@@ -32,36 +32,53 @@ COLORS = {
     "white": (245, 245, 245),
 }
 MOST_SHAPES = 4
-WHICH, HOW_MANY = "which color?", "how many?"
+# both questions are about the same kind of pictures
+WHICH = "which color?"
+HOW_MANY = "how many?"
 WORDS = ("which", "color", "how", "many", "sort", *COLORS)
 """Words that are one token each."""
 
 WRONG_SHARE = 0.4
 """Share of demonstrated answers that are drawn at random, and of wrong digits in demonstrated sorts."""
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 384, 6144, 6144
+TEST_ROWS = 384
+TRAIN_ROWS = 6144
+DEMONSTRATIONS = 6144
 
 
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
-    sources = [unique(make(rng), lambda pair: (pair[0].prompt, pair[1])) for make in (colors, counts, sorts)]
+    # one sequence of questions for all files, so that no question of the test is in the training
+    sources = [unique(make(rng), _identity) for make in (colors, counts, sorts)]
     folder.mkdir(parents=True, exist_ok=True)
     for name, number in (("test", TEST_ROWS), ("train", TRAIN_ROWS), ("demonstrations", DEMONSTRATIONS)):
-        pairs = [next(sources[place % len(sources)]) for place in range(number)]
+        pairs = [next(sources[index % len(sources)]) for index in range(number)]
         rng.shuffle(pairs)
         rows = []
         for index, (question, picture) in enumerate(pairs):
-            row = question.row(name, index) | {"images": [{"bytes": picture}] if picture else []}
-            rows.append(row | ({"answer": demonstrated(question, rng)} if name == "demonstrations" else {}))
+            row = question.row(name, index)
+            row["images"] = [{"bytes": picture}] if picture else []
+            if name == "demonstrations":
+                row["answer"] = demonstrated(question, rng)
+            rows.append(row)
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def _identity(pair: tuple[Question, bytes]) -> tuple[str, bytes]:
+    """Returns what makes a question different from another one: its text and its picture."""
+    question, picture = pair
+    return question.prompt, picture
 
 
 def demonstrated(question: Question, rng: random.Random) -> str:
     """Returns an answer to the question that is often wrong."""
     if question.data_source == "verl_lite/sort":
         return careless(question.answer, WRONG_SHARE / 2, rng)
-    choices = list(COLORS) if question.answer in COLORS else [str(count) for count in range(1, MOST_SHAPES + 1)]
-    return rng.choice(choices) if rng.random() < WRONG_SHARE else question.answer
+    if rng.random() >= WRONG_SHARE:
+        return question.answer
+    if question.answer in COLORS:
+        return rng.choice(list(COLORS))
+    return rng.choice([str(count) for count in range(1, MOST_SHAPES + 1)])
 
 
 def colors(rng: random.Random) -> Iterator[tuple[Question, bytes]]:
@@ -89,15 +106,21 @@ def sorts(rng: random.Random) -> Iterator[tuple[Question, bytes]]:
 
 def draw(color: str, count: int, rng: random.Random) -> bytes:
     """Draws squares and discs of one color that do not touch, on a dark noisy ground. Returns a PNG file."""
-    noise = np.random.default_rng(rng.randrange(2**31)).integers(0, 60, (SIZE, SIZE, 3), dtype=np.uint8)
-    image = Image.fromarray(noise)
-    pen, cell = ImageDraw.Draw(image), SIZE // CELLS
-    for place in rng.sample(range(CELLS**2), count):  # one shape in each of these cells
+    generator = np.random.default_rng(rng.randrange(2**31))
+    image = Image.fromarray(generator.integers(0, 60, (SIZE, SIZE, 3), dtype=np.uint8))
+    pen = ImageDraw.Draw(image)
+    cell_size = SIZE // CELLS
+    # one shape in each of these cells
+    for cell in rng.sample(range(CELLS**2), count):
+        row, column = divmod(cell, CELLS)
         size = rng.randint(5, 7)
-        left = cell * (place % CELLS) + rng.randint(0, cell - size)
-        top = cell * (place // CELLS) + rng.randint(0, cell - size)
-        shape = pen.rectangle if rng.random() < 0.5 else pen.ellipse
-        shape((left, top, left + size - 1, top + size - 1), fill=COLORS[color])
+        left = cell_size * column + rng.randint(0, cell_size - size)
+        top = cell_size * row + rng.randint(0, cell_size - size)
+        box = (left, top, left + size - 1, top + size - 1)
+        if rng.random() < 0.5:
+            pen.rectangle(box, fill=COLORS[color])
+        else:
+            pen.ellipse(box, fill=COLORS[color])
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

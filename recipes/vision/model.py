@@ -4,8 +4,9 @@ A picture of 24 x 24 pixels has 9 tokens of 2 x 2 patches.
 """
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import torch
@@ -13,9 +14,15 @@ import torch
 from recipes.embedded import END, HEAD_DIMENSIONS, INITIALIZER_RANGE, byte_tokenizer
 from recipes.vision.data import SIZE, WORDS
 
-HIDDEN, LAYERS = 128, 4
-VISION_HIDDEN, VISION_LAYERS, PATCH = 64, 3, 4
-STEPS, ROWS, LR = 240, 64, 2e-3
+HIDDEN = 128
+LAYERS = 4
+VISION_HIDDEN = 64
+VISION_LAYERS = 3
+PATCH = 4
+# of the warm start
+STEPS = 240
+ROWS = 64
+LR = 2e-3
 IMAGE, VIDEO, START, STOP = VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,6 +33,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+class Example(NamedTuple):
+    """A demonstrated answer as token ids, with the processed image of its prompt."""
+
+    prompt: list[int]
+    answer: list[int]
+    image: Mapping[str, torch.Tensor] | None
 
 
 def write_random_model(folder: Path, seed: int) -> None:
@@ -43,7 +58,10 @@ def write_random_model(folder: Path, seed: int) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    heads, pairs = HIDDEN // HEAD_DIMENSIONS, HEAD_DIMENSIONS // 2
+    token_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
+    heads = HIDDEN // HEAD_DIMENSIONS
+    # pairs of rotary dimensions, which mrope_section divides among time, height and width
+    pairs = HEAD_DIMENSIONS // 2
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -71,8 +89,9 @@ def write_random_model(folder: Path, seed: int) -> None:
             "initializer_range": INITIALIZER_RANGE,
         },
         tie_word_embeddings=True,
-        **dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True)),
+        **token_ids,
     )
+    # the caller's random state stays as it is
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2_5_VLForConditionalGeneration(config)
@@ -92,17 +111,27 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
     from verl_lite.images import open_image
 
     network = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
-    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
     image_tokens = (SIZE // PATCH) ** 2 // processor.merge_size**2
-    examples: list[tuple[list[int], list[int], Any]] = []
+    examples = []
     for row in pq.read_table(demonstrations).to_pylist():
-        messages = message_parts(row["prompt"]) if row["images"] else row["prompt"]
+        messages = row["prompt"]
+        image = None
+        # at most one in a row of this recipe
+        if row["images"]:
+            messages = message_parts(messages)
+            image = processor(open_image(row["images"][0]["bytes"]), return_tensors="pt")
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # the template writes one token for an image, the network expects one for each of its features
         prompt = tokenizer(text.replace(IMAGE, IMAGE * image_tokens))["input_ids"]
-        pixels = [processor(open_image(image["bytes"]), return_tensors="pt") for image in row["images"]]
-        examples.append((prompt, tokenizer(row["answer"] + END)["input_ids"], pixels[0] if pixels else None))
-    rng, threads = random.Random(seed), torch.get_num_threads()
-    torch.set_num_threads(1)  # its operations are too small for several threads
+        answer = tokenizer(row["answer"] + END)["input_ids"]
+        examples.append(Example(prompt, answer, image))
+
+    rng = random.Random(seed)
+    threads = torch.get_num_threads()
+    # its operations are too small for several threads
+    torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
     for step in range(1, STEPS + 1):
@@ -118,18 +147,27 @@ def warm_start(folder: Path, demonstrations: Path, seed: int) -> None:
     network.save_pretrained(folder)
 
 
-def batch_of(examples: list[tuple[list[int], list[int], Any]], image_token_id: int) -> dict[str, torch.Tensor]:
-    """Returns the arguments of a transformers network, with the loss on the answers. examples: token ids of prompt and
-    answer, and the processed image or None."""
-    width = max(len(prompt) + len(answer) for prompt, answer, _ in examples)
-    ids, labels = torch.zeros(len(examples), width, dtype=torch.long), torch.full((len(examples), width), -100)
+def batch_of(examples: Sequence[Example], image_token_id: int) -> dict[str, torch.Tensor]:
+    """Returns the arguments of a transformers network, with the loss on the answers."""
+    width = max(len(example.prompt) + len(example.answer) for example in examples)
+    ids = torch.zeros(len(examples), width, dtype=torch.long)
+    # transformers excludes -100 from the loss
+    labels = torch.full((len(examples), width), -100)
     mask = torch.zeros_like(ids)
-    for row, (prompt, answer, _) in enumerate(examples):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
+    for row, example in enumerate(examples):
+        start = len(example.prompt)
+        end = start + len(example.answer)
+        ids[row, :end] = torch.tensor(example.prompt + example.answer)
+        labels[row, start:end] = torch.tensor(example.answer)
         mask[row, :end] = 1
-    shown = [image for *_, image in examples if image is not None]
-    images = {name: torch.cat([image[name] for image in shown]) for name in ("pixel_values", "image_grid_thw")}
-    kinds = (ids == image_token_id).int()
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "mm_token_type_ids": kinds, **images}
+
+    # patches of all images in one tensor, in the order of the rows
+    images = [example.image for example in examples if example.image is not None]
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "mm_token_type_ids": (ids == image_token_id).int(),
+        "pixel_values": torch.cat([image["pixel_values"] for image in images]),
+        "image_grid_thw": torch.cat([image["image_grid_thw"] for image in images]),
+    }

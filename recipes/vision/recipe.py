@@ -9,7 +9,8 @@ from pathlib import Path
 from recipes.embedded import ONE_GROUP, Made
 from recipes.vision import data
 
-SEED, RL_STEPS = 1, 100
+SEED = 1
+RL_STEPS = 100
 
 
 def build(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from trainer.checkpoint.resume import refuse_other_data
+from trainer.diffusion.clips.reading import Frames
 from trainer.diffusion.clips.writing import Strip, as_frames, draw_strips
 from trainer.launch.resources import join_ray, start_workers
 from trainer.launch.run import Job
@@ -27,34 +28,51 @@ from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import BatchPlan, plan_samples
 from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.worker_group import WorkerGroup
+from workers.roles.training_worker import TrainingWorker
 
 Options = TypeVar("Options", bound=RunOptions)
 
 
 @dataclass
 class DiffusionResult(FitResult):
-    """Result of a run. first, last: samples of the validation before training and of the last validation, or None."""
+    """Result of a run.
+
+    Attributes:
+        first: samples of the validation before training; None if the run had none.
+        last: samples of the last validation during training; None if the run had none.
+    """
 
     first: DataProto | None = None
     last: DataProto | None = None
 
 
 class DiffusionJob(Job[Options]):
-    """A run of a diffusion model: counts its steps and starts its workers. worker: class of the workers."""
+    """A run of a diffusion model: counts its steps and starts its workers.
 
-    worker: ClassVar[type[Any]]
+    Attributes:
+        worker: class of the workers, constructed with the options and the number of steps.
+    """
+
+    worker: ClassVar[type[TrainingWorker]]
     config: Any
 
     def prepare(self) -> None:
         """Checks the options, then runs the recipe."""
-        self.check(None)  # first, because a recipe can take minutes
+        # first, because building a recipe's files can take minutes
+        self.check(None)
         super().prepare()
 
     def count_steps(self, rows: int, dataset: str, repeat: int = 1) -> int:
-        """Sets `steps` and returns their number. dataset: fingerprint of the rows."""
-        config, data = self.config, self.config.data
+        """Sets `steps` and returns their number.
+
+        Args:
+            rows: number of training rows.
+            dataset: fingerprint of the rows.
+            repeat: how often an epoch contains each row.
+        """
+        data = self.config.data
         self.steps = EpochSteps(
-            rows, data.train_batch_size, config.trainer, shuffle=data.shuffle, repeat=repeat, dataset=dataset
+            rows, data.train_batch_size, self.config.trainer, shuffle=data.shuffle, repeat=repeat, dataset=dataset
         )
         return self.steps.total
 
@@ -63,11 +81,18 @@ class DiffusionJob(Job[Options]):
 
     @contextmanager
     def workers(self, tracking: Tracking, modules: Sequence[str]) -> Iterator[WorkerGroup]:
-        """Starts the workers; ends them with the context. modules: modules that each worker process imports first."""
+        """Starts the workers; ends them with the context.
+
+        Args:
+            tracking: shows the messages of the start.
+            modules: modules that each worker process imports first, because they register what the options name.
+        """
+        unique_modules = list(dict.fromkeys(modules))
         with ExitStack() as stack:
             join_ray(self.config, self.run_dir.name, tracking.note, stack)
             roles = {"actor": ClassWithInitArgs(self.worker, self.config, self.steps.total)}
-            yield start_workers(self.config, roles, list(dict.fromkeys(modules)), self.run_dir / "logs", stack)["actor"]
+            groups = start_workers(self.config, roles, unique_modules, self.run_dir / "logs", stack)
+            yield groups["actor"]
 
 
 class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
@@ -96,22 +121,26 @@ class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
 
     def begin(self) -> None:
         """Validates the untrained model, also in a run that then continues from a checkpoint, and restores."""
+        # before `resume` replaces the weights, so that a continued run also has the untrained samples to compare with
         if self.validates and self.options.val_before_train:
             self.result.before = self.validate(self.result)
         self.resume()
+        # a run that continues has logged this validation when it started
         if self.result.before and self.steps.global_step == 0:
             self.tracking.log(self.result.before, step=0)
             self.report_validation(self.result.before)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers."""
+        step_seconds = self.timing["step"]
+        timing = {f"timing_s/{name}": seconds for name, seconds in self.timing.items()}
         logged = {
             "training/global_step": float(self.steps.global_step),
             "training/epoch": float(self.steps.epoch),
             **self.metrics,
-            **{f"timing_s/{name}": seconds for name, seconds in self.timing.items()},
-            "perf/time_per_step": self.timing["step"],
-            "perf/samples_per_second": len(batch) / self.timing["step"],
+            **timing,
+            "perf/time_per_step": step_seconds,
+            "perf/samples_per_second": len(batch) / step_seconds,
             **self.usage_metrics(),
             **validation,
         }
@@ -121,11 +150,16 @@ class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
 class DiffusionRole(SavedByWorkers):
     """The driver's handle of the model on a worker group.
 
-    Each call plans a batch, dispatches it and restores the order of the results. together: samples per micro-batch.
+    Each call plans a batch, dispatches it and restores the order of the results.
+
+    Args:
+        group: the workers.
+        together: samples per micro-batch.
     """
 
     def __init__(self, group: WorkerGroup, together: int) -> None:
-        self.group, self.together = group, together
+        self.group = group
+        self.together = together
 
     def plan_of(self, rows: DataProto) -> BatchPlan:
         """Returns a plan that splits the rows evenly over the ranks for one optimizer step."""
@@ -142,30 +176,46 @@ def draw_before_and_after(
     """Draws RUN/before_after.png from the samples of the first and the last validation.
 
     Args:
+        run_dir: folder of the run.
+        result: its samples.
         groups: prompts with the slices of their samples. A single sample is drawn as a clip; of several samples, the
             first frame of each is drawn.
-        references: clips (F, 3, H, W) in [0, 1] drawn above the samples, one per prompt.
+        references: clips (F, 3, H, W) in [0, 1] drawn above the samples, one per prompt; none if it is empty.
+        columns: largest number of frames side by side.
 
     Returns:
         The path of the picture, or None if a validation is missing.
     """
     if result.first is None or result.last is None:
         return None
-    drawn = []
-    for place, (prompt, rows) in enumerate(groups):
-        strips = [Strip("reference", as_frames(clip)) for clip in references[place : place + 1]]
-        first, last = (samples.batch["face_score"][rows].nanmean().item() for samples in (result.first, result.last))
-        for name, score, samples in (("before", first, result.first), ("after", last, result.last)):
-            frames = samples.batch["frames"][rows]
-            shown = as_frames(frames[0] if len(frames) == 1 else frames[:, 0])
-            strips.append(Strip(f"{name}\n{score:.2f}", shown, is_better=last > first if name == "after" else None))
-        drawn.append((prompt, strips))
-    return draw_strips(run_dir / "before_after.png", drawn, run_dir.name, columns)
+    # each prompt gets two strips, or three with a reference
+    strips_of_prompts = []
+    for index, (prompt, rows) in enumerate(groups):
+        strips = [Strip("reference", as_frames(clip)) for clip in references[index : index + 1]]
+        score_before = _mean_score(result.first, rows)
+        score_after = _mean_score(result.last, rows)
+        strips.append(Strip(f"before\n{score_before:.2f}", _frames_of(result.first, rows)))
+        is_better = score_after > score_before
+        strips.append(Strip(f"after\n{score_after:.2f}", _frames_of(result.last, rows), is_better))
+        strips_of_prompts.append((prompt, strips))
+    return draw_strips(run_dir / "before_after.png", strips_of_prompts, run_dir.name, columns)
+
+
+def _mean_score(samples: DataProto, rows: slice) -> float:
+    """Returns the mean score of the rows that have one."""
+    return samples.batch["face_score"][rows].nanmean().item()
+
+
+def _frames_of(samples: DataProto, rows: slice) -> Frames:
+    """Returns the frames of a single sample, or the first frame of each of several samples."""
+    clips = samples.batch["frames"][rows]
+    return as_frames(clips[0] if len(clips) == 1 else clips[:, 0])
 
 
 def fingerprint(entries: Iterable[str]) -> str:
     """Returns a hash of the entries, which depends on their number, order and text."""
     digest = hashlib.sha256()
+    # a line for each entry, so that entries joined in another way have another hash
     for entry in entries:
         digest.update(f"{entry}\n".encode())
     return digest.hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Reward flow: trains an adapter of a video diffusion model with a differentiable reward.
 
 This is the job that `trainer.main_reward_flow` runs in `trainer.launch.run`. There is no separate rollout, no advantage
-and no
-old policy: a step is one call of the workers, which sample clips with gradient, score them and update the adapter.
+and no old policy: a step is one call of the workers, which sample clips with gradient, score them and update the
+adapter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trainer.diffusion.clips.writing import require_encoder, write_clips
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, DiffusionRole, DiffusionTrainer, draw_before_and_after
 from trainer.launch.run import Report
 from trainer.loop.saving import Saver
+from trainer.loop.steps import EpochSteps
 from trainer.observe.picture import draw_curve
 from trainer.observe.tracking import Tracking
 from trainer.planner.batch import slots_text
@@ -49,6 +50,8 @@ class RewardFlowTrainer(DiffusionTrainer):
     """The trainer of reward flow.
 
     Args:
+        config: options of the run.
+        actor: the policy on the workers.
         read_batch: returns the batch of a step number.
         validation: batch of clips and noise seeds for the validations.
         save_clips: called every trainer.video_freq steps with the step, and the rows and frames of its samples.
@@ -62,11 +65,16 @@ class RewardFlowTrainer(DiffusionTrainer):
         read_batch: Callable[[int], DataProto],
         validation: DataProto,
         save_clips: Callable[[int, Sequence[int], torch.Tensor], None],
-        **parts: Any,
+        steps: EpochSteps,
+        tracking: Tracking,
+        saver: Saver,
     ) -> None:
-        super().__init__(config.trainer, **parts)
-        self.config, self.actor, self.read_batch = config, actor, read_batch
-        self.validation, self.save_clips = validation, save_clips
+        super().__init__(config.trainer, steps=steps, tracking=tracking, saver=saver)
+        self.config = config
+        self.actor = actor
+        self.read_batch = read_batch
+        self.validation = validation
+        self.save_clips = save_clips
 
     def train_step(self, data: int) -> DataProto:
         """Reads the step's clips and trains on them; saves the sampled clips every `trainer.video_freq` steps."""
@@ -81,7 +89,11 @@ class RewardFlowTrainer(DiffusionTrainer):
         return batch
 
     def evaluate(self) -> tuple[dict[str, float], DataProto]:
-        """Samples the validation clips; metrics: mean score of the counted samples, and the share of the others."""
+        """Samples the validation clips.
+
+        Returns:
+            Metrics (mean score of the counted samples, and the share of the others) and the samples.
+        """
         samples = self.actor.sample(self.validation)
         counted = samples.batch["counted"].bool()
         scores = samples.batch["face_score"][counted]
@@ -98,9 +110,12 @@ class FlowActorRole(DiffusionRole):
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
         """Takes one optimizer step on the batch. Without a column noise_seed, as in ROLL, the ranks plan the batch."""
         if "noise_seed" not in batch:
-            of_step = self.group.execute_all_sync("train_step", batch)[0].meta_info["metrics"]
-            return {name: Metric.last(value) for name, value in of_step.items()}
-        return join(self.group.train_step(self.plan_of(batch).apply(batch)).meta_info["metrics"])
+            results = self.group.execute_all_sync("train_step", batch)
+            # every rank returns the metrics of the whole step
+            metrics_of_step = results[0].meta_info["metrics"]
+            return {name: Metric.last(value) for name, value in metrics_of_step.items()}
+        planned = self.plan_of(batch).apply(batch)
+        return join(self.group.train_step(planned).meta_info["metrics"])
 
     def sample(self, batch: DataProto) -> DataProto:
         """Samples each row without training: frames (B, F, 3, H, W) in [0, 1], face_score (B,) and counted (B,)."""
@@ -109,7 +124,9 @@ class FlowActorRole(DiffusionRole):
 
     def last_frames(self) -> DataProto:
         """Returns frames, row and face_score of the last step's samples, without padding and in no fixed order."""
-        return DataProto.concat([part for part in self.group.last_frames() if len(part)])
+        # a rank whose rows were all padding has no samples
+        samples_of_ranks = [samples for samples in self.group.last_frames() if len(samples)]
+        return DataProto.concat(samples_of_ranks)
 
     def save(self, folder: str, background: bool = False) -> None:
         """Saves adapter, optimizer and random states in `folder`, and the adapter for diffusers in a sibling folder."""
@@ -120,32 +137,40 @@ class FlowActorRole(DiffusionRole):
 class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     """The job of `trainer.main_reward_flow`."""
 
-    module, worker = "trainer.main_reward_flow", RewardFlowWorker
-    is_prepared = False  # True once the recipe has run and its files can be checked
+    module = "trainer.main_reward_flow"
+    worker = RewardFlowWorker
+    # True once the recipe has run and its files can be checked
+    is_prepared = False
 
     def prepare(self) -> None:
         super().prepare()
         self.is_prepared = True
 
     def check(self, available: int | None) -> None:
-        files = self.is_prepared or self.config.recipe is None
-        validate(self.config, count=self.slots, available=available, files=files)
+        has_files = self.is_prepared or self.config.recipe is None
+        validate(self.config, count=self.slots, available=available, files=has_files)
 
     def read_data(self) -> int:
         self.data = VideoDataset(self.config.data)
+        # the clips first, because the reward is tried on one of them
         self.data.check(list_all=self.config.trainer.dry_run)
         try_reward(self.config.reward, self.data)
         return self.count_steps(len(self.data), self.data.fingerprint(), self.config.data.repeat)
 
     def plan(self) -> str:
-        config, sampler = self.config, self.config.sampler
-        first, last = sampler.mid_timestep, sampler.final_timestep
-        denoising = f"{last + 1} of {sampler.num_inference_steps} denoising steps, {last - first + 1} with gradient"
+        config = self.config
+        sampler = config.sampler
+        steps = sampler.final_timestep + 1
+        trained_steps = steps - sampler.mid_timestep
         text = (
             f"{len(self.data)} clips; {self.steps.total} steps of {config.data.train_batch_size} samples on "
-            f"{slots_text(config.trainer, self.slots)}; {denoising}"
+            f"{slots_text(config.trainer, self.slots)}; {steps} of {sampler.num_inference_steps} denoising steps, "
+            f"{trained_steps} with gradient"
         )
-        if device_type(config.trainer.device) == "cuda" and (memory := launch_plan(config, self.slots)):
+        if device_type(config.trainer.device) != "cuda":
+            return text
+        memory = launch_plan(config, self.slots)
+        if memory:
             text += f"\nmemory of one device: {memory}   (python -m trainer.plan --command main_reward_flow)"
         return text
 
@@ -154,18 +179,22 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:
-        config, data, run_dir = self.config, self.data, self.run_dir
+        config = self.config
+        data = self.data
         # workers must also import the modules that register the reward
-        modules = [*recipe_modules(config), *foreign_modules([VISUAL_REWARDS.get_fn(config.reward.name)])]
+        reward = VISUAL_REWARDS.get_fn(config.reward.name)
+        modules = [*recipe_modules(config), *foreign_modules([reward])]
+        # before the workers start, instead of after the first video_freq steps
         if config.trainer.video_freq != 0:
             require_encoder()
 
         def save_clips(step: int, rows: Sequence[int], clips: torch.Tensor) -> None:
-            write_clips(run_dir / "videos" / f"step_{step}", rows, clips, tracking.note)
+            write_clips(self.run_dir / "videos" / f"step_{step}", rows, clips, tracking.note)
 
         with self.workers(tracking, modules) as group:
             rows = data.validation[: config.trainer.val_clips]
-            seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)  # step 0 is never trained
+            # step 0 is never trained, so no training sample has the noise of a validation
+            seeds = noise_seeds(0, rows, config.trainer.seed, config.sampler.noise_seed)
             actor = FlowActorRole(group, config.actor.micro_batch_size_per_gpu)
             yield RewardFlowTrainer(
                 config,
@@ -175,23 +204,33 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
                 save_clips=save_clips,
                 steps=self.steps,
                 tracking=tracking,
-                saver=Saver(run_dir, config, {"actor": actor}, 0, tracking.note),
+                saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
             )
 
     def report(self, trainer: Any, result: DiffusionResult) -> Report:
+        # one sample for each validation clip, drawn below the clip itself
         clips = trainer.validation[:SHOWN_CLIPS]
-        groups = [(str(prompt), slice(row, row + 1)) for row, prompt in enumerate(clips.non_tensor_batch["prompt"])]
+        groups = []
+        for row, prompt in enumerate(clips.non_tensor_batch["prompt"]):
+            groups.append((str(prompt), slice(row, row + 1)))
         pictures = {
             "picture": draw_curve(self.run_dir, *CURVES),
             "frames": draw_before_and_after(self.run_dir, result, groups, clips.batch["video"]),
         }
-        has_two = (Path(str(self.config.model.path)).expanduser() / "transformer_2").is_dir()
-        where = ", load_into_transformer_2=True" * has_two  # the second of two experts has the adapter
-        use = f'pipeline.load_lora_weights("{result.checkpoint}/{LORA}"{where})   # in diffusers'
-        return Report(pictures=pictures, commands={"use it": use} if result.checkpoint else {})
+        if not result.checkpoint:
+            return Report(pictures=pictures)
+
+        arguments = f'"{result.checkpoint}/{LORA}"'
+        model_folder = Path(str(self.config.model.path)).expanduser()
+        # the second of two experts has the adapter
+        if (model_folder / "transformer_2").is_dir():
+            arguments += ", load_into_transformer_2=True"
+        use = f"pipeline.load_lora_weights({arguments})   # in diffusers"
+        return Report(pictures=pictures, commands={"use it": use})
 
 
-_NOISE = 0.02  # added to the reference frames of the trial, because at the best score the gradient can be 0
+_NOISE = 0.02
+"""Noise added to the reference frames of the trial, because at the best score the gradient can be 0."""
 
 
 def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
@@ -207,10 +246,15 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
             reference = reward.prepare(frames)
     except ValueError as error:
         raise UserError(f"{data.sentence(0, error)}. Take this clip out, or choose another reward.name") from error
+
+    # NumPy's generator, so that the trial leaves torch's random state as it is
     noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
     noisy = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
     score = score_frames(reward, noisy, reference)
-    gradient = torch.autograd.grad(score.value, noisy, allow_unused=True)[0] if score.counted else noise
+    # nothing to score in the noisy frames, and so no gradient to check
+    if not score.counted:
+        return
+    (gradient,) = torch.autograd.grad(score.value, noisy, allow_unused=True)
     if gradient is None or not gradient.isfinite().all() or not gradient.any():
         raise UserError(
             f"reward.name={options.name!r} cannot be trained with: the score of the first clip has no gradient with "

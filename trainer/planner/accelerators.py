@@ -60,6 +60,7 @@ def with_measured_rate(device: Accelerator) -> Accelerator:
 def _core_flops(size: int = 1024, repeat: int = 6) -> float:
     import torch
 
+    # one thread, because the rate is that of one core
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,4 +72,5 @@ def _core_flops(size: int = 1024, repeat: int = 6) -> float:
             seconds.append(time.process_time() - started)
     finally:
         torch.set_num_threads(threads)
+    # the fastest repetition is the one that other programs disturbed least
     return 2.0 * size**3 / min(seconds)

@@ -31,7 +31,8 @@ def check_context(config: PPOConfig) -> None:
     """Raises UserError if prompt and response together may exceed the model's number of positions."""
     # an engine would reject this only after its start; a model beyond its positions generates nonsense
     context = longest_context(load_model_config(config.model))
-    prompt, answer = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    answer = config.data.max_response_length
     if context is not None and prompt + answer > context:
         raise UserError(
             f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
@@ -145,11 +146,15 @@ def _engine_row(config: PPOConfig, slots: int) -> PlanRow:
 
 
 def adapter_rows(model: NetworkConfig) -> Iterator[PlanRow]:
-    """Yields the number of trainable parameters if only an adapter is trained. Raises UserError if the adapter in
-    model.lora_adapter_path does not fit the model."""
+    """Yields the number of trainable parameters if only an adapter is trained.
+
+    Raises:
+        UserError: the adapter in model.lora_adapter_path does not fit the model.
+    """
     if isinstance(model, ModelConfig) and model.lora_rank:
         options = f"model.lora_rank={model.lora_rank} on {', '.join(model.target_modules)}"
-        whole, trained = count_parameters(model), count_trained(model)
+        whole = count_parameters(model)
+        trained = count_trained(model)
         yield PlanRow("trainable parameters", f"{trained:,}", f"of {whole:,}: {options}")
 
 
@@ -160,6 +165,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     batch = data.train_batch_size
     n = config.rollout.n
 
+    # data.sources can set another number of samples for the prompts of a source
     n_by_source = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
     samples_options = "rollout.n"
     samples = f"{batch * n}"
@@ -186,6 +192,7 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     if requirements.needs_critic(config):
         yield _critic_row(config)
 
+    # a mini-batch of -1, or larger than the batch, is the whole batch
     prompts_of_mini_batch = batch if mini_batches == 1 else mini_batch
     yield from _device_rows(config, slots, prompts_of_mini_batch * n)
 
@@ -222,7 +229,7 @@ def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterato
         yield PlanRow(name, f"{math.ceil(rows / rows_together)}", options)
         return
 
-    # an upper bound, because the lengths are not known yet
+    # an upper bound of full rows, because the lengths are not known yet
     longest = config.data.max_prompt_length + config.data.max_response_length
     full_rows_together = max(1, limits.max_token_len * sharing // longest)
     most = math.ceil(rows / full_rows_together)

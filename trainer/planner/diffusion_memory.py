@@ -32,8 +32,10 @@ from workers.diffusion.lora import add_adapter
 from workers.diffusion.pipeline import LONGEST_PROMPT, DiffusionParts, LatentCodec, component_class
 from workers.diffusion.reward_policy import FlowInputs, RewardFlowPolicy
 
-FACE_MODEL_BYTES = 280_000_000  # glintr100 (65 M parameters) and scrfd_10g (4 M), fp32
-FACE_BYTES_PER_FRAME = 100_000_000  # activations of an IResNet-100 at 112 x 112, fp32; estimated
+# glintr100 (65 M parameters) and scrfd_10g (4 M), fp32
+FACE_MODEL_BYTES = 280_000_000
+# activations of an IResNet-100 at 112 x 112, fp32; estimated
+FACE_BYTES_PER_FRAME = 100_000_000
 
 Size = tuple[int, int, int]
 """(frames, height, width)."""
@@ -144,6 +146,7 @@ def read_shape(path: str) -> PipelineShape:
     if tokenizer_file.is_file():
         files["tokenizer"] = tokenizer_file
 
+    # the tokenizer's config is optional: without it, prompts have LONGEST_PROMPT tokens
     configs = {}
     for name, file in files.items():
         if not file.is_file():
@@ -158,7 +161,9 @@ def read_shape(path: str) -> PipelineShape:
 def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
     """Returns the shape of a pipeline with these config files, by the name of the component."""
     index = configs["model_index"]
-    has_two_experts = bool((index.get("transformer_2") or [None])[0])  # [null, null] also means that there is none
+    # [null, null] also means that there is none
+    has_two_experts = bool((index.get("transformer_2") or [None])[0])
+    # `PromptEncoder` pads prompts to this length
     model_max_length = configs.get("tokenizer", {}).get("model_max_length")
     return PipelineShape(
         transformer=configs["transformer"],
@@ -195,8 +200,11 @@ def _on_meta(name: str, entry: list[str], config: ComponentConfig) -> nn.Module:
 
 def count(module: nn.Module, *, learns: bool = False) -> int:
     """Returns the number of a module's parameter elements, or with learns=True of its trainable ones."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad or not learns]
-    return sum(parameter.numel() for parameter in parameters)
+    elements = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad or not learns:
+            elements += parameter.numel()
+    return elements
 
 
 # -- a step on the meta device -----------------------------------------------------------------------------------------
@@ -218,13 +226,14 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        # a view, and the result of an operation in place, have the storage of an argument
+        # a view, and the result of an operation in place, have the storage of an argument, which is counted already
         argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             key = _storage(tensor)
             if key in argument_storages or key in self._counted:
                 continue
+            # several tensors can be views of one storage, which is allocated and freed once
             storage = tensor.untyped_storage()
             size = storage.nbytes()
             self._counted.add(key)
@@ -272,6 +281,7 @@ def _fused_kernels() -> Iterator[None]:
     ) -> torch.Tensor:
         return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
+    # the modules look both functions up in torch.nn.functional at each call
     original_attention = F.scaled_dot_product_attention
     original_norm = F.rms_norm
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
@@ -284,7 +294,14 @@ def _fused_kernels() -> Iterator[None]:
 
 
 def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype, layers: int) -> RewardFlowPolicy:
-    """Builds the trained network on the meta device. layers: number of blocks per transformer."""
+    """Builds the trained network on the meta device.
+
+    Args:
+        config: Options of the run.
+        shape: Shapes of the pipeline.
+        dtype: The compute dtype.
+        layers: Number of blocks per transformer.
+    """
     from diffusers import WanTransformer3DModel
 
     experts: list[WanTransformer3DModel] = []
@@ -292,10 +309,13 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         with torch.device("meta"):
             expert = WanTransformer3DModel.from_config({**shape.transformer, "num_layers": layers})
         experts.append(expert.requires_grad_(False))
+    # the text encoder stays as it is: `plan` computes its bytes from the number of its elements
     for module in (*experts, shape.vae):
-        nn.Module.to(module, dtype)  # diffusers' own `to` would log a warning
+        # diffusers' own `to` would log a warning
+        nn.Module.to(module, dtype)
 
-    trained_expert = experts[-1]  # the low-noise one
+    # the low-noise one, as in `load_pipeline`
+    trained_expert = experts[-1]
     add_adapter(trained_expert, config.model)
     if config.model.enable_gradient_checkpointing:
         trained_expert.enable_gradient_checkpointing()
@@ -346,7 +366,9 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
     live = LiveBytes()
     latents = _empty_latents(policy, video)
     with live.peak_of(peaks, "decoding"):
+        # any scalar of the frames has the same backward pass
         loss = policy.decode(latents.requires_grad_()).mean()
+    # the reward runs on the decoded frames, before their backward pass
     peaks["reward"] = float(live.now)
     with live.peak_of(peaks, "backward of decoding"):
         loss.backward()
@@ -386,6 +408,7 @@ def bytes_of_steps(
         "learn": float(trainable),
         "high-noise steps": 0.0,
     }
+    # one counter for all phases, because the tensors that the steps keep are alive in the backward pass
     live = LiveBytes()
     high_noise_expert = policy._high_noise[0]
     if high_noise_expert is not None:
@@ -409,34 +432,29 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         size: Bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
     """
     step = _step_bytes(config, shape, torch.float32 if size == FP32 else torch.bfloat16)
-    num_frames, _, _ = clip_of(config)
-    has_faces = any(".onnx" in str(value) for value in config.reward.kwargs.values())
-    face_bytes = float(FACE_BYTES_PER_FRAME * num_frames) if has_faces else 0.0
+    always = _constant_bytes(config, shape, slots, size, step)
 
-    fsdp = config.actor.fsdp_config
-    ranks = ranks_of_a_copy(fsdp, slots)
-    gathered = step.frozen_elements
-    if fsdp.reshard_after_forward:
-        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable
-    always = {
-        "low-noise expert, this rank's shard": size * step.frozen_elements / ranks,
-        "gathered: root and two blocks": size * gathered,
-        "adapter, Adam": (FP32 + MOMENTS) * step.trainable_elements / ranks,
-        "VAE": float(size * count(shape.vae)),
-        "reward": float(FACE_MODEL_BYTES) if has_faces else 0.0,
-    }
+    # an embedder or detector in an ONNX file is taken for the published face models
+    face_bytes = 0.0
+    if any(".onnx" in str(value) for value in config.reward.kwargs.values()):
+        num_frames, _, _ = clip_of(config)
+        face_bytes = float(FACE_BYTES_PER_FRAME * num_frames)
+        always["reward"] = float(FACE_MODEL_BYTES)
 
     # frozen modules that only one phase uses are on the host meanwhile, or always on the device
-    text_encoder = float(size * count(shape.text_encoder))
-    high_noise_expert = (shape.experts - 1) * size * step.frozen_elements
+    moved = {
+        "high-noise expert": (shape.experts - 1) * size * step.frozen_elements,
+        "text encoder": float(size * count(shape.text_encoder)),
+    }
     host: dict[str, float] = {}
     if config.model.offload_frozen:
-        host = _without_zeros({"high-noise expert": high_noise_expert, "text encoder": text_encoder})
+        host = _without_zeros(moved)
     else:
-        always |= {"high-noise expert": high_noise_expert, "text encoder": text_encoder}
+        always |= moved
 
     peaks = step.peaks
-    kept = {"kept by the steps": step.kept}
+    # what the steps keep stays until their backward pass, whose own peak includes it
+    kept_by_steps = {"kept by the steps": step.kept}
     phases = {
         "prompts": {"text encoder": host.get("text encoder", 0.0)},
         "first frame": {"VAE": peaks["first frame"]},
@@ -445,9 +463,9 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
             "activations": peaks["high-noise steps"],
         },
         "steps": {"activations": peaks["steps"]},
-        "decoding": kept | {"activations": peaks["decoding"]},
-        "reward": kept | {"frames": peaks["reward"], "faces": face_bytes},
-        "backward of decoding": kept | {"activations": peaks["backward of decoding"]},
+        "decoding": kept_by_steps | {"activations": peaks["decoding"]},
+        "reward": kept_by_steps | {"frames": peaks["reward"], "faces": face_bytes},
+        "backward of decoding": kept_by_steps | {"activations": peaks["backward of decoding"]},
         "backward of the steps": {"activations": peaks["backward of the steps"]},
     }
     return MemoryPlan(_without_zeros(always), phases, host=host)
@@ -478,6 +496,33 @@ class _StepBytes:
     gathered_trainable: float
 
 
+def _constant_bytes(
+    config: RewardFlowConfig, shape: PipelineShape, slots: int, size: int, step: _StepBytes
+) -> dict[str, float]:
+    """Returns the bytes of the trained expert and of the VAE, which are on the device in every phase.
+
+    Args:
+        config: Options of the run.
+        shape: Shapes of the pipeline.
+        slots: Ranks of the run.
+        size: Bytes of an element in the compute dtype.
+        step: The measured bytes of a step.
+    """
+    fsdp = config.actor.fsdp_config
+    ranks = ranks_of_a_copy(fsdp, slots)
+    # without resharding, FSDP keeps all gathered blocks from the forward to the end of the backward pass
+    gathered = step.frozen_elements
+    if fsdp.reshard_after_forward:
+        # the adapter is in fp32
+        gathered = step.gathered_elements + FP32 / size * step.gathered_trainable
+    return {
+        "low-noise expert, this rank's shard": size * step.frozen_elements / ranks,
+        "gathered: root and two blocks": size * gathered,
+        "adapter, Adam": (FP32 + MOMENTS) * step.trainable_elements / ranks,
+        "VAE": float(size * count(shape.vae)),
+    }
+
+
 def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype) -> _StepBytes:
     """Runs a step with transformers of two and of three blocks, and extrapolates to all blocks."""
     num_frames, height, width = clip_of(config)
@@ -489,7 +534,7 @@ def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dty
     two_blocks = bytes_of_steps(policy_with_two, video, condition, shape.text_tokens)
     three_blocks = bytes_of_steps(policy_with_three, video, condition, shape.text_tokens)
 
-    # all blocks are alike, so each further block adds the difference
+    # all blocks are alike, so each further block adds the difference between the two measured transformers
     more_blocks = int(shape.transformer["num_layers"]) - 2
     steps = {}
     for name, value in two_blocks.items():

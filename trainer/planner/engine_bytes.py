@@ -10,12 +10,14 @@ from workers.engines.lean_decoder import PACKED_ELEMENTS
 
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
     """Returns the KV cache bytes per token on one of the devices of an engine."""
-    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)  # more devices than heads repeat heads
+    # more devices than heads repeat heads
+    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)
 
 
 def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:
     """Returns the temporary bytes of a step of the rollout engine: of a prefill with batched_tokens tokens, or of the
     fp32 logits of all running sequences with the tensors that sampling derives from them."""
+    # no predicted tokens, because the logits of all sequences are counted below
     run = Pass(batched_tokens, 0, 1, size)
     prefill = layer_work(shape, run) / tensor_parallel
     return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
@@ -23,8 +25,11 @@ def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: in
 
 def copied_matrices(shape: ModelShape) -> float:
     """Returns the bytes of the matrices that the hf engine keeps a second time while it decodes in fp32 on a CPU."""
+    if not shape.is_lean:
+        return 0.0
+    # small matrices are not faster in oneDNN's layout, and are not copied
     large = [elements for elements in shape.projections if elements >= PACKED_ELEMENTS]
-    return float(FP32 * sum(large)) if shape.is_lean else 0.0
+    return float(FP32 * sum(large))
 
 
 def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False) -> float:
@@ -35,9 +40,11 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     if the dtype differs.
     """
     shape = network.shape
+    # a bucket is never smaller than the largest tensor
     largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
     if network.ranks == 1:
-        return 0.0 if network.compute == FP32 or network.adapter else largest
+        is_converted = network.compute != FP32 and not network.adapter
+        return largest if is_converted else 0.0
     whole = min(float(network.compute * shape.parameters), max(float(bucket_bytes), largest))
     gathering = whole * (1 + on_cpu + 1 / network.ranks)
     copying = whole + largest

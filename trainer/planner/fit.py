@@ -18,11 +18,16 @@ from trainer.ppo.requirements import needs_reference_model
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.option_table import value_of
 
-SIZES_GIB = (8.0, 16.0, 24.0, 80.0)  # devices that the search reports besides the planned one
-SPARE = 0.85  # share of the memory up to which layers keep their activations instead of being recomputed
-LORA_RANK = 32  # of the proposed adapter
-SHARES = (0.7, 0.85, 0.3)  # of the device's memory for the engine, besides the configured one
-SEQUENCES = 16  # of an engine at a time, at least
+# devices that the search reports besides the planned one
+SIZES_GIB = (8.0, 16.0, 24.0, 80.0)
+# share of the memory up to which layers keep their activations instead of being recomputed
+SPARE = 0.85
+# rank of the adapter that the search proposes
+LORA_RANK = 32
+# shares of the device's memory for the engine that the search tries besides the configured one
+SHARES = (0.7, 0.85, 0.3)
+# sequences of an engine at a time, if the search lowers their number
+SEQUENCES = 16
 BUDGET = "actor.ppo_max_token_len_per_gpu"
 RANKS = "actor.ulysses_sequence_parallel_size"
 TENSOR = "rollout.tensor_model_parallel_size"
@@ -64,7 +69,8 @@ def _decide_reduction(
         undecided_sizes = [fsdp for fsdp in (actor, critic, config.ref.fsdp_config) if fsdp.fsdp_size is None]
     undecided_reductions = [fsdp for fsdp in (actor, critic) if fsdp.reduce_every_micro_batch is None]
 
-    # values of fsdp_size and reduce_every_micro_batch, the fastest first
+    # values of fsdp_size and reduce_every_micro_batch, the fastest first: a copy of the weights on each machine gathers
+    # layers within the machine, and a reduction for each micro-batch costs time
     candidates = [(-1, False)]
     if device.name != "cpu":
         candidates.append((-1, True))
@@ -96,7 +102,8 @@ def _decide_recomputed(
     for key, shape in (("model", networks.policy), ("critic.model", networks.critic)):
         model: NetworkConfig = config.model if key == "model" else config.critic.model
         is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
-        if shape is None or is_decided or model.enable_activation_offload:  # offload would fill the host's memory
+        # offload would fill the host's memory
+        if shape is None or is_decided or model.enable_activation_offload:
             continue
 
         def fits(number: int, model: NetworkConfig = model) -> bool:
@@ -130,12 +137,13 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
     if device.name != "cpu" or config.trainer.nnodes > 1:
         return ""
     for number in range(slots - 1, 0, -1):
+        # fewer processes share the memory of all of them
         share = memory_gib * slots / number
         plan = memory_plan(config, networks, number, device)
         if plan.fits(share * GIB):
-            each = "the only process" if number == 1 else f"each of {number} processes"
+            processes = "the only process" if number == 1 else f"each of {number} processes"
             needed = f"needs {plan.device_bytes / GIB:.2f} GiB and has {share:.1f}"
-            return f"trainer.n_gpus_per_node={number} fits: {each} {needed}"
+            return f"trainer.n_gpus_per_node={number} fits: {processes} {needed}"
     return ""
 
 
@@ -172,7 +180,8 @@ def find_fit(
     # the product varies the last level fastest, so expensive changes come only after all cheaper ones have failed
     for combination in itertools.product(*levels):
         trial_changes: Changes = {}
-        for changes in reversed(combination):  # of two values for a key, that of the more expensive change counts
+        # of two values for a key, that of the more expensive change counts
+        for changes in reversed(combination):
             trial_changes |= changes
         for key, value in (configured | trial_changes).items():
             section, _, name = key.rpartition(".")
@@ -182,6 +191,7 @@ def find_fit(
         if plan.fits(memory_gib * GIB):
             return {key: value for key, value in trial_changes.items() if value != configured[key]}, plan
         plans.append(plan)
+    # a note is a problem that stops the run even if the memory is enough, so plans without notes come first
     return None, min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
 
 
@@ -215,7 +225,8 @@ def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Chan
         [recomputed],
         [_one_row_changes(config)],
         [{"rollout.max_num_seqs": sequences}],
-        [{"rollout.gpu_memory_utilization": share} for share in SHARES],  # the engine sleeps during the update
+        # the engine sleeps during the update, so that its share takes nothing from it
+        [{"rollout.gpu_memory_utilization": share} for share in SHARES],
     ]
     levels = []
     for alternatives_of_level in alternatives:
@@ -275,6 +286,7 @@ def fit_table(
         True if a set of changes fits `memory_gib`, and lines with the changes for each size and the command line for
         `memory_gib`.
     """
+    # a device sold as 80 GiB has 79.1, and needs no second line for 80
     other_sizes = [size for size in SIZES_GIB if abs(size - memory_gib) > 1]
     lines = [f"{'what fits':<26}{'GiB needed':>12}{'on the host':>13}   cheapest changes"]
     command = ""

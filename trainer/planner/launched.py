@@ -50,14 +50,17 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
 
     Returns None on a CPU, in fp32, and if the shape or the device is unknown.
     """
+    # data sheets give the peak of bf16 for the GPUs of `ACCELERATORS`
     device = launch_device(config)
     size = compute_size(config.actor.fsdp_config.mixed_precision.param_dtype, device)
     if device.name == "cpu" or size == FP32:
         return None
 
     words = device.name.lower().replace("-", " ").split()
-    if "pcie" in words or "nvl" in words:  # H100 PCIe and H100 NVL have other peaks than the SXM form
+    # H100 PCIe and H100 NVL have other peaks than the SXM form
+    if "pcie" in words or "nvl" in words:
         return None
+    # `launch_device` has an H100's peak for every GPU, so the peak is looked up by the GPU's name
     peaks = [accelerator.flops for name, accelerator in ACCELERATORS.items() if name in words]
     if not peaks:
         return None
@@ -73,8 +76,13 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
 
 
 def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> float:
-    """Returns the operations of an update on sequences with these numbers of tokens. passes: its cost in forward
-    passes."""
+    """Returns the operations of an update of the policy.
+
+    Args:
+        shape: Sizes of the policy.
+        passes: Cost of the update in forward passes.
+        lengths: Number of tokens of each sequence.
+    """
     return passes * sum(forward_flops(shape, length, length) for length in lengths)
 
 
@@ -88,6 +96,7 @@ def sharding_of_run(config: PPOConfig, slots: int) -> str:
     unknown."""
     device = launch_device(config)
     memory_gib = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+    # the plan only helps: a model of unknown shape runs with the options as they are
     with contextlib.suppress(UserError):
         return decide_sharding(config, read_networks(config), slots, device, memory_gib)
     return ""

@@ -69,7 +69,8 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     engine_libraries = float(VLLM_BYTES) if is_vllm else 0.0
 
     base = None
-    if on_cpu:  # on a GPU, libraries take no memory of the device beyond its context
+    # on a GPU, libraries take no memory of the device beyond its context
+    if on_cpu:
         base = float(WORKER_BYTES)
         if config.hybrid_engine:
             base += engine_libraries
@@ -82,22 +83,26 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     engine = _engine_parts(config, networks.policy, device, plan, slots)
     if config.hybrid_engine:
         plan.phases["rollout"] = engine
+    # engines of the training and of the rollout share the device in turns (`PhaseManager`)
     idle_engine = _held_by_idle_engine(config, engine, on_cpu, is_vllm)
     for phase in _TrainPhases(config, held, slots, plan).phases():
         loaded = weights[phase.role]
         if phase.is_update:
             loaded = loaded | moments[phase.role]
-        plan.phases[phase.name] = {**idle_engine, **loaded, **phase.parts}
+        plan.phases[phase.name] = idle_engine | loaded | phase.parts
 
     bucket_bytes = rollout.bucket_megabytes(on_cpu) << 20
     awake_engine: Parts = {}
     if config.hybrid_engine:
+        # only the weights are awake, and whatever an idle engine keeps anyway
         awake_engine = {"engine: weights": engine["engine: weights"]} | idle_engine
         awake_engine.pop(ENGINE_STEP, None)
-        awake_engine.pop(ENGINE_COPIES, None)  # of the weights that are replaced
+        # an update of the weights discards their copies
+        awake_engine.pop(ENGINE_COPIES, None)
     bucket = sync_bytes(held["actor"], bucket_bytes, on_cpu=on_cpu)
     plan.phases["weight sync"] = awake_engine | weights["actor"] | {"bucket": bucket}
 
+    # engines on devices of their own get the weights bucket by bucket
     if not config.hybrid_engine:
         sent = float(held["actor"].compute * networks.policy.parameters)
         plan.engine = engine | {"bucket": min(sent, float(bucket_bytes))}
@@ -118,6 +123,7 @@ def place_networks(
     weights: dict[str, Parts] = {}
     moments: dict[str, Parts] = {}
     for role, network in held.items():
+        # on a CPU, device and host are the same memory, and offloading does nothing
         fsdp = network.fsdp
         offloads_weights = fsdp.param_offload and not on_cpu
         offloads_moments = fsdp.optimizer_offload and not on_cpu
@@ -128,7 +134,7 @@ def place_networks(
 
 
 def _place(plan: MemoryPlan, role: str, name: str, size: float, *, is_offloaded: bool) -> Parts:
-    """Adds tensors of a role to the plan. Returns those that are loaded from the host for a phase."""
+    """Adds tensors of a role to the plan. Returns the bytes that are loaded from the host for a phase."""
     if not size:
         return {}
     if not is_offloaded:
@@ -152,7 +158,8 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
         )
     if config.distillation.is_active:
-        values_per_token = max(1, 2 * distilled_tokens(config))  # log-probs, and token ids
+        # a log-prob and a token id for each of the tokens
+        values_per_token = max(1, 2 * distilled_tokens(config))
         rows = math.ceil(rows_per_step(config) / slots)
         values = values_per_token * config.data.max_response_length * rows
         columns["log-probs of the teachers"] = float(FP32 * values)
@@ -165,11 +172,14 @@ def _held_by_idle_engine(config: PPOConfig, engine: Mapping[str, float], on_cpu:
     """Returns the parts of a rollout engine's memory that it keeps while networks compute on the same device."""
     if not config.hybrid_engine:
         return {}
+    # on a GPU, such an engine sleeps, without weights and cache
     if config.rollout.free_cache_engine and not on_cpu:
         return {}
     freed = {ENGINE_IMAGES}
-    if not is_vllm:  # vLLM keeps the buffers of its step
+    # vLLM keeps the buffers of its step
+    if not is_vllm:
         freed.add(ENGINE_STEP)
+    # the hf engine discards its copies when another engine begins to compute
     if config.rollout.free_cache_engine:
         freed.add(ENGINE_COPIES)
     return {name: size for name, size in engine.items() if name not in freed}
@@ -180,7 +190,8 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
 
     Sets `plan.sequences`, and adds a note to the plan if the engine has no room for a single sequence.
     """
-    rollout, data = config.rollout, config.data
+    rollout = config.rollout
+    data = config.data
     on_cpu = device.name == "cpu"
     size = compute_size(rollout.dtype, device)
     parallel = rollout.tensor_model_parallel_size
@@ -199,6 +210,7 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
         cache_option = "kv_cache_memory_mb"
         cache_bytes = float(rollout.kv_cache_memory_mb << 20)
     else:
+        # the option is a share for everything that the engine needs, of which the cache gets the rest
         cache_option = "gpu_memory_utilization"
         cache_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work - images
 
@@ -214,7 +226,10 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
         work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
 
     is_vllm = resolve_engine_name(rollout.name) == "vllm"
-    cache = max(0.0, cache_bytes) if is_vllm else plan.sequences * kv_per_sequence  # hf fills its cache as necessary
+    # vLLM allocates its whole cache at once, hf only what the sequences fill
+    cache = plan.sequences * kv_per_sequence
+    if is_vllm:
+        cache = max(0.0, cache_bytes)
     parts = {"engine: weights": weights, "engine: KV cache": cache, ENGINE_STEP: work}
     if on_cpu and not is_vllm and not rollout.router_replay and size == FP32:
         copies = copied_matrices(shape)
@@ -236,7 +251,10 @@ def rows_per_step(config: PPOConfig) -> int:
 
 
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
-    """Returns the prompts (agentic runs: episodes) of an optimizer step. size: as configured; -1: the whole batch."""
+    """Returns the prompts (agentic runs: episodes) of an optimizer step.
+
+    size: the configured size of a mini-batch; -1 means the whole batch.
+    """
     prompts_of_step = config.agentic.rollout_batch_size
     if config.reads_prompts:
         prompts_of_step = config.data.train_batch_size
@@ -278,7 +296,14 @@ def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase of a training engine. parts: its bytes by name, without weights and moments."""
+    """A phase of a training engine.
+
+    Attributes:
+        name: Name of the phase in the plan.
+        role: Role of the network that computes.
+        parts: Bytes by name, without weights and moments.
+        is_update: Whether the optimizer's moments are loaded.
+    """
 
     name: str
     role: str
@@ -303,7 +328,8 @@ class _TrainPhases:
 
     def phases(self) -> Iterator[_Phase]:
         """Yields the phases in the order of a step."""
-        config, actor = self.config, self.config.actor
+        config = self.config
+        actor = self.config.actor
         if "reward model" in self.networks:
             yield _Phase("reward model", "reward model", self._forward("reward model", "reward_model"))
 
@@ -312,10 +338,12 @@ class _TrainPhases:
             yield _Phase("old log-probs", "actor", self._forward("actor", "log_prob", entropy=True, topk=topk))
 
         if needs_reference(config):
+            # without a network of its own, the reference is the policy with its adapter disabled
             role = "reference" if "reference" in self.networks else "actor"
             yield _Phase("reference log-probs", role, self._forward(role, "ref"))
 
         for teacher in config.distillation.named_teachers():
+            # a teacher behind a URL is in the memory of its own server
             if teacher.url:
                 continue
             name = f"{TEACHER}{teacher.name}"
@@ -345,7 +373,8 @@ class _TrainPhases:
         if topk:
             parts["top tokens"] = float(TOP_TOKEN_BYTES * topk * run.predicted)
 
-        frozen = replace(network, trained=0)  # without gradients, a trained tower keeps nothing
+        # without gradients, a trained tower keeps nothing
+        frozen = replace(network, trained=0)
         parts |= tower_parts(frozen, run, parts)
         if self.plan.base is not None and TOWER in parts:
             parts[KEPT_FREED] = kept_when_freed(parts)
@@ -353,7 +382,8 @@ class _TrainPhases:
 
     def _update(self, role: str, stage: str, size: int, model: NetworkConfig, *, entropy: bool = False) -> Parts:
         """Returns the bytes of an update. size: prompts of a mini-batch, as configured."""
-        config, plan = self.config, self.plan
+        config = self.config
+        plan = self.plan
         network = self.networks[role]
         prompts = mini_batch_prompts(config, size)
         rows = prompts
@@ -362,11 +392,13 @@ class _TrainPhases:
         run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
 
         recomputed = recomputed_layers(model, network.shape)
+        # on a CPU, offload frees nothing
         is_offloaded = model.enable_activation_offload and plan.base is None
         if is_offloaded:
             plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
         parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
 
+        # only the policy is distilled
         topk = distilled_tokens(config) if role == "actor" else 0
         if topk:
             parts["distillation"] = float(DISTILLED_TOKEN_BYTES * topk * run.predicted)
@@ -388,12 +420,14 @@ class _TrainPhases:
             prompts: Their different prompts.
             entropy: Whether the entropy is computed.
         """
-        config, data = self.config, self.config.data
+        config = self.config
+        data = self.config.data
         network = self.networks[role]
         on_cpu = self.plan.base is not None
         ranks = config.sequence_parallel_size(_section_of(role))
         longest = data.max_prompt_length + data.max_response_length
 
+        # the micro-batches of an optimizer step are distributed over groups of ranks that share their sequences
         rows_of_group = max(1, math.ceil(rows * ranks / self.slots))
         limit = requirements.micro_batching(config, stage)
         rows_of_pass = limit.micro_batch_size or 1
@@ -415,6 +449,7 @@ class _TrainPhases:
         run = Pass(
             tokens=math.ceil((rows_of_pass * longest - shared) / ranks),
             predicted=math.ceil(predicted / ranks),
+            # the actor's option also counts for the other networks
             chunk=config.actor.log_prob_chunk_tokens,
             size=network.compute,
             entropy=entropy,

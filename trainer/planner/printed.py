@@ -26,7 +26,8 @@ from verl_lite.errors import UserError
 from verl_lite.machine.device import visible_devices
 from workers.engines.base import choose_engine, engine_names
 
-_ANY_DATA = ["owner/name"]  # replaces data files, which need not exist for a plan
+# replaces data files, which need not exist for a plan
+_ANY_DATA = ["owner/name"]
 
 
 def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -48,6 +49,7 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         _choose_model(config, arguments.like, folder)
         networks = read_networks(config)
         slots = _slots(config, device)
+        # the options that --fit prints must hold the longest row, whatever the user's budget is
         words_of_fit = list(words)
         if arguments.fit and config.actor.use_dynamic_bsz:
             words_of_fit += _make_room_for_longest_row(config, longest)
@@ -60,10 +62,12 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
 
         memory_gib = arguments.memory_gb or device.memory_gib
         if device.name != "cpu":
-            device = replace(device, memory_gib=memory_gib)  # the engine takes a share of it
+            # the engine takes a share of the planned device's memory
+            device = replace(device, memory_gib=memory_gib)
 
         _print_model(networks.policy, config, slots, device, arguments)
-        undecided = copy.deepcopy(config)  # --fit decides for each size of a device
+        # for --fit, which makes the decisions of `decide_sharding` again for each size of a device
+        undecided = copy.deepcopy(config)
         decision = decide_sharding(config, networks, slots, device, memory_gib)
         if decision:
             print(decision)
@@ -178,7 +182,8 @@ def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
     if like is not None:
         _write_config_like(config, like, folder)
         return
-    path, recipe = config.model.path, config.recipe
+    path = config.model.path
+    recipe = config.recipe
     if recipe is None or path is None:
         return
     if Path(path).is_absolute() and not Path(path).is_dir():
@@ -248,11 +253,15 @@ def _slots(config: RunOptions, device: Accelerator) -> int:
 
 def _check(config: PPOConfig, slots: int) -> None:
     """Raises UserError if the options contradict each other. Data files and clusters need not exist."""
+    # a copy, because the checks are made with other values for what this machine does not have
     checked = copy.deepcopy(config)
-    checked.trainer.device = "cpu"  # this machine may have no GPU
+    # this machine may have no GPU
+    checked.trainer.device = "cpu"
     checked.data.train_files = list(_ANY_DATA)
     checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
     ray_init = checked.ray_kwargs.ray_init
     if checked.trainer.nnodes > 1 and ray_init.address is None:
-        ray_init.address, ray_init.num_cpus = "HOST:6379", None
+        # a run on several machines needs a cluster, which need not exist for a plan
+        ray_init.address = "HOST:6379"
+        ray_init.num_cpus = None
     validate(checked, engines=engine_names(), slots=slots, available=None)

@@ -21,8 +21,10 @@ from trainer.ppo.requirements import needs_old_log_prob, needs_reference
 from verl_lite.config import NetworkConfig, PPOConfig
 from verl_lite.config.pools import num_engines
 
-LEAST_S = 0.1  # seconds; shorter bounds say little, because the uncounted work takes longer
-MOST = 0.7  # share of generation in the step above which the plan gives advice on shortening it
+# seconds; shorter bounds say little, because the uncounted work takes longer
+LEAST_S = 0.1
+# share of generation in the step above which the plan gives advice on shortening it
+MOST = 0.7
 ARITHMETIC, READING, WIRE = "arithmetic", "reading weights, keys and values", "weights and gradients between devices"
 
 
@@ -83,16 +85,20 @@ def generation_stages(
         prefill_flops += shape.tower.flops(prompts, mean.prompt)
     prefill = Stage(prefill_flops / (device.flops * devices * device.prefill))
 
+    # a decode step is limited by reading as long as few answers share each read of the weights
     running = min(float(at_once), sequences)
+    # the mean over the steps in which an answer grows from nothing to its length
     context = mean.prompt + mean.response / 2
     weights_read = shape.parameters
     if shape.experts and running < shape.experts:
-        weights_read = shape.multiplied  # few tokens do not reach all experts
+        # few tokens do not reach all experts; the bound counts those of one token
+        weights_read = shape.multiplied
     bytes_read = size * (weights_read + running * context * shape.kv_per_token) / devices
     flops = running * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
     reading = Stage(bytes_read / (device.bandwidth * device.reading), READING)
     arithmetic = Stage(flops / (device.flops * device.prefill))
     seconds, bound = max(reading, arithmetic)
+    # answers are decoded in waves of `at_once`, with one step for each token
     steps = math.ceil(sequences / at_once) * mean.response
     return prefill, Stage(steps * (seconds + shape.layers * device.layer_s), bound)
 
@@ -160,6 +166,7 @@ def step_stages(
 
     freezes_tower = config.actor.freeze_vision_tower
     trained, adapter = trained_parameters(config.model, networks.policy, freezes_tower=freezes_tower)
+    # communication overlaps with arithmetic, so the longer of the two bounds the update
     arithmetic = passes.update(
         networks.policy,
         config.model,
@@ -176,6 +183,7 @@ def _generation(
 ) -> tuple[Stage, Stage]:
     """Returns the prefill and decode stages of a step. sequences: number that an engine can decode at a time."""
     rollout = config.rollout
+    # the answers of a step are divided equally among the engines
     engines = num_engines(config, slots)
     answers = rows_per_step(config)
     prompts = answers / rollout.n if config.reads_prompts else answers
@@ -215,7 +223,8 @@ class _Passes:
         answers = rows_per_step(config)
         prompts = mini_batch_prompts(config, -1)
         prompts_of_mini_batch = mini_batch_prompts(config, actor.ppo_mini_batch_size)
-        groups = slots / actor.ulysses_sequence_parallel_size  # of devices that share their sequences
+        # devices that share their sequences have one micro-batch together
+        groups = slots / actor.ulysses_sequence_parallel_size
         rows_of_mini_batch = answers / groups * prompts_of_mini_batch / prompts
         rows_together = max(1, round(rows_of_mini_batch / micro_batches))
         return cls(config, device, mean, answers / slots, rows_together, prompts_of_mini_batch)
@@ -243,6 +252,7 @@ class _Passes:
         Args:
             trains_tower: The vision tower is trained; otherwise its backward pass is left out.
         """
+        # the backward pass computes the logits again, tile by tile
         whole, layers = self._flops(shape)
         output_layer = whole - layers
         recomputed = recomputed_layers(model, shape) / shape.layers
@@ -272,7 +282,9 @@ class _Passes:
 
     def _tower_flops(self, shape: ModelShape) -> float:
         """Returns the operations of a forward pass of the images through the vision tower."""
-        return 0.0 if shape.tower is None else shape.tower.flops(self._prompts(shape), self.mean.prompt)
+        if shape.tower is None:
+            return 0.0
+        return shape.tower.flops(self._prompts(shape), self.mean.prompt)
 
 
 def _traffic(
@@ -284,18 +296,20 @@ def _traffic(
         trained: Number of trained parameters.
         micro_batches: Number of micro-batches of a mini-batch on each device.
     """
-    actor, fsdp = config.actor, config.actor.fsdp_config
+    actor = config.actor
+    fsdp = config.actor.fsdp_config
     ranks = ranks_of_a_copy(fsdp, slots)
     spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
     weight_bytes = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
 
+    # gradients are reduced once for each optimizer step, or for each micro-batch
     mini_batches = math.ceil(mini_batch_prompts(config, -1) / mini_batch_prompts(config, actor.ppo_mini_batch_size))
     optimizer_steps = actor.ppo_epochs * mini_batches
     passes = optimizer_steps * micro_batches
     reductions = passes if fsdp.reduce_every_micro_batch else optimizer_steps
     update = reduction_seconds(weight_bytes, trained, spread, device, passes, reductions)
 
-    # the weights are gathered, and then copied into the engine
+    # the weights are gathered, and then copied into the engine, which reads and writes each byte
     sync = spread.gather_seconds(weight_bytes, device) + 2 * weight_bytes / device.bandwidth
     return Stage(update, WIRE), Stage(sync, WIRE)
 
@@ -306,25 +320,27 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
         yield "no time of a step: the engine has no room for one sequence (see above)"
         return
     stages = step_stages(config, networks, slots, device, mean)
-    whole = sum(stage.seconds for stage in stages.values())
+    step_seconds = sum(stage.seconds for stage in stages.values())
     yield f"{'lower bound on the time of a step':<44}{'s':>8}          bounded by"
     for name, (seconds, bound) in stages.items():
-        yield f"  {name:<42}{_shown(seconds):>8}   {seconds / whole:4.0%}   {bound}"
+        yield f"  {name:<42}{_shown(seconds):>8}   {seconds / step_seconds:4.0%}   {bound}"
     tokens = rows_per_step(config) * sum(mean)
-    speed = f"{tokens / whole / slots:,.0f} tokens/s and device"
-    if whole < LEAST_S:
+    speed = f"{tokens / step_seconds / slots:,.0f} tokens/s and device"
+    if step_seconds < LEAST_S:
         speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
-    yield f"{'a step':<44}{_shown(whole):>8}   {speed}"
+    yield f"{'a step':<44}{_shown(step_seconds):>8}   {speed}"
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
         f"{device.training:.0%} of the first in training, {device.prefill:.0%} in prefill, {device.reading:.0%} of the "
         f"second; prompts of "
         f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"
     )
-    share = (stages["generation: prompts"].seconds + stages["generation: answers"].seconds) / whole
-    if share > MOST and whole >= LEAST_S:
+    generation_seconds = stages["generation: prompts"].seconds + stages["generation: answers"].seconds
+    share = generation_seconds / step_seconds
+    if share > MOST and step_seconds >= LEAST_S:
         yield f"generation takes {share:.0%} of the step. To shorten it:"
-        yield from (f"  {advice}" for advice in _generation_advice(config, networks, slots, device, mean))
+        for advice in _generation_advice(config, networks, slots, device, mean):
+            yield f"  {advice}"
 
 
 def _shown(seconds: float) -> str:
@@ -335,13 +351,16 @@ def _generation_advice(
     config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
 ) -> Iterator[str]:
     """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
-    rollout, plan = config.rollout, memory_plan(config, networks, slots, device)
+    rollout = config.rollout
+    plan = memory_plan(config, networks, slots, device)
     answers = math.ceil(rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
     if plan.sequences < answers:
-        room = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
-        if device.name == "cpu":
-            room = "rollout.kv_cache_memory_mb"
-        option = "rollout.max_num_seqs" if plan.sequences == rollout.max_num_seqs else room
+        if plan.sequences == rollout.max_num_seqs:
+            option = "rollout.max_num_seqs"
+        elif device.name == "cpu":
+            option = "rollout.kv_cache_memory_mb"
+        else:
+            option = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
         yield f"an engine decodes {plan.sequences:,} of its {answers:,} answers at a time: raise {option}"
     if mean.response == config.data.max_response_length:
         yield "all answers are assumed to have the maximal length: set the expected length with --mean_response"

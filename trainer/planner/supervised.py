@@ -62,7 +62,13 @@ def longest_step(config: SupervisedConfig) -> Batch:
 
 
 def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) -> list[Batch]:
-    """Returns the sizes of batches. rows: examples or pairs. batches: row numbers of each batch."""
+    """Returns the sizes of batches.
+
+    Args:
+        rows: Examples or pairs.
+        batches: Row numbers of each batch.
+    """
+    # a table of all rows, from which the batches of every step are summed
     sizes = []
     for row in rows:
         predicted = sum(sum(text.mask) for text in row.texts)
@@ -94,7 +100,8 @@ def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[i
     ranks = config.ulysses_sequence_parallel_size
     budget = config.data.max_token_len_per_gpu * ranks
     tokens_of_group = math.ceil(batch.tokens * ranks / slots)
-    largest = max(tokens_of_group, batch.longest)  # a row is never divided among micro-batches
+    # a row is never divided among micro-batches
+    largest = max(tokens_of_group, batch.longest)
     return math.ceil(tokens_of_group / budget), min(budget, largest)
 
 
@@ -111,6 +118,7 @@ def supervised_plan(
     plan = MemoryPlan({}, {}, WORKER_BYTES if on_cpu else None)
     held = {"model": network}
     is_dpo = isinstance(config, SFTConfig) and config.loss == "dpo"
+    # with an adapter, the reference is the trained network with its adapter disabled
     if is_dpo and not network.adapter:
         held["reference"] = held_network(slots, device, network.shape, config.fsdp_config)
     weights, moments = place_networks(plan, held, on_cpu)
@@ -125,6 +133,7 @@ def supervised_plan(
 
     plan.micro_batches, _ = micro_batches(config, slots, step)
     recomputed = recomputed_layers(config.model, network.shape)
+    # on a CPU, offload frees nothing
     is_offloaded = config.model.enable_activation_offload and not on_cpu
     if is_offloaded:
         plan.host["model: activations"] = kept_activations(network, run, recomputed)
@@ -141,6 +150,7 @@ def _largest_micro_batch(
     """Returns the part of the largest micro-batch that one of the ranks of a sequence group has."""
     ranks = config.ulysses_sequence_parallel_size
     _, tokens = micro_batches(config, slots, batch)
+    # the largest micro-batch is assumed to have the mean share of tokens in the loss and of shared prompts
     share = tokens / batch.tokens / ranks
     shared = 0
     if config.model.use_remove_padding and network.shape.is_packed:

@@ -109,7 +109,8 @@ class TowerShape:
         if self.largest_image is not None:
             patches_of_image = min(patches, self.largest_image)
         full_blocks = self.blocks - self.windowed
-        attended = self.windowed * self.window + full_blocks * patches_of_image  # summed over the blocks
+        # patches to which a patch attends, summed over the blocks
+        attended = self.windowed * self.window + full_blocks * patches_of_image
 
         embedding = self.values * self.hidden
         weights_of_patches = self.blocks * self.block_parameters + embedding
@@ -121,9 +122,11 @@ class TowerShape:
 def tower_of(network: PreTrainedModel) -> TowerShape:
     """Returns the shape of the tower of a network of `workers.policy.vision.VISION_FAMILIES`."""
     config = network.config.vision_config
+    # all families of `VISION_FAMILIES` call their tower so
     tower = network.base_model.visual
     area = config.patch_size**2
 
+    # Qwen2.5-VL attends within windows in all blocks but some, other towers within the whole image
     windowed = window = 0
     blocks_with_full_attention = getattr(config, "fullatt_block_indexes", None)
     if blocks_with_full_attention is not None:

@@ -17,17 +17,20 @@ def flow_sigmas(num_inference_steps: int, shift: float) -> list[float]:
     diffusers return the same for set_timesteps(sigmas=[1 - i / N ...]), but not for set_timesteps(N), which shifts end
     points that are already shifted.
     """
-    places = [1 - i / num_inference_steps for i in range(num_inference_steps + 1)]
-    return [shift * s / (1 + (shift - 1) * s) for s in places]
+    even_steps = [1 - i / num_inference_steps for i in range(num_inference_steps + 1)]
+    return [shift * s / (1 + (shift - 1) * s) for s in even_steps]
 
 
 def high_noise_steps(sigmas: list[float], boundary_ratio: float | None) -> int:
     """Returns the number of first steps that the high-noise expert runs: steps with timestep >= 1000 boundary_ratio.
 
-    sigmas: decreasing, from `flow_sigmas`. boundary_ratio: None for a model with one expert; the result is then 0.
+    Args:
+        sigmas: decreasing, from `flow_sigmas`.
+        boundary_ratio: None for a model with one expert; the result is then 0.
     """
     if boundary_ratio is None:
         return 0
+    # compared as timesteps, as in diffusers' Wan pipeline
     boundary = boundary_ratio * TRAIN_TIMESTEPS
     return sum(sigma * TRAIN_TIMESTEPS >= boundary for sigma in sigmas[:-1])
 

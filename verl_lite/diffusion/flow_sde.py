@@ -31,9 +31,19 @@ def step_std(sigma: float, sigma_next: float, noise_level: float) -> float:
 def step_mean(
     x: torch.Tensor, velocity: torch.Tensor, sigma: float, sigma_next: float, noise_level: float
 ) -> torch.Tensor:
-    """Returns the mean of a step from x (b, ...); at noise level 0 the Euler step of the ODE. velocity: v(x, sigma)."""
-    noise = x + (1 - sigma) * velocity  # E[x_1 | x]
-    drift = velocity + _diffusion(sigma, sigma_next, noise_level) ** 2 / (2 * sigma) * noise
+    """Returns the mean of a step from x (b, ...); at noise level 0 the Euler step of the ODE.
+
+    Args:
+        x: (b, ...) latents at sigma.
+        velocity: v(x, sigma).
+        sigma: noise level before the step.
+        sigma_next: noise level after the step.
+        noise_level: the factor a of the noise.
+    """
+    expected_noise = x + (1 - sigma) * velocity  # E[x_1 | x]
+    # the drift compensates for the noise that the step adds, so that the distribution at sigma_next stays the ODE's
+    correction = _diffusion(sigma, sigma_next, noise_level) ** 2 / (2 * sigma)
+    drift = velocity + correction * expected_noise
     return x + drift * (sigma_next - sigma)
 
 
@@ -59,4 +69,7 @@ def step_kl(mean: torch.Tensor, reference_mean: torch.Tensor, std: float) -> tor
 
 def _diffusion(sigma: float, sigma_next: float, noise_level: float) -> float:
     """Returns g(sigma) = noise_level sqrt(sigma / (1 - sigma)); at sigma = 1 the divisor is 1 - sigma_next."""
-    return noise_level * math.sqrt(sigma / (1 - (sigma_next if math.isclose(sigma, 1.0) else sigma)))
+    divisor = 1 - sigma
+    if math.isclose(sigma, 1.0):  # g would be infinite
+        divisor = 1 - sigma_next
+    return noise_level * math.sqrt(sigma / divisor)

@@ -10,7 +10,7 @@ of the weights. `onnx2torch` converts the files to torch modules, so that gradie
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl_lite.errors import UserError
-from verl_lite.visual_rewards.base import Faces
+from verl_lite.visual_rewards.base import Faces, scaled_points
 
 STRIDES = (8, 16, 32)
 ANCHORS = 2
@@ -30,8 +30,9 @@ NUMBERS = (1, 4, 10)
 class ArcFaceEmbedder(nn.Module):
     """Embeds crops as face vectors, differentiably, with ArcFace or a successor from InsightFace's ONNX files.
 
-    path: FILE.onnx of a model from (n, 3, 112, 112), normalised as (pixel - 127.5) / 127.5, to (n, D).
-    channels: channel order of the model's input. InsightFace passes rgb to its models, ROLL's reward flow bgr.
+    Args:
+        path: FILE.onnx of a model from (n, 3, 112, 112), normalised as (pixel - 127.5) / 127.5, to (n, D).
+        channels: channel order of the model's input. InsightFace passes rgb to its models, ROLL's reward flow bgr.
     """
 
     crop_size = 112
@@ -43,19 +44,22 @@ class ArcFaceEmbedder(nn.Module):
 
     def forward(self, crops: torch.Tensor) -> torch.Tensor:
         """Returns the vectors (n, D) of RGB crops (n, 3, 112, 112) in [0, 1]."""
-        ordered = crops.flip(-3) if self.is_flipped else crops
-        return self.network(ordered * 2 - 1).flatten(1)
+        if self.is_flipped:
+            crops = crops.flip(-3)
+        # (pixel - 127.5) / 127.5 for pixels in [0, 255]
+        return self.network(crops * 2 - 1).flatten(1)
 
 
 class ScrfdDetector(nn.Module):
     """Detects the largest face of each frame and its five points with SCRFD (Guo et al. 2021) from an ONNX file.
 
-    path: FILE.onnx of an InsightFace model with nine outputs: scores, box distances and point distances, each at the
-        strides 8, 16, 32.
-    threshold: minimum score of a face.
-    overlap: intersection over union above which the face with the lower score is dropped.
-    size: side in pixels of the square into which frames are scaled.
-    channels: channel order of the model's input, as in `ArcFaceEmbedder`.
+    Args:
+        path: FILE.onnx of an InsightFace model with nine outputs: scores, box distances and point distances, each at
+            the strides 8, 16, 32.
+        threshold: minimum score of a face.
+        overlap: intersection over union above which the face with the lower score is dropped.
+        size: side in pixels of the square into which frames are scaled.
+        channels: channel order of the model's input, as in `ArcFaceEmbedder`.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class ScrfdDetector(nn.Module):
         super().__init__()
         if size <= 0 or size % STRIDES[-1]:
             raise UserError(f"reward.kwargs.detector size={size}; expected a multiple of {STRIDES[-1]}")
-        self.threshold, self.overlap, self.size = threshold, overlap, size
+        self.threshold = threshold
+        self.overlap = overlap
+        self.size = size
         self.is_flipped = _is_flipped("detector", channels)
         self.network = load_onnx(path, "reward.kwargs.detector")
 
@@ -73,22 +79,40 @@ class ScrfdDetector(nn.Module):
         """Returns the largest face of each frame. frames: (F, 3, H, W) in [0, 1], RGB."""
         height, width = frames.shape[-2:]
         ratio = self.size / max(height, width)
-        inside = max(round(height * ratio), 1), max(round(width * ratio), 1)
-        shrunk = F.interpolate(frames.float(), inside, mode="bilinear", antialias=True, align_corners=False)
-        canvas = ((shrunk.flip(-3) if self.is_flipped else shrunk) * 255 - 127.5) / 128
-        canvas = F.pad(canvas, (0, self.size - inside[1], 0, self.size - inside[0]), value=-127.5 / 128)  # black
-        # InsightFace's files accept only one picture per call
-        largest = [self.largest(self.network(picture[None])) for picture in canvas]
-        points = torch.stack([shrunk.new_zeros(5, 2) if one is None else one for one in largest])
-        scale = shrunk.new_tensor([width / inside[1], height / inside[0]])
-        found = torch.tensor([one is not None for one in largest], device=frames.device)
-        return Faces(found, (points + 0.5) * scale - 0.5)
+        scaled_height = max(round(height * ratio), 1)
+        scaled_width = max(round(width * ratio), 1)
+        scaled = F.interpolate(
+            frames.float(), (scaled_height, scaled_width), mode="bilinear", antialias=True, align_corners=False
+        )
+        # the preprocessing of InsightFace's SCRFD: this normalisation, and black to the right and below
+        normalised = (scaled * 255 - 127.5) / 128
+        if self.is_flipped:
+            normalised = normalised.flip(-3)
+        black = -127.5 / 128
+        squares = F.pad(normalised, (0, self.size - scaled_width, 0, self.size - scaled_height), value=black)
+
+        has_face = []
+        points = []
+        for square in squares:
+            # InsightFace's files accept only one picture per call
+            points_of_face = self.largest(self.network(square[None]))
+            has_face.append(points_of_face is not None)
+            if points_of_face is None:
+                points_of_face = scaled.new_zeros(5, 2)
+            points.append(points_of_face)
+
+        scale = scaled.new_tensor([width / scaled_width, height / scaled_height])
+        keypoints = scaled_points(torch.stack(points), scale)
+        return Faces(torch.tensor(has_face, device=frames.device), keypoints)
 
     def largest(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns the five points (5, 2) of the largest face in one picture, or None if there is no face."""
         scores, boxes, points = decode_scrfd(outputs, self.size, self.threshold)
-        kept = suppress(boxes, scores, self.overlap)
-        return points[kept[_areas(boxes[kept]).argmax()]] if len(kept) else None
+        faces = suppress(boxes, scores, self.overlap)
+        if not len(faces):
+            return None
+        largest_face = faces[_areas(boxes[faces]).argmax()]
+        return points[largest_face]
 
 
 def decode_scrfd(
@@ -109,6 +133,7 @@ def decode_scrfd(
     """
     anchors = [(size // stride) ** 2 * ANCHORS for stride in STRIDES]
     expected = [count * numbers for numbers in NUMBERS for count in anchors]
+    # sizes instead of shapes, because the leading dimension of 1 is optional
     sizes = [part.numel() for part in outputs]
     if sizes != expected:
         raise UserError(
@@ -116,37 +141,63 @@ def decode_scrfd(
             f"expected 9 of sizes {expected} for {size} x {size} pixels (scores, boxes and five points at strides 8, "
             "16, 32). Use an SCRFD file with points, such as scrfd_10g_bnkps.onnx"
         )
-    found = []
+
+    score_levels, distance_levels, offset_levels = _levels_by_kind(outputs)
+    scores = []
+    boxes = []
+    points = []
     for level, stride in enumerate(STRIDES):
-        scores, distances, offsets = (
-            outputs[level + len(STRIDES) * kind].reshape(-1, numbers) for kind, numbers in enumerate(NUMBERS)
-        )
-        steps = torch.arange(size // stride, device=scores.device, dtype=torch.float32) * stride
+        scores_of_level = score_levels[level][:, 0]
+        is_face = scores_of_level >= threshold
+        distances = distance_levels[level] * stride
+        offsets = offset_levels[level].unflatten(-1, (5, 2)) * stride
+        steps = torch.arange(size // stride, device=distances.device, dtype=torch.float32) * stride
         centres = torch.cartesian_prod(steps, steps).flip(-1).repeat_interleave(ANCHORS, 0)  # (column, row)
-        boxes = torch.cat([centres - distances[:, :2] * stride, centres + distances[:, 2:] * stride], -1)
-        points = centres[:, None] + offsets.unflatten(-1, (5, 2)) * stride
-        good = scores[:, 0] >= threshold
-        found.append((scores[good, 0], boxes[good], points[good]))
-    scores, boxes, points = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return scores, boxes, points
+
+        # distances from the anchor to the left, top, right and bottom side
+        boxes_of_level = torch.cat([centres - distances[:, :2], centres + distances[:, 2:]], -1)
+        points_of_level = centres[:, None] + offsets
+        scores.append(scores_of_level[is_face])
+        boxes.append(boxes_of_level[is_face])
+        points.append(points_of_level[is_face])
+    return torch.cat(scores), torch.cat(boxes), torch.cat(points)
+
+
+def _levels_by_kind(outputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns the outputs of each kind in `NUMBERS`, by level, each of shape (anchors, numbers)."""
+    levels_by_kind = []
+    for kind, numbers in enumerate(NUMBERS):
+        # the levels of a kind follow each other
+        first = kind * len(STRIDES)
+        levels = outputs[first : first + len(STRIDES)]
+        levels_by_kind.append([output.reshape(-1, numbers) for output in levels])
+    return levels_by_kind
 
 
 def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch.Tensor:
-    """Non-maximum suppression: returns the indices of the kept boxes, best score first.
+    """Non-maximum suppression: returns the indices of the remaining boxes, best score first.
 
-    A kept box removes all boxes with a lower score whose intersection over union with it exceeds `overlap`.
-    boxes: (n, 4) as left, top, right, bottom. scores: (n,).
+    A box removes all boxes with a lower score whose intersection over union with it exceeds `overlap`.
+
+    Args:
+        boxes: (n, 4) as left, top, right, bottom.
+        scores: (n,).
+        overlap: largest intersection over union of two remaining boxes.
     """
     order = scores.argsort(descending=True)
-    kept = []
+    remaining = []
     while len(order):
-        best, order = order[0], order[1:]
-        kept.append(best)
-        corners = torch.maximum(boxes[best, :2], boxes[order, :2]), torch.minimum(boxes[best, 2:], boxes[order, 2:])
-        common = (corners[1] - corners[0]).clamp_min(0).prod(-1)
-        whole = _areas(boxes[best]) + _areas(boxes[order]) - common
-        order = order[common / whole.clamp_min(1e-12) <= overlap]
-    return torch.stack(kept) if kept else order
+        best = order[0]
+        order = order[1:]
+        remaining.append(best)
+
+        left_top = torch.maximum(boxes[best, :2], boxes[order, :2])
+        right_bottom = torch.minimum(boxes[best, 2:], boxes[order, 2:])
+        intersection = (right_bottom - left_top).clamp_min(0).prod(-1)
+        union = _areas(boxes[best]) + _areas(boxes[order]) - intersection
+        # the bound is for boxes without area, which have no union
+        order = order[intersection / union.clamp_min(1e-12) <= overlap]
+    return torch.stack(remaining) if remaining else order
 
 
 def _areas(boxes: torch.Tensor) -> torch.Tensor:
@@ -154,7 +205,11 @@ def _areas(boxes: torch.Tensor) -> torch.Tensor:
 
 
 def load_onnx(path: str, option: str) -> nn.Module:
-    """Loads an ONNX file as a frozen torch module. option: configuration key of the path, for messages.
+    """Loads an ONNX file as a frozen torch module.
+
+    Args:
+        path: the file.
+        option: configuration key of the path, for messages.
 
     Raises:
         UserError: the file does not exist, onnx2torch is not installed or cannot convert the file.
@@ -162,6 +217,15 @@ def load_onnx(path: str, option: str) -> nn.Module:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"{option}={path!r}: no such file (looked for {file.absolute()}); expected an ONNX file")
+    convert = _onnx2torch(option)
+    try:
+        return convert(file).eval().requires_grad_(False)
+    except NotImplementedError as error:
+        raise UserError(f"{option}={path!r}: onnx2torch cannot convert it: {error}") from error
+
+
+def _onnx2torch(option: str) -> Callable[[Path], nn.Module]:
+    """Imports and returns onnx2torch's `convert`. Raises UserError if it is not installed."""
     stand_ins: dict[str, ModuleType] = {}
     if importlib.util.find_spec("torchvision") is None:
         # onnx2torch imports torchvision for two operators that face models do not use, NonMaxSuppression and RoiAlign
@@ -175,12 +239,10 @@ def load_onnx(path: str, option: str) -> nn.Module:
     except ModuleNotFoundError as error:
         raise UserError(f"{option}: {error.name} is missing: pip install verl_lite[diffusion]") from None
     finally:
+        # other libraries must not believe that torchvision is installed
         for name in stand_ins:
             del sys.modules[name]
-    try:
-        return convert(file).eval().requires_grad_(False)
-    except NotImplementedError as error:
-        raise UserError(f"{option}={path!r}: onnx2torch cannot convert it: {error}") from error
+    return convert
 
 
 def _is_flipped(role: str, channels: str) -> bool:

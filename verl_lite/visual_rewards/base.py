@@ -20,9 +20,10 @@ from verl_lite.registry import Registry
 class VisualScore:
     """The score of one generated clip.
 
-    value: scalar tensor, differentiable with respect to the frames.
-    counted: False if the clip shows nothing to score (no face in any frame). Such a clip is excluded from the loss, and
-        `score_frames` sets its value to 0 without a gradient.
+    Attributes:
+        value: scalar tensor, differentiable with respect to the frames.
+        counted: False if the clip shows nothing to score (no face in any frame). Such a clip is excluded from the loss,
+            and `score_frames` sets its value to 0 without a gradient.
     """
 
     value: torch.Tensor
@@ -32,28 +33,41 @@ class VisualScore:
 class Faces(NamedTuple):
     """The largest face of each frame.
 
-    found: (F,) bool, True for frames with a face. keypoints: (F, 5, 2), x and y in pixels with pixel centres at whole
-    numbers, in the order of `ARCFACE_TEMPLATE`; ignored in frames without a face.
+    Attributes:
+        found: (F,) bool, True for frames with a face.
+        keypoints: (F, 5, 2), x and y in pixels with pixel centres at whole numbers, in the order of `ARCFACE_TEMPLATE`;
+            ignored in frames without a face.
     """
 
     found: torch.Tensor
     keypoints: torch.Tensor
 
 
+def scaled_points(points: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """Returns the places of a picture's points (..., 2) after the picture was scaled by `scale`."""
+    # pixel centres are whole numbers, so the border of the picture, which stays in place, is at -0.5
+    return (points + 0.5) * scale - 0.5
+
+
 class VisualReward(Protocol):
     """A visual reward: an nn.Module, whose weights `build_visual_reward` freezes, or a plain object."""
 
-    def prepare(self, reference_frames: torch.Tensor) -> Any:
+    def prepare(self, reference_frames: torch.Tensor) -> object:
         """Computes the data of a reference clip that `score` needs; called once per clip, without gradient.
 
-        Tensors in the result stay on the device of the frames. reference_frames: (F, 3, H, W) in [0, 1]. Raises
-        ValueError if the clip cannot serve as a reference.
+        Tensors in the result stay on the device of the frames.
+
+        Args:
+            reference_frames: (F, 3, H, W) in [0, 1].
+
+        Raises:
+            ValueError: the clip cannot serve as a reference.
         """
 
     def score(self, frames: torch.Tensor, reference: Any) -> VisualScore:
         """Scores frames (F, 3, H, W) in [-1, 1], with gradient. reference: result of `prepare`."""
 
-    def to(self, device: Any) -> Any:
+    def to(self, device: torch.device) -> object:
         """Moves the reward's tensors to the device in place, like nn.Module.to."""
 
 
@@ -69,9 +83,11 @@ def build_visual_reward(config: FlowRewardConfig) -> VisualReward:
     """
     try:
         make = VISUAL_REWARDS.get_fn(config.name)
+        # before the call, so that a TypeError inside the reward is not reported as wrong arguments
         inspect.signature(make).bind(**config.kwargs)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward.name={config.name!r}, reward.kwargs={dict(config.kwargs)}: {error}") from None
+    # a factory can return any object, so its methods are looked up
     reward = make(**config.kwargs)
     missing = [method for method in ("prepare", "score", "to") if not callable(getattr(reward, method, None))]
     if missing:
@@ -84,11 +100,13 @@ def build_visual_reward(config: FlowRewardConfig) -> VisualReward:
     return reward
 
 
-def score_frames(reward: VisualReward, frames: torch.Tensor, reference: Any) -> VisualScore:
+def score_frames(reward: VisualReward, frames: torch.Tensor, reference: object) -> VisualScore:
     """Calls `reward.score` and checks its result. A clip that is not counted gets the value 0.
 
     Args:
+        reward: the reward.
         frames: (F, 3, H, W) in [-1, 1].
+        reference: result of `reward.prepare` for the reference clip.
 
     Raises:
         UserError: the value is not a finite scalar, or it does not require grad although the frames do.
@@ -97,6 +115,7 @@ def score_frames(reward: VisualReward, frames: torch.Tensor, reference: Any) -> 
     name = f"{type(reward).__name__}.score"
     if not isinstance(score, VisualScore) or not isinstance(score.value, torch.Tensor):
         raise UserError(f"{name} returned {type(score).__name__}; expected VisualScore(value=tensor, counted=bool)")
+    # the value of such a clip has no meaning, and perhaps no gradient
     if not score.counted:
         return VisualScore(torch.zeros((), device=frames.device), counted=False)
     if score.value.shape != () or not bool(torch.isfinite(score.value)):

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import KeywordArguments
 from verl_lite.registry import Registry
 from verl_lite.visual_rewards.arcface import ArcFaceEmbedder, ScrfdDetector
-from verl_lite.visual_rewards.base import Faces, VisualScore, as_pixels, register_visual_reward
+from verl_lite.visual_rewards.base import Faces, VisualScore, as_pixels, register_visual_reward, scaled_points
 
 TEMPLATE_SIZE = 112
 ARCFACE_TEMPLATE = ((38.2946, 51.6963), (73.5318, 51.5014), (56.0252, 71.7366), (41.5493, 92.3655), (70.7299, 92.2041))
@@ -36,45 +37,54 @@ Embedder = Callable[[torch.Tensor], torch.Tensor]
 class CosineIdentityReward(nn.Module):
     """Mean cosine between the face vectors of generated and reference frames; see `pooled_similarity`.
 
-    embedder, detector: an object, FILE.onnx (see `arcface`), pkg.module:object (a class or function, called without
-    arguments), or a mapping with one of these strings as `name` and arguments. Without a detector, the face fills the
-    frame.
+    Args:
+        embedder: an object, FILE.onnx (see `arcface`), pkg.module:object (a class or function, called without
+            arguments), or a mapping with one of these strings as `name` and arguments.
+        detector: likewise; None if the face fills the frame.
     """
 
     def __init__(
-        self, embedder: Embedder | str | Mapping[str, Any], detector: Detector | str | Mapping[str, Any] | None = None
+        self, embedder: Embedder | str | KeywordArguments, detector: Detector | str | KeywordArguments | None = None
     ) -> None:
         super().__init__()
         self.embedder: Embedder = make_part("embedder", embedder)
-        self.detector: Detector = whole_frame if detector is None else make_part("detector", detector)
+        self.detector: Detector = whole_frame
+        if detector is not None:
+            self.detector = make_part("detector", detector)
         self.crop_size = int(getattr(self.embedder, "crop_size", TEMPLATE_SIZE))
 
     @torch.no_grad()
     def prepare(self, reference_frames: torch.Tensor) -> torch.Tensor:
         """Returns the face vectors of the frames, (F, D); zeros for frames without a face.
 
-        reference_frames: (F, 3, H, W) in [0, 1]. Raises ValueError if no frame after the first has a face; the first
-        is the model's input and is not compared.
+        Args:
+            reference_frames: (F, 3, H, W) in [0, 1].
+
+        Raises:
+            ValueError: no frame after the first has a face; the first is the model's input and is not compared.
         """
-        found, vectors = self.embed(reference_frames.float())
-        if not bool(found[1:].any()):
-            raise ValueError(f"no face in any of the {max(len(found) - 1, 0)} reference frames after the first")
-        rows = vectors.new_zeros(len(found), vectors.shape[-1])
-        rows[found] = vectors
-        return rows
+        has_face, vectors = self.embed(reference_frames.float())
+        if not bool(has_face[1:].any()):
+            raise ValueError(f"no face in any of the {max(len(has_face) - 1, 0)} reference frames after the first")
+        vectors_of_frames = vectors.new_zeros(len(has_face), vectors.shape[-1])
+        vectors_of_frames[has_face] = vectors
+        return vectors_of_frames
 
     def score(self, frames: torch.Tensor, reference: torch.Tensor) -> VisualScore:
         """Scores frames (F, 3, H, W) in [-1, 1]; a clip without any face is not counted. reference: (R, D)."""
-        found, vectors = self.embed(as_pixels(frames))
-        if not bool(found.any()):
+        has_face, vectors = self.embed(as_pixels(frames))
+        if not bool(has_face.any()):
             return VisualScore(torch.zeros((), device=frames.device), counted=False)
         return VisualScore(pooled_similarity(vectors, reference))
 
     def embed(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `Faces.found` (F,) and the vectors (n, D) of its n faces. pixels: (F, 3, H, W) in [0, 1]."""
+        # the points are constants for the gradient, which flows through the pixels of the crops alone
         with torch.no_grad():
             faces = self.detector(pixels.detach())
-        crops = align(pixels[faces.found], faces.keypoints[faces.found].to(pixels), self.crop_size)
+        keypoints = faces.keypoints[faces.found].to(pixels)
+        # one crop for each frame with a face, so n can be smaller than F, and 0
+        crops = align(pixels[faces.found], keypoints, self.crop_size)
         return faces.found, self.embedder(crops).float()
 
 
@@ -88,29 +98,41 @@ def pooled_similarity(vectors: torch.Tensor, reference: torch.Tensor) -> torch.T
         vectors: (n, D) vectors of the generated frames with a face, including the first frame.
         reference: (R, D). Row 0 (the model's input frame) and rows of zeros (no face) are not compared.
     """
-    counts = reference.abs().sum(-1) > 0  # (R,)
-    counts[0] = False
-    cosines = F.normalize(vectors, dim=-1) @ F.normalize(reference[counts].to(vectors), dim=-1).T  # (n, r)
+    is_compared = reference.abs().sum(-1) > 0  # (R,)
+    # the first frame is the model's input
+    is_compared[0] = False
+    directions = F.normalize(vectors, dim=-1)
+    compared_directions = F.normalize(reference[is_compared].to(vectors), dim=-1)
+    cosines = directions @ compared_directions.T  # (n, r)
     return cosines.mean()
 
 
-def make_part(role: str, given: Any) -> Any:
-    """Returns the embedder or detector of `CosineIdentityReward`; builds it if `given` is a string or a mapping."""
-    if not isinstance(given, str | Mapping):
-        return given
-    arguments = {"name": given} if isinstance(given, str) else dict(given)
+def make_part(role: str, option: Any) -> Any:
+    """Returns the embedder or detector of `CosineIdentityReward`.
+
+    Args:
+        role: "embedder" or "detector".
+        option: the object itself, or a string or mapping that names its file or class.
+
+    Raises:
+        UserError: the name is neither an ONNX file nor the path of an object.
+    """
+    if not isinstance(option, str | Mapping):
+        return option
+    arguments = {"name": option} if isinstance(option, str) else dict(option)
     name = str(arguments.pop("name", ""))
     if name.endswith(".onnx"):
-        return {"embedder": ArcFaceEmbedder, "detector": ScrfdDetector}[role](path=name, **arguments)
+        onnx_classes = {"embedder": ArcFaceEmbedder, "detector": ScrfdDetector}
+        return onnx_classes[role](path=name, **arguments)
     if ":" not in name:
         raise UserError(
-            f"reward.kwargs.{role}={given!r}; expected FILE.onnx, pkg.module:object, or {{name: one of both}}"
+            f"reward.kwargs.{role}={option!r}; expected FILE.onnx, pkg.module:object, or {{name: one of both}}"
         )
     try:
-        found: Any = Registry[Any](role).get_fn(name)
+        make = Registry[Callable[..., Any]](role).get_fn(name)
     except ValueError as error:
         raise UserError(f"reward.kwargs.{role}: {error}") from None
-    return found(**arguments)
+    return make(**arguments)
 
 
 def whole_frame(frames: torch.Tensor) -> Faces:
@@ -119,23 +141,33 @@ def whole_frame(frames: torch.Tensor) -> Faces:
     frames: (F, 3, H, W).
     """
     count, _, height, width = frames.shape
+    template = torch.tensor(ARCFACE_TEMPLATE, device=frames.device)
     scale = torch.tensor([width / TEMPLATE_SIZE, height / TEMPLATE_SIZE], device=frames.device)
-    points = (torch.tensor(ARCFACE_TEMPLATE, device=frames.device) + 0.5) * scale - 0.5
-    return Faces(torch.ones(count, dtype=torch.bool, device=frames.device), points.expand(count, 5, 2))
+    points = scaled_points(template, scale)
+    has_face = torch.ones(count, dtype=torch.bool, device=frames.device)
+    return Faces(has_face, points.expand(count, 5, 2))
 
 
 def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Tensor:
     """Crops frames to (n, 3, size, size) so that their keypoints lie on ArcFace's template.
 
-    Bilinear, black outside the frame, differentiable with respect to the pixels. pixels: (n, 3, H, W). keypoints: (n,
-    5, 2) in pixels.
+    Bilinear, black outside the frame, differentiable with respect to the pixels.
+
+    Args:
+        pixels: (n, 3, H, W).
+        keypoints: (n, 5, 2) in pixels.
+        size: side of a crop.
     """
     if len(pixels) == 0:
         return pixels.new_zeros(0, pixels.shape[1], size, size)
-    template = (keypoints.new_tensor(ARCFACE_TEMPLATE) + 0.5) * (size / TEMPLATE_SIZE) - 0.5
-    to_crop = similarity_transform(keypoints, template)
+    template = scaled_points(keypoints.new_tensor(ARCFACE_TEMPLATE), size / TEMPLATE_SIZE)
+    frame_to_crop = similarity_transform(keypoints, template)
+
+    # affine_grid takes the map from the crop to the frame, both in coordinates from -1 to 1
     height, width = pixels.shape[-2:]
-    theta = torch.linalg.inv(to_crop @ _to_pixels(height, width, to_crop)) @ _to_pixels(size, size, to_crop)
+    frame_pixels = _to_pixels(height, width, frame_to_crop)
+    crop_pixels = _to_pixels(size, size, frame_to_crop)
+    theta = torch.linalg.inv(frame_to_crop @ frame_pixels) @ crop_pixels
     grid = F.affine_grid(theta[:, :2], [len(pixels), pixels.shape[1], size, size], align_corners=False)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
@@ -146,16 +178,21 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     With (x, y) as the complex number x + iy this is the linear regression target = a point + b. Equal to Umeyama (1991)
     without reflection.
     """
-    middle, target_middle = points.mean(1, keepdim=True), targets.mean(0)
+    middle = points.mean(1, keepdim=True)
+    target_middle = targets.mean(0)
     x, y = (points - middle).unbind(-1)  # (n, k)
     u, v = (targets - target_middle).unbind(-1)  # (k,)
+
+    # a = real + i imaginary, which is the matrix of a rotation and scale; the bound is for points that all coincide
     square = (x * x + y * y).sum(-1).clamp_min(1e-12)
     real = (x * u + y * v).sum(-1) / square
     imaginary = (x * v - y * u).sum(-1) / square
-    turn = torch.stack([torch.stack([real, -imaginary], -1), torch.stack([imaginary, real], -1)], -2)  # (n, 2, 2)
+    turn = torch.stack([real, -imaginary, imaginary, real], -1).unflatten(-1, (2, 2))  # (n, 2, 2)
+
+    # the middle of the points must come to lie on the middle of the targets
     shift = target_middle[:, None] - turn @ middle.transpose(1, 2)  # (n, 2, 1)
-    last = points.new_tensor([[0.0, 0.0, 1.0]]).expand(len(points), 1, 3)
-    return torch.cat([torch.cat([turn, shift], -1), last], -2)
+    last_row = points.new_tensor([[0.0, 0.0, 1.0]]).expand(len(points), 1, 3)
+    return torch.cat([torch.cat([turn, shift], -1), last_row], -2)
 
 
 def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ The layers are peft's, as in `workers.policy.adapter`. Matrix B starts as zeros,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch import nn
 from verl_lite.config.diffusion import DiffusionModelConfig
 from verl_lite.config.flow_grpo import FlowModelConfig
 from verl_lite.errors import UserError
+from workers.engine.lora import IN_NETWORK
 from workers.policy.adapter import ALL_LINEAR
 
 if TYPE_CHECKING:
@@ -41,15 +42,16 @@ def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfi
     from peft.tuners.lora import LoraLayer
 
     layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    targets = layers if list(model.target_modules) == [ALL_LINEAR] else list(model.target_modules)
-    # the dots compare whole parts of a name, so that "to_q" does not match a layer "add_to_q"
-    unmatched = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
+    targets = list(model.target_modules)
+    if targets == [ALL_LINEAR]:
+        targets = layers
+    unmatched = [target for target in targets if not _matches_any(target, layers)]
     if unmatched or not targets:
         # names within a block, because those of all blocks differ only in its number
-        known = sorted({re.sub(r".*\.\d+\.", "", name) for name in layers})
+        names = sorted({re.sub(r".*\.\d+\.", "", layer) for layer in layers})
         raise UserError(
             f"model.target_modules={targets}: {', '.join(unmatched) or 'an empty list'} matches no linear layer of "
-            f"{type(network).__name__}; expected names of layers, or their last parts, such as {', '.join(known)}"
+            f"{type(network).__name__}; expected names of layers, or their last parts, such as {', '.join(names)}"
         )
     config = LoraConfig(
         r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, base_model_name_or_path=str(model.path)
@@ -64,9 +66,15 @@ def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfi
         if isinstance(layer, LoraLayer):
             # peft's cast of the input to the adapter's dtype; `_InputDtypeLinear` says why the weights are cast instead
             layer.cast_input_dtype_enabled = False
-            for part in (*layer.lora_A.values(), *layer.lora_B.values()):
-                part.to(torch.float32).__class__ = _InputDtypeLinear
+            for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
+                matrix.to(torch.float32).__class__ = _InputDtypeLinear
     return config
+
+
+def _matches_any(target: str, layers: Sequence[str]) -> bool:
+    """Returns True if `target` is the name of a layer or the end of one."""
+    # the dots compare whole parts of a name, so that "to_q" does not match a layer "add_to_q"
+    return any(f".{layer}".endswith(f".{target}") for layer in layers)
 
 
 class _InputDtypeLinear(nn.Linear):
@@ -82,14 +90,18 @@ class _InputDtypeLinear(nn.Linear):
 def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
     """Writes pytorch_lora_weights.safetensors into the folder `path`, for diffusers' `load_lora_weights`.
 
-    weights: full (unsharded) tensors by parameter name. To load an adapter of `transformer_2`, pass
-    load_into_transformer_2=True to `load_lora_weights`.
+    To load an adapter of `transformer_2`, pass load_into_transformer_2=True to `load_lora_weights`.
+
+    Args:
+        path: folder, which is created.
+        weights: full (unsharded) tensors by parameter name.
+        config: peft's config of the adapter.
     """
     from diffusers.loaders import WanLoraLoaderMixin
 
     Path(path).mkdir(parents=True, exist_ok=True)
     WanLoraLoaderMixin.save_lora_weights(
         path,
-        transformer_lora_layers={name.replace(".default.", "."): value.cpu() for name, value in weights.items()},
+        transformer_lora_layers={name.replace(IN_NETWORK, "."): value.cpu() for name, value in weights.items()},
         transformer_lora_adapter_metadata=config.to_dict(),
     )

@@ -19,26 +19,34 @@ CacheEntry: TypeAlias = torch.Tensor | str | None
 
 
 def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
-    """Wraps `decode`, which turns latents into frames with `vae`, so that the backward pass recomputes its activations.
+    """Wraps `decode` so that the backward pass recomputes its activations instead of keeping them.
 
     A decoder that processes chunks of time with a feature cache (as in `AutoencoderKLWan`) gets one checkpoint per
     chunk: only the cache's tensors are kept between forward and backward, and the activations of at most one chunk
     exist at a time.
+
+    Args:
+        decode: turns latents into frames with `vae`.
+        vae: video autoencoder, whose decoder's `forward` is replaced during a call.
     """
+    # without a feature cache, the whole decoder is one checkpoint
     decoder: nn.Module | None = getattr(vae, "decoder", None)
     if decoder is None or "feat_cache" not in inspect.signature(decoder.forward).parameters:
         return cast("Decode", partial(checkpoint, decode, use_reentrant=False))
     plain = decoder.forward
 
     def run_chunk(chunk: torch.Tensor, first_chunk: bool, *cache: CacheEntry) -> tuple[CacheEntry, ...]:
-        entries = list(cache)  # a copy for the decoder to write to, because the backward pass runs this once more
+        # a copy for the decoder to write to, because the backward pass runs this once more
+        entries = list(cache)
         frames = plain(chunk, feat_cache=entries, feat_idx=[0], first_chunk=first_chunk)
         return frames, *entries
 
     def forward(
         chunk: torch.Tensor, feat_cache: list[CacheEntry], feat_idx: list[int], first_chunk: bool = False
     ) -> torch.Tensor:
-        frames, *feat_cache[:] = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
+        frames, *entries = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
+        # in place: the autoencoder passes the same list with the next chunk
+        feat_cache[:] = entries
         feat_idx[0] = len(feat_cache)
         return cast("torch.Tensor", frames)
 
@@ -47,7 +55,8 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
         try:
             return decode(latents)
         finally:
-            del decoder.forward  # uncovers the method of the class
+            # the attribute hid the method of the class, which works again
+            del decoder.forward
 
     return decode_in_checkpoints
 
@@ -76,6 +85,7 @@ class Placement:
         if not self.offload:
             return
 
+        # copies from pinned memory do not block the host (`non_blocking` in `at_work`)
         for tensor in (*module.parameters(), *module.buffers()):
             if self.device.type == "cuda":
                 tensor.data = tensor.data.pin_memory()
@@ -87,7 +97,8 @@ class Placement:
         for tensor, home in self._homes[module]:
             tensor.data = home.to(self.device, non_blocking=True)
         try:
-            with torch.no_grad():  # a backward pass would need the weights after they have left the device
+            # a backward pass would need the weights after they have left the device
+            with torch.no_grad():
                 yield
         finally:
             for tensor, home in self._homes[module]:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-LONGEST_PROMPT = 512  # maximum number of prompt tokens of a Wan transformer
+# maximum number of prompt tokens of a Wan transformer
+LONGEST_PROMPT = 512
 
 
 class LatentCodec:
@@ -47,7 +48,8 @@ class LatentCodec:
     """
 
     def __init__(self, vae: nn.Module) -> None:
-        self.vae: Any = vae  # has members that nn.Module does not declare, of one of the two classes above
+        # one of the two classes in the docstring, which have members that nn.Module does not declare
+        self.vae: Any = vae
         config: Any = self.vae.config
         self.channels = int(config.z_dim)
         self.temporal_factor = int(config.scale_factor_temporal)
@@ -56,9 +58,14 @@ class LatentCodec:
         self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
 
     def latent_shape(self, frames: int, height: int, width: int, multiple: int = 1) -> tuple[int, int, int, int]:
-        """Returns the shape (C, T, h, w) of a clip's latents. multiple: required divisor of h and w (the patch size).
+        """Returns the shape (C, T, h, w) of a clip's latents.
 
-        Raises UserError if decoding the latents would not restore the clip's size.
+        Args:
+            frames, height, width: size of the clip in pixels.
+            multiple: required divisor of h and w (the patch size of the transformer).
+
+        Raises:
+            UserError: decoding the latents would not restore the clip's size.
         """
         sides = self.spatial_factor * multiple
         if (frames - 1) % self.temporal_factor or height % sides or width % sides:
@@ -72,6 +79,7 @@ class LatentCodec:
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Returns normalised latents (b, C, T, h, w), the posterior mode, of clips (b, 3, F, H, W) in [-1, 1]."""
         video = video.to(self.vae.dtype)
+        # diffusers' autoencoder returns a distribution, other codecs only latents
         if hasattr(self.vae, "encode_video"):
             latents = self.vae.encode_video(video)
         else:
@@ -81,15 +89,19 @@ class LatentCodec:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decodes normalised latents (b, C, T, h, w) into frames (b, F, 3, H, W) in [-1, 1]; differentiable."""
         plain = latents * self._std.to(latents.device) + self._mean.to(latents.device)
-        video = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)[0]
+        video = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)[0]  # (b, 3, F, H, W)
         return video.float().clamp(-1, 1).transpose(1, 2)
 
 
 class PromptEncoder:
     """Embeds prompts with a frozen text encoder and caches the embeddings on the host.
 
-    Each prompt is encoded alone, so its embedding does not depend on the other prompts of a batch. placement: moves the
-    encoder to the device when a prompt is not in the cache.
+    Each prompt is encoded alone, so its embedding does not depend on the other prompts of a batch.
+
+    Args:
+        tokenizer: tokenizer of the text encoder.
+        text_encoder: frozen module, registered here with `placement`.
+        placement: moves the encoder to the device when a prompt is not in the cache.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text_encoder: nn.Module, placement: Placement) -> None:
@@ -103,9 +115,10 @@ class PromptEncoder:
     def __call__(self, prompts: Sequence[str], device: torch.device) -> torch.Tensor:
         """Returns embeddings (b, L, D), padded with zeros after each prompt's tokens as in diffusers' pipeline."""
         # the encoder is moved to the device once for all new prompts, and not at all if there is none
-        if new := set(prompts) - set(self._embeddings):
+        new_prompts = set(prompts) - set(self._embeddings)
+        if new_prompts:
             with self.placement.at_work(self.text_encoder):
-                for prompt in new:
+                for prompt in new_prompts:
                     self._embeddings[prompt] = self._encode(prompt)
 
         rows = []
@@ -131,9 +144,15 @@ class PromptEncoder:
 class DiffusionParts:
     """The components of a pipeline, frozen and on the CPU.
 
-    low_noise: the expert of the last denoising steps, which gets the adapter.
-    high_noise: the expert of the steps with t >= 1000 boundary_ratio, which is not trained; None for a single expert.
-    expand_timesteps: True for the layout of TI2V-5B, False for that of I2V-A14B.
+    Attributes:
+        low_noise: the expert of the last denoising steps, which gets the adapter.
+        high_noise: the expert of the steps with t >= 1000 boundary_ratio, which is not trained; None for a single
+            expert.
+        codec: the video VAE.
+        text_encoder: embeds the prompts.
+        tokenizer: tokenizer of the text encoder.
+        boundary_ratio: separates the steps of two experts; None for a single expert.
+        expand_timesteps: True for the layout of TI2V-5B, False for that of I2V-A14B.
     """
 
     low_noise: WanTransformer3DModel
@@ -148,37 +167,52 @@ class DiffusionParts:
 def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionParts:
     """Loads the pipeline in the folder `model.path` and merges `model.fused_loras` into its experts.
 
-    dtype: dtype of the weights, except those that a model's class keeps in fp32. Raises UserError if the folder does
-    not contain an image-to-video pipeline of a supported layout.
+    Args:
+        model: options of the model.
+        dtype: dtype of the weights, except those that a model's class keeps in fp32.
+
+    Raises:
+        UserError: the folder does not contain an image-to-video pipeline of a supported layout.
     """
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
     index: JsonObject = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     # diffusers writes [null, null] for an optional component that the pipeline does not have
-    there = {name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
-    if missing := [name for name in NEEDED if name not in there]:
+    components = {name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
+    missing = [name for name in NEEDED if name not in components]
+    if missing:
         raise UserError(
             f"model.path={model.path!r}: {INDEX} names no {', '.join(missing)}; expected the folder of an "
             "image-to-video pipeline in diffusers format, as save_pretrained writes it"
         )
-    names = [name for name in EXPERTS if name in there]
-    if unknown := set(model.fused_loras) - set(names):
+    names = [name for name in EXPERTS if name in components]
+    unknown = set(model.fused_loras) - set(names)
+    if unknown:
         raise UserError(f"model.fused_loras: {sorted(unknown)} are not experts of this pipeline; expected {names}")
-    experts: dict[str, WanTransformer3DModel] = {}
+
+    experts: list[WanTransformer3DModel] = []
     for name in names:
-        experts[name] = _load(folder, name, index[name], dtype)
+        expert = _load(folder, name, index[name], dtype)
         if name in model.fused_loras:
-            _fuse(experts[name], model.fused_loras[name], f"model.fused_loras.{name}")
+            _fuse(expert, model.fused_loras[name], f"model.fused_loras.{name}")
+        experts.append(expert)
+    high_noise = None
+    stored_boundary_ratio = None
+    if len(experts) > 1:
+        high_noise = experts[0]
+        stored_boundary_ratio = index.get("boundary_ratio")
+
     parts = DiffusionParts(
-        low_noise=experts[names[-1]],
-        high_noise=experts[names[0]] if len(names) > 1 else None,
+        # in the order of EXPERTS, so this is transformer_2 if there are two
+        low_noise=experts[-1],
+        high_noise=high_noise,
         codec=LatentCodec(_load(folder, "vae", index["vae"], dtype)),
         text_encoder=_load(folder, "text_encoder", index["text_encoder"], dtype),
         tokenizer=_load(folder, "tokenizer", index["tokenizer"], None),
-        boundary_ratio=model.boundary_ratio or (index.get("boundary_ratio") if len(names) > 1 else None),
+        boundary_ratio=model.boundary_ratio or stored_boundary_ratio,
         expand_timesteps=bool(index.get("expand_timesteps", False)),
     )
-    for module in (*experts.values(), parts.codec.vae, parts.text_encoder):
+    for module in (*experts, parts.codec.vae, parts.text_encoder):
         module.eval().requires_grad_(False)
     _check_layout(parts, str(model.path))
     return parts
@@ -192,33 +226,62 @@ def _check_layout(parts: DiffusionParts, path: str) -> None:
             f"{path} has {1 + (parts.high_noise is not None)}"
         )
     codec = parts.codec
-    expected = codec.channels if parts.expand_timesteps else 2 * codec.channels + codec.temporal_factor
+    if parts.expand_timesteps:
+        layout = "TI2V"
+        expected = codec.channels
+    else:
+        layout = "I2V"
+        # noisy latents, mask and latents of the first frame
+        expected = 2 * codec.channels + codec.temporal_factor
     for expert in filter(None, (parts.low_noise, parts.high_noise)):
         config = expert.config
+        # Wan2.1 conditions on an image encoder, which no component of the pipeline here computes
         if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
             raise UserError(
                 f"model.path={path!r}: its transformer has {config.in_channels} input channels; expected {expected} "
-                f"for the {'TI2V' if parts.expand_timesteps else 'I2V'} layout of Wan2.2 with {codec.channels} latent "
+                f"for the {layout} layout of Wan2.2 with {codec.channels} latent "
                 "channels, and no image encoder (image_dim) as in Wan2.1"
             )
 
 
 def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) -> Any:
-    """Loads a component with `from_pretrained`. dtype: dtype of its weights; None for a component without weights."""
-    option = {"transformers": "dtype", "diffusers": "torch_dtype"}.get(entry[0])
-    how = {option: dtype} if option is not None and dtype is not None else {}
+    """Loads a component with `from_pretrained`.
+
+    Args:
+        folder: folder of the pipeline.
+        name: name of the component and of its subfolder.
+        entry: its library and class in model_index.json.
+        dtype: dtype of its weights; None for a component without weights.
+    """
+    # the keyword differs between the libraries, and a class of another library may have none
+    keyword = {"transformers": "dtype", "diffusers": "torch_dtype"}.get(entry[0])
+    options = {}
+    if keyword is not None and dtype is not None:
+        options[keyword] = dtype
+
     remedy = f"expected a folder that {'.'.join(entry)}.from_pretrained can read"
     component = component_class(name, entry)
     with user_error_on_failure(f"model.path: the component {name} ({folder / name}) cannot be loaded", remedy):
-        loaded = component.from_pretrained(str(folder / name), **how)
-    return loaded if how or dtype is None else loaded.to(dtype)
+        loaded = component.from_pretrained(str(folder / name), **options)
+    if dtype is None or options:
+        return loaded
+    return loaded.to(dtype)
 
 
 def component_class(name: str, entry: list[str]) -> Any:
-    """Imports the class of component `name`. entry: its (library, class name) in model_index.json."""
+    """Imports the class of component `name`.
+
+    Args:
+        name: name of the component.
+        entry: its library and class in model_index.json.
+
+    Raises:
+        UserError: the class cannot be imported.
+    """
     library, class_name = entry
     if name == "tokenizer" and library == "transformers":
-        class_name = "AutoTokenizer"  # releases of transformers name tokenizer classes differently
+        # releases of transformers name tokenizer classes differently
+        class_name = "AutoTokenizer"
     try:
         return getattr(importlib.import_module(library), class_name)
     except (ImportError, AttributeError) as error:
@@ -226,17 +289,22 @@ def component_class(name: str, entry: list[str]) -> Any:
 
 
 def _fuse(expert: WanTransformer3DModel, file: str, option: str) -> None:
-    """Merges the adapter in `file`, in the format of diffusers or one that it can convert, into the expert's weights.
+    """Merges the adapter in `file` into the expert's weights.
 
-    option: configuration key that names the file, for messages.
+    Args:
+        expert: the transformer, which then has no adapter.
+        file: safetensors in the format of diffusers or one that it can convert.
+        option: configuration key that names the file, for messages.
     """
     from diffusers.loaders import WanLoraLoaderMixin
 
     remedy = "expected LoRA weights for this expert, as safetensors"
     with user_error_on_failure(f"{option}={file!r} cannot be merged", remedy):
         state, metadata = WanLoraLoaderMixin.lora_state_dict(str(Path(file).expanduser()), return_lora_metadata=True)
+        # diffusers loads a file without a matching weight with only a warning
         expert.load_lora_adapter(state, metadata=metadata, adapter_name="fused")
         if not getattr(expert, "peft_config", None):
             raise UserError(f"{option}={file!r}: none of its weights matches a layer of {type(expert).__name__}")
+        # without the adapter's layers, `add_adapter` finds the plain linear layers again
         expert.fuse_lora(adapter_names=["fused"])
         expert.unload_lora()

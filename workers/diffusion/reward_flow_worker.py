@@ -53,6 +53,7 @@ class RewardFlowWorker(TrainingWorker):
                 `execute_all_sync("train_step", batch)`; each rank then trains on its part and returns the metrics of
                 the whole step as numbers.
         """
+        # `BatchPlan.apply` puts the schedule there, so this is a part of a planned batch
         if "schedule" in data.meta_info:
             return DataProto(meta_info={"metrics": self._train(data)})
         metrics_of_ranks = _gather_object(self._train(self._own_part(data)))
@@ -99,17 +100,19 @@ class RewardFlowWorker(TrainingWorker):
         if "row" not in data:
             # the row is only a name for the clip, by which its reference is cached; the shift makes it fit into int64
             missing["row"] = torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests])
-        whole = data.select(meta_info_keys=[]) | DataProto.from_dict(missing)
+        whole_batch = data.select(meta_info_keys=[]) | DataProto.from_dict(missing)
 
+        # every rank computes the same plan, as the driver would
         world_size = dist.get_world_size()
-        plan = plan_samples(len(whole), world_size, self.config.actor.micro_batch_size_per_gpu)
-        return plan.apply(whole).chunk(world_size)[dist.get_rank()]
+        plan = plan_samples(len(whole_batch), world_size, self.config.actor.micro_batch_size_per_gpu)
+        return plan.apply(whole_batch).chunk(world_size)[dist.get_rank()]
 
     def _noise_seeds(self, number: int) -> list[int]:
         """Returns sampler.noise_seed for each sample, or seeds derived from trainer.seed, the step and the sample."""
         constant = self.config.sampler.noise_seed
         if constant is not None:
             return [constant] * number
+        # the step that begins: the schedule has counted those that are done
         step = self.engine.scheduler_step + 1
         return [derive_seed(self.config.trainer.seed, step, sample, 0) for sample in range(number)]
 
@@ -121,6 +124,7 @@ class RewardFlowWorker(TrainingWorker):
         sampling.
         """
         is_real = ~data.batch["is_padding"]
+        # on the CPU, so that the clips of a step's micro-batches do not accumulate on the device
         samples = {
             "frames": output_tensor["frames"][is_real].cpu(),
             "row": data.batch["row"][is_real].cpu(),
@@ -144,6 +148,7 @@ class RewardFlowWorker(TrainingWorker):
         """Returns the loss of a micro-batch and its metrics; the counterpart of ROLL's `loss_func`.
 
         Args:
+            data: the micro-batch, not used here.
             loss: scalar, this micro-batch's part of the step's loss; None computes the mean of `RewardFlowPolicy.loss`.
             face_score: (n,) scores of the counted samples, or a scalar.
             kl_loss: (m,) divergences of the samples that are not padding, or a scalar.
@@ -167,7 +172,8 @@ class RewardFlowWorker(TrainingWorker):
     def sample(self, data: DataProto) -> DataProto:
         """Samples the clips of a planned batch without training; with equal weights they equal those of a train step.
 
-        Returns frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,); zero in padding rows.
+        Returns:
+            frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,); zero in padding rows.
         """
         self.phases.enter(self.engine)
         return DataProto.from_dict(dict(self.engine.infer(data, is_scored=False)))
@@ -182,12 +188,13 @@ class RewardFlowWorker(TrainingWorker):
         """Writes the adapter in fp32 into the folder `path`, in the format of diffusers' `load_lora_weights`."""
         self.phases.enter(self.engine)
         engine = self.engine
+        # gathering is collective, so every rank iterates, although only rank 0 writes
         gathered = gather_full(engine.trained, torch.float32, engine.shard_group, EXPORT_BUCKET_BYTES)
-        whole = {name: value.cpu() for name, value in gathered}
+        weights = {name: value.cpu() for name, value in gathered}
         adapter = engine.policy.adapter
         assert adapter is not None
         if dist.get_rank() == 0:
-            write_lora(path, whole, adapter)
+            write_lora(path, weights, adapter)
         dist.barrier()
 
 

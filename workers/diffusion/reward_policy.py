@@ -38,8 +38,8 @@ from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
-# (latents (b, C, T, h, w), sigma) -> velocity of the same shape
 Velocity = Callable[[torch.Tensor, float], torch.Tensor]
+"""Computes the velocity of latents (b, C, T, h, w) at a sigma, in the shape of the latents."""
 
 
 def denoise(
@@ -54,6 +54,9 @@ def denoise(
 
     Args:
         x: (b, C, T, h, w) latents at sigmas[steps.start].
+        sigmas: noise levels of the whole sampler, one more than its steps.
+        steps: indices of the steps to run.
+        velocity: velocity of the model that denoises.
         condition: function applied to the latents after each step, which restores the given first frame.
         base_velocity: velocity of the base model, called without gradient; None skips it, and the divergence is 0.
 
@@ -61,21 +64,26 @@ def denoise(
         The latents after `steps`, and the divergence of the velocities from the base model's (`flow_kl`), (b,),
         averaged over the steps.
     """
+    # in fp32, whatever the dtype of the velocities (see `flow_kl`)
     kl = torch.zeros(len(x), device=x.device)
     for step in steps:
         sigma = sigmas[step]
-        v = velocity(x, sigma)
+        step_velocity = velocity(x, sigma)
         if base_velocity is not None:
             with torch.no_grad():
-                base = base_velocity(x, sigma)
-            kl = kl + flow_kl(v, base, sigma)
-        x = condition(euler_step(x, v, sigma, sigmas[step + 1]))
+                step_base_velocity = base_velocity(x, sigma)
+            kl = kl + flow_kl(step_velocity, step_base_velocity, sigma)
+        x = condition(euler_step(x, step_velocity, sigma, sigmas[step + 1]))
     return x, kl / max(1, len(steps))
 
 
 def noise_of(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Returns standard normal noise (b, *shape) in fp32; a sample's noise depends only on its seed, on any device."""
-    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
+    rows = []
+    for seed in seeds:
+        # on the CPU, because a generator of a GPU draws other numbers from the same seed
+        generator = torch.Generator().manual_seed(int(seed))
+        rows.append(torch.randn(shape, generator=generator))
     return torch.stack(rows).to(device)
 
 
@@ -83,14 +91,15 @@ def noise_of(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device)
 class FlowInputs:
     """Inputs of the n rows of a micro-batch of b rows that are sampled.
 
-    noise: (n, C, T, h, w) start of the denoising.
-    condition: (n, 4 + C, T, h, w) channels concatenated to the latents; with `expand_timesteps` instead the latents of
-        the first frame, (n, C, 1, h, w).
-    prompts: (n, L, D) prompt embeddings.
-    references: result of the reward's `prepare` for each clip.
-    places: (n,) indices of the sampled rows in the micro-batch.
-    rows: b.
-    is_counting: False if all rows are padding, and the single sampled row only stands in for them.
+    Attributes:
+        noise: (n, C, T, h, w) start of the denoising.
+        condition: (n, 4 + C, T, h, w) channels concatenated to the latents; with `expand_timesteps` instead the latents
+            of the first frame, (n, C, 1, h, w).
+        prompts: (n, L, D) prompt embeddings.
+        references: result of the reward's `prepare` for each clip.
+        places: (n,) indices of the sampled rows in the micro-batch.
+        rows: b.
+        is_counting: False if all rows are padding, and the single sampled row only stands in for them.
     """
 
     noise: torch.Tensor
@@ -105,12 +114,16 @@ class FlowInputs:
 class RewardFlowPolicy(EngineNetwork):
     """The policy of reward flow: samples clips with gradient, decodes them into frames and scores the frames.
 
-    parts: components of the pipeline; `add_adapter` was already called on the low-noise expert. reward: scores the
-    frames. device: device on which all modules compute.
+    Args:
+        parts: components of the pipeline; `add_adapter` was already called on the low-noise expert.
+        reward: scores the frames.
+        config: options of the run.
+        device: device on which all modules compute.
     """
 
     prefix = "model."
-    is_cast = False  # diffusers keeps some modules of a half-precision expert in fp32; the adapter casts its weights
+    # diffusers keeps some modules of a half-precision expert in fp32; the adapter casts its weights
+    is_cast = False
 
     def __init__(
         self, parts: DiffusionParts, reward: VisualReward, config: RewardFlowConfig, device: torch.device
@@ -130,6 +143,7 @@ class RewardFlowPolicy(EngineNetwork):
         if parts.high_noise is not None:
             self.placement.add(parts.high_noise)
         self.encode_prompts = PromptEncoder(parts.tokenizer, parts.text_encoder, self.placement)
+        # the VAE and the reward compute in every step and stay on the device
         self.codec.vae.to(device)
         self.decode: Decode = self.codec.decode
         if config.model.checkpoint_decode:
@@ -151,21 +165,34 @@ class RewardFlowPolicy(EngineNetwork):
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowInputs, bool]:
         """Prepares the inputs of the rows that are not padding, or of the first row if all are padding.
 
-        Reads the columns video, noise_seed, row, prompt, is_padding. The second result is False if all are padding.
+        Args:
+            micro_batch: columns video, noise_seed, row, prompt and is_padding.
+            device: device of the tensors in the inputs.
+
+        Returns:
+            The inputs, and False if all rows are padding.
         """
         is_real = ~micro_batch.batch["is_padding"]
         is_counting = bool(is_real.any())
-        places = is_real.nonzero().squeeze(1) if is_counting else torch.zeros(1, dtype=torch.long)
-        chosen = micro_batch[places]
-        video = chosen.batch["video"].to(device)
+        if is_counting:
+            sampled = is_real.nonzero().squeeze(1)
+        else:
+            # every rank must take part in FSDP's collectives, so a rank without samples runs one padding row
+            sampled = torch.zeros(1, dtype=torch.long)
+        sampled_rows = micro_batch[sampled]
+
+        video = sampled_rows.batch["video"].to(device)
         frames, _, height, width = video.shape[1:]
         shape = self.codec.latent_shape(frames, height, width, int(self.model.config.patch_size[-1]))
+        references = []
+        for row, clip in zip(sampled_rows.batch["row"], video, strict=True):
+            references.append(self._reference(int(row), clip))
         inputs = FlowInputs(
-            noise=noise_of(chosen.batch["noise_seed"].tolist(), shape, device),
+            noise=noise_of(sampled_rows.batch["noise_seed"].tolist(), shape, device),
             condition=self._condition(video),
-            prompts=self.encode_prompts(chosen.non_tensor_batch["prompt"].tolist(), device),
-            references=[self._reference(int(row), clip) for row, clip in zip(chosen.batch["row"], video, strict=True)],
-            places=places.to(device),
+            prompts=self.encode_prompts(sampled_rows.non_tensor_batch["prompt"].tolist(), device),
+            references=references,
+            places=sampled.to(device),
             rows=len(micro_batch),
             is_counting=is_counting,
         )
@@ -181,24 +208,32 @@ class RewardFlowPolicy(EngineNetwork):
         clip[:, :, 1:] = 0
         latents = self.codec.encode(clip)
         is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
-        is_given[:, :, 0] = 1  # a mask channel for each of the frames that one latent frame encodes
+        # a mask channel for each of the frames that one latent frame encodes
+        is_given[:, :, 0] = 1
         return torch.cat([is_given, latents], dim=1)
 
     def _reference(self, row: int, clip: torch.Tensor) -> object:
         """Returns the reward's `prepare` of a clip, cached by row. clip: (F, 3, H, W) in [0, 1]."""
-        if row not in self._references:
-            try:
-                self._references[row] = self._reward[0].prepare(clip)
-            except ValueError as error:
-                name = self.config.reward.name
-                raise UserError(f"data.train_files, data.val_files: row {row}, {name}: {error}") from error
-        return self._references[row]
+        if row in self._references:
+            return self._references[row]
+        try:
+            reference = self._reward[0].prepare(clip)
+        except ValueError as error:
+            name = self.config.reward.name
+            raise UserError(f"data.train_files, data.val_files: row {row}, {name}: {error}") from error
+        self._references[row] = reference
+        return reference
 
     def forward(self, inputs: FlowInputs, *, is_scored: bool = True) -> dict[str, torch.Tensor]:
-        """Samples clips and scores them. is_scored: False omits loss and kl_loss, which only training needs.
+        """Samples clips and scores them.
 
-        Returns loss, face_score, kl_loss and counted, (b,), and frames (b, F, 3, H, W) in [0, 1] without gradient. The
-        loss is 0 for samples that are not counted (no face in the frames, or padding).
+        Args:
+            inputs: result of `prepare_inputs`.
+            is_scored: False omits loss and kl_loss, which only training needs.
+
+        Returns:
+            loss, face_score, kl_loss and counted, (b,), and frames (b, F, 3, H, W) in [0, 1] without gradient. The loss
+            is 0 for samples that are not counted (no face in the frames, or padding).
         """
         latents, kl = self._sample(inputs, is_scored)
         decoded = self.decode(latents)
@@ -212,6 +247,7 @@ class RewardFlowPolicy(EngineNetwork):
             "frames": (decoded.detach() + 1) / 2,
         }
         if is_scored:
+            # `_loss` of the worker divides by the number of all samples, so those that are not counted add 0
             outputs["loss"] = self.loss(outputs["face_score"], kl) * outputs["counted"]
             outputs["kl_loss"] = kl
 
@@ -227,7 +263,8 @@ class RewardFlowPolicy(EngineNetwork):
 
     def loss(self, face_score: torch.Tensor, kl_loss: torch.Tensor) -> torch.Tensor:
         """Returns `reward_flow_loss` of each sample with the configured constants."""
-        reward, kl_coef = self.config.reward, self.config.actor.kl_loss_coef
+        reward = self.config.reward
+        kl_coef = self.config.actor.kl_loss_coef
         return reward_flow_loss(
             face_score, kl_loss, baseline=reward.baseline, std=reward.std, coef=reward.coef, kl_coef=kl_coef
         )
@@ -245,16 +282,19 @@ class RewardFlowPolicy(EngineNetwork):
             first_frame = inputs.condition
             return torch.cat([first_frame.to(x.dtype), x[:, :, first_frame.shape[2] :]], dim=2)
 
+        # three ranges of steps: high-noise expert, low-noise expert without gradient, low-noise expert with gradient
         x = keep(inputs.noise)
-        high = self._high_noise[0]
-        if high is not None and self.high_steps:
-            with self.placement.at_work(high):
-                x, _ = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high, inputs), keep)
+        high_noise = self._high_noise[0]
+        if high_noise is not None and self.high_steps:
+            # `at_work` disables gradients: this expert is frozen, and its steps precede all trained ones
+            with self.placement.at_work(high_noise):
+                x, _ = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high_noise, inputs), keep)
 
         velocity = self._velocity(self.model, inputs)
         with torch.no_grad():
             x, _ = denoise(x, self.sigmas, range(self.high_steps, first_trained), velocity, keep)
 
+        # the low-noise expert without its adapter is the base model, so that no second copy is needed
         def base_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             with adapter_off(self.model):
                 return velocity(x, sigma)
@@ -262,16 +302,12 @@ class RewardFlowPolicy(EngineNetwork):
         def recomputed_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             return checkpoint(velocity, x, sigma, use_reentrant=False)
 
-        # with a checkpoint per step, checkpointed blocks hold their inputs for one step at a time instead of for all
-        trained_velocity = recomputed_velocity if self.config.model.checkpoint_steps else velocity
-        return denoise(
-            x,
-            self.sigmas,
-            range(first_trained, end),
-            trained_velocity,
-            keep,
-            base_velocity if with_divergence else None,
-        )
+        trained_velocity = velocity
+        if self.config.model.checkpoint_steps:
+            # with a checkpoint per step, checkpointed blocks hold their inputs for one step instead of for all
+            trained_velocity = recomputed_velocity
+        compared = base_velocity if with_divergence else None
+        return denoise(x, self.sigmas, range(first_trained, end), trained_velocity, keep, compared)
 
     def _velocity(self, expert: WanTransformer3DModel, inputs: FlowInputs) -> Velocity:
         """Returns the velocity of `expert` as a function of (latents, sigma), with the conditions of `inputs`."""
@@ -280,19 +316,28 @@ class RewardFlowPolicy(EngineNetwork):
 
         def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
             timestep = torch.full((len(x),), TRAIN_TIMESTEPS * sigma, device=x.device)
-            if self.expand_timesteps:  # one timestep per token; 0 in the first latent frame, which has no noise
-                _, patch_h, patch_w = self.model.config.patch_size
-                is_noisy = torch.ones(x.shape[2], (x.shape[3] // patch_h) * (x.shape[4] // patch_w), device=x.device)
-                is_noisy[0] = 0
+            # TI2V-5B takes a timestep for each token, I2V-A14B one for the clip and the first frame as channels
+            if self.expand_timesteps:
                 hidden = x
-                timestep = timestep.unsqueeze(1) * is_noisy.flatten()
+                timestep = timestep.unsqueeze(1) * self._is_noisy_token(x)
             else:
                 hidden = torch.cat([x, inputs.condition], dim=1)
-            return expert(
+            outputs = expert(
                 hidden_states=hidden.to(dtype), timestep=timestep, encoder_hidden_states=prompts, return_dict=False
-            )[0]
+            )
+            return outputs[0]
 
         return velocity
+
+    def _is_noisy_token(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns 1 for each token of latents (b, C, T, h, w), and 0 for those of the first latent frame."""
+        _, patch_height, patch_width = self.model.config.patch_size
+        _, _, latent_frames, height, width = x.shape
+        tokens_of_frame = (height // patch_height) * (width // patch_width)
+        is_noisy = torch.ones(latent_frames, tokens_of_frame, device=x.device)
+        # the clip's own first frame (`keep`), which has no noise, so its timestep is 0
+        is_noisy[0] = 0
+        return is_noisy.flatten()
 
 
 def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:

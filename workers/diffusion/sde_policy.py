@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,16 +57,23 @@ class FlowNetwork(Protocol):
         """Returns conditions (n, ...) on the CPU or the network's device. Called without gradient."""
 
     def __call__(self, latents: torch.Tensor, sigma: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """Returns the velocity x_1 - x_0 to noise. latents: (n, *latent_shape), compute dtype. sigma: (n,), fp32."""
+        """Returns the velocity x_1 - x_0 from data to noise, in the shape of the latents.
+
+        Args:
+            latents: (n, *latent_shape), in the compute dtype.
+            sigma: (n,), fp32.
+            condition: result of `encode` for the n samples.
+        """
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decodes latents into frames (n, F, 3, H, W) in [0, 1]; an image has F = 1."""
 
 
 class SDEPolicy(EngineNetwork):
-    """The policy. With a KL loss and no adapter it holds a frozen copy of the initial model as `reference`.
+    """The trained flow-matching model, with the initial model as the reference of a KL loss.
 
-    With an adapter, the reference of the KL is the model with its adapter disabled.
+    With a KL loss and no adapter it holds a frozen copy of the initial model as `reference`. With an adapter, the
+    reference of the KL is the model with its adapter disabled.
     """
 
     prefix = "model."
@@ -78,8 +84,10 @@ class SDEPolicy(EngineNetwork):
         super().__init__()
         self.adapter = adapter
         self.model: Any = model
-        self.compute_dtype, self.shift = compute_dtype, config.sampler.shift
+        self.compute_dtype = compute_dtype
+        self.shift = config.sampler.shift
         self.reference: Any = None
+        # the base model under an adapter is the initial model, and needs no copy
         if config.actor.use_kl_loss and adapter is None:
             self.reference = copy.deepcopy(model).requires_grad_(False)
 
@@ -88,22 +96,36 @@ class SDEPolicy(EngineNetwork):
         return blocks_named(self, set(getattr(self.model, "_no_split_modules", None) or ()))
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[DataProto, bool]:
-        """Returns the micro-batch unchanged; the second result is False if all its rows are masked.
+        """Returns the micro-batch unchanged, and False if all its rows are masked.
 
-        Columns: prompt, first_seed, path_seed; for stored paths also latents (b, T + 1, *latent_shape) in fp32 and
-        response_mask.
+        Args:
+            micro_batch: columns prompt, first_seed and path_seed; for stored paths also latents
+                (b, T + 1, *latent_shape) in fp32 and response_mask.
+            device: not used; `forward` moves what it needs.
         """
         batch = micro_batch.batch
-        return micro_batch, "latents" not in batch.keys() or bool(batch["response_mask"].any())
+        if "latents" not in batch.keys():
+            return micro_batch, True
+        return micro_batch, bool(batch["response_mask"].any())
 
     def save_assets(self, path: str) -> None:
         """Does nothing: `FlowActorWorker.export` writes the files for other programs."""
 
-    def forward(self, rows: DataProto, *, steps: int, noise_level: float, with_kl: bool = False) -> dict[str, Any]:
-        """Returns the outputs of `judge` if the rows have latents, else those of `sample`. steps: T."""
+    def forward(
+        self, rows: DataProto, *, steps: int, noise_level: float, with_kl: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Returns the outputs of `judge` if the rows have latents, else those of `sample`.
+
+        Args:
+            rows: result of `prepare_inputs`.
+            steps: T, the number of denoising steps.
+            noise_level: strength of the noise in a step; 0 samples with the ODE.
+            with_kl: whether `judge` also computes the KL to the reference.
+        """
         sigmas = flow_sigmas(steps, self.shift)
+        prompts = [str(prompt) for prompt in rows.non_tensor_batch["prompt"]]
         with torch.no_grad():
-            condition = self.model.encode([str(prompt) for prompt in rows.non_tensor_batch["prompt"]])
+            condition = self.model.encode(prompts)
         condition = condition.to(next(self.model.parameters()).device)
         if "latents" not in rows.batch.keys():
             return self.sample(rows, condition, sigmas, noise_level)
@@ -116,40 +138,70 @@ class SDEPolicy(EngineNetwork):
         """Returns frames (b, F, 3, H, W); with noise also latents (b, T + 1, *latent_shape) and log_probs (b, T).
 
         Noise is drawn on the CPU from each row's seeds, so it depends on neither ranks, micro-batches nor device.
+
+        Args:
+            rows: columns first_seed (start of the path) and path_seed (noise of the steps).
+            condition: (b, ...) conditions of the prompts.
+            sigmas: T + 1 noise levels from 1 to 0.
+            noise_level: strength of the noise in a step.
         """
-        shape, device = tuple(self.model.latent_shape), condition.device
-        x = noise_of(rows.batch["first_seed"].tolist(), shape, device)
-        noise = noise_of(rows.batch["path_seed"].tolist(), (len(sigmas) - 1, *shape), device)
-        path, log_probs = [x], []
+        shape = tuple(self.model.latent_shape)
+        steps = len(sigmas) - 1
+        x = noise_of(rows.batch["first_seed"].tolist(), shape, condition.device)
+        noise = noise_of(rows.batch["path_seed"].tolist(), (steps, *shape), condition.device)
+
+        path = [x]
+        log_probs = []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
-            velocity = self.model(x.to(self.compute_dtype), x.new_full((len(x),), sigma), condition).float()
+            sigma_of_rows = x.new_full((len(x),), sigma)
+            # only the network computes in compute_dtype, because rounding errors of the steps would accumulate
+            velocity = self.model(x.to(self.compute_dtype), sigma_of_rows, condition).float()
             mean = step_mean(x, velocity, sigma, sigma_next, noise_level)
             std = step_std(sigma, sigma_next, noise_level)
             x = mean + std * noise[:, step]
             path.append(x)
+            # without noise a step is deterministic and has no density
             if noise_level > 0:
                 log_probs.append(step_log_prob(x, mean, std))
-        frames = {"frames": self.model.decode(x.to(self.compute_dtype)).float()}
-        if not log_probs:
-            return frames
-        return frames | {"latents": torch.stack(path, dim=1), "log_probs": torch.stack(log_probs, dim=1)}
+
+        outputs = {"frames": self.model.decode(x.to(self.compute_dtype)).float()}
+        if log_probs:
+            outputs["latents"] = torch.stack(path, dim=1)
+            outputs["log_probs"] = torch.stack(log_probs, dim=1)
+        return outputs
 
     def judge(
         self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float, with_kl: bool
     ) -> dict[str, torch.Tensor]:
         """Returns log_probs (b, T) of stored paths and, if with_kl, their kl (b, T) to the reference; with gradient."""
-        stds = [step_std(*pair, noise_level) for pair in pairwise(sigmas)]
-        ref_means: list[torch.Tensor] = []
+        # the reference first: it runs without gradient, and the policy's activations do not exist yet
+        reference_means: list[torch.Tensor] = []
         if with_kl:
-            reference = self.model if self.reference is None else self.reference
-            with torch.no_grad(), adapter_off(self.model) if reference is self.model else nullcontext():
-                ref_means = self._means(reference, latents, condition, sigmas, noise_level)
+            reference_means = self._reference_means(latents, condition, sigmas, noise_level)
         means = self._means(self.model, latents, condition, sigmas, noise_level)
-        log_probs = [step_log_prob(latents[:, t + 1], means[t], std) for t, std in enumerate(stds)]
+
+        log_probs = []
+        kl = []
+        for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
+            std = step_std(sigma, sigma_next, noise_level)
+            log_probs.append(step_log_prob(latents[:, step + 1], means[step], std))
+            if with_kl:
+                kl.append(step_kl(means[step], reference_means[step], std))
+
         outputs = {"log_probs": torch.stack(log_probs, dim=1)}
         if with_kl:
-            outputs["kl"] = torch.stack([step_kl(means[t], ref_means[t], std) for t, std in enumerate(stds)], dim=1)
+            outputs["kl"] = torch.stack(kl, dim=1)
         return outputs
+
+    @torch.no_grad()
+    def _reference_means(
+        self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
+    ) -> list[torch.Tensor]:
+        """Returns `_means` of the initial model: of the frozen copy, or of the model with its adapter disabled."""
+        if self.reference is not None:
+            return self._means(self.reference, latents, condition, sigmas, noise_level)
+        with adapter_off(self.model):
+            return self._means(self.model, latents, condition, sigmas, noise_level)
 
     def _means(
         self, model: Any, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
@@ -158,12 +210,19 @@ class SDEPolicy(EngineNetwork):
 
         One network call computes all steps, because the input of each step is stored.
         """
-        count, steps = len(latents), len(sigmas) - 1
+        num_paths = len(latents)
+        steps = len(sigmas) - 1
+        # rows in the order (path, step): the T steps of a path are adjacent
         inputs = latents[:, :-1].flatten(0, 1).to(self.compute_dtype)
-        sigma_of_rows = torch.tensor(sigmas[:-1], device=latents.device).repeat(count)
-        predicted = model(inputs, sigma_of_rows, condition.repeat_interleave(steps, dim=0)).float()
-        velocities = predicted.unflatten(0, (count, steps)).unbind(1)
-        return [step_mean(latents[:, t], velocities[t], *pair, noise_level) for t, pair in enumerate(pairwise(sigmas))]
+        sigma_of_rows = torch.tensor(sigmas[:-1], device=latents.device).repeat(num_paths)
+        condition_of_rows = condition.repeat_interleave(steps, dim=0)
+        velocity_of_rows = model(inputs, sigma_of_rows, condition_of_rows).float()
+        velocities = velocity_of_rows.unflatten(0, (num_paths, steps)).unbind(1)
+
+        means = []
+        for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
+            means.append(step_mean(latents[:, step], velocities[step], sigma, sigma_next, noise_level))
+        return means
 
 
 def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
@@ -177,7 +236,9 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
         model = load_network(config.model)
         if not config.model.lora_rank:
             return SDEPolicy(model.to(arguments.dtype), config, arguments.compute_dtype)
-        adapter = add_adapter(model.to(arguments.compute_dtype), config.model)
+        # before the adapter is added, whose parameters stay in fp32
+        model.to(arguments.compute_dtype)
+        adapter = add_adapter(model, config.model)
         return SDEPolicy(model, config, arguments.compute_dtype, adapter)
 
     return build
@@ -190,16 +251,17 @@ def load_network(options: FlowModelConfig) -> nn.Module:
     """
     name = f"model.network={options.network!r}"
     try:
-        found: Any = Registry[Any]("network").get_fn(str(options.network))
+        network_class: Any = Registry[Any]("network").get_fn(str(options.network))
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
-    missing = [part for part in ("from_pretrained", "latent_shape", "encode", "decode") if not hasattr(found, part)]
+    members = ("from_pretrained", "latent_shape", "encode", "decode")
+    missing = [member for member in members if not hasattr(network_class, member)]
     if missing or not Path(str(options.path)).is_dir():
         raise UserError(
             f"{name}, model.path={options.path!r}: expected a folder and a class with latent_shape, encode, decode, "
             f"forward(latents, sigma, condition) and from_pretrained(folder); missing: {missing or 'the folder'}"
         )
-    network = found.from_pretrained(options.path)
+    network = network_class.from_pretrained(options.path)
     assert isinstance(network, nn.Module)
     return network
 
@@ -218,11 +280,17 @@ class FlowActorWorker(TrainingWorker):
     def generate(self, data: DataProto) -> DataProto:
         """Samples one path for each row of a planned batch.
 
-        data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level. Returns frames (B, F, 3, H, W)
-        in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs (B, T).
+        Args:
+            data: columns prompt, first_seed, path_seed; meta_info steps (T) and noise_level.
+
+        Returns:
+            frames (B, F, 3, H, W) in [0, 1]; with noise_level > 0 also latents (B, T + 1, ...) and old_log_probs
+            (B, T).
         """
         self.phases.enter(self.engine)
+        # `infer` runs `SDEPolicy.sample`, because the rows have no latents
         outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
+        # "log_probs" are those that the update computes and compares with these
         if "log_probs" in outputs:
             outputs["old_log_probs"] = outputs.pop("log_probs")
         return DataProto.from_dict(tensors=outputs)
@@ -231,26 +299,35 @@ class FlowActorWorker(TrainingWorker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Takes one optimizer step per mini-batch of a planned batch of paths; returns actor/* metrics in meta_info.
 
-        data: the columns of `generate`, latents, response_mask and advantages; with several optimizer steps also
-        old_log_probs.
+        Args:
+            data: the columns of `generate`, latents, response_mask and advantages; with several optimizer steps also
+                old_log_probs.
         """
         self.phases.enter(self.engine)
-        sampler, actor = self.config.sampler, self.config.actor
+        actor = self.config.actor
+        sampler = self.config.sampler
         metrics = self.engine.train(
             data,
-            lambda part, outputs: actor_loss(part, outputs, actor),
+            lambda micro_batch, outputs: actor_loss(micro_batch, outputs, actor),
             steps=sampler.num_train_steps,
             noise_level=sampler.noise_level,
             with_kl=actor.use_kl_loss,
         )
-        return DataProto(meta_info={"metrics": {f"actor/{name}": metric for name, metric in metrics.items()}})
+        actor_metrics = {f"actor/{name}": metric for name, metric in metrics.items()}
+        return DataProto(meta_info={"metrics": actor_metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str) -> None:
         """Saves the current network, with its adapter merged, into the folder `path` by its `save_pretrained`."""
-        weights = {n: value.cpu() for n, value in self.engine.full_params() if not n.startswith(REFERENCE)}
+        # gathering is collective, so every rank iterates over all parameters
+        weights = {}
+        for name, value in self.engine.full_params():
+            if not name.startswith(REFERENCE):
+                weights[name] = value.cpu()
+
         if dist.get_rank() == 0:
             network = load_network(self.config.model)
             network.load_state_dict(weights)
             network.save_pretrained(path)  # type: ignore[operator]
+        # no rank may use the folder before rank 0 has written it
         dist.barrier()

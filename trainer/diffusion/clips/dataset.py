@@ -31,7 +31,13 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class VideoRow:
-    """One row of a csv file. path: absolute path of the clip. place: option, csv file and row, for messages."""
+    """One row of a csv file.
+
+    Attributes:
+        path: absolute path of the clip.
+        prompt: the prompt.
+        place: option, csv file and row, for messages.
+    """
 
     path: Path
     prompt: str
@@ -43,28 +49,40 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
 
     A folder means its metadata.csv. Raises UserError for an unreadable file or an incomplete row.
     """
-    option, rows = f"data.{split}_files", list[VideoRow]()
-    names = [config.video_key, config.prompt_key]
-    columns = ConvertOptions(include_columns=names, column_types=dict.fromkeys(names, pyarrow.string()))
-    for place in config.train_files if split == "train" else config.val_files:
-        given = Path(place).expanduser().absolute()
-        file = given / TABLE_NAME if given.is_dir() else given
-        try:
-            table = read_csv(file, parse_options=ParseOptions(newlines_in_values=True), convert_options=columns)
-        except (pyarrow.ArrowException, KeyError, OSError) as error:
-            raise UserError(
-                f"{option}: {file} cannot be read ({error}); expected csv in UTF-8 with the columns {names}, where a "
-                'prompt with a comma is written in double quotes: a.mp4,"a cat, asleep"'
-            ) from None
-        for row in table.to_pylist():
-            at = f"{option}: {file}, row {len(rows)}"
-            path, prompt = (row[name].strip() for name in names)
-            if not path or not prompt:
-                raise UserError(f"{at}: the video or the prompt is empty; remove the row or fill it in")
-            rows.append(VideoRow(file.parent / Path(path).expanduser(), prompt, at))
+    option = f"data.{split}_files"
+    files = config.train_files if split == "train" else config.val_files
+    rows: list[VideoRow] = []
+    for name in files:
+        file = Path(name).expanduser().absolute()
+        if file.is_dir():
+            file /= TABLE_NAME
+        table = _read_csv(file, [config.video_key, config.prompt_key], option)
         if not table.num_rows:
             raise UserError(f"{option}: {file} has no rows; expected at least one clip")
-    return rows[: config.train_max_samples] if split == "train" and config.train_max_samples > 0 else rows
+        for row in table.to_pylist():
+            place = f"{option}: {file}, row {len(rows)}"
+            path = row[config.video_key].strip()
+            prompt = row[config.prompt_key].strip()
+            if not path or not prompt:
+                raise UserError(f"{place}: the video or the prompt is empty; remove the row or fill it in")
+            rows.append(VideoRow(file.parent / Path(path).expanduser(), prompt, place))
+
+    if split == "train" and config.train_max_samples > 0:
+        return rows[: config.train_max_samples]
+    return rows
+
+
+def _read_csv(file: Path, columns: list[str], option: str) -> pyarrow.Table:
+    """Reads these columns of a csv file as texts. Raises UserError, which names `option`, if that is impossible."""
+    # without a type, pyarrow would read a column of numbers as numbers
+    conversion = ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pyarrow.string()))
+    try:
+        return read_csv(file, parse_options=ParseOptions(newlines_in_values=True), convert_options=conversion)
+    except (pyarrow.ArrowException, KeyError, OSError) as error:
+        raise UserError(
+            f"{option}: {file} cannot be read ({error}); expected csv in UTF-8 with the columns {columns}, where a "
+            'prompt with a comma is written in double quotes: a.mp4,"a cat, asleep"'
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -86,12 +104,13 @@ class VideoDataset:
     """
 
     def __init__(self, config: VideoDataConfig) -> None:
-        if problems := list(config.check()):
+        problems = list(config.check())
+        if problems:
             raise UserError("\n".join(problems))
         self.config = config
-        trained = read_tables(config)
-        self.rows: list[VideoRow] = trained + read_tables(config, "val")
-        self._length = len(trained)
+        training_rows = read_tables(config)
+        self.rows: list[VideoRow] = training_rows + read_tables(config, "val")
+        self._length = len(training_rows)
         self._selections: dict[Path, Selection] = {}
 
     def __len__(self) -> int:
@@ -105,9 +124,10 @@ class VideoDataset:
     def frames(self, row: int) -> Frames:
         """Decodes the frames of a row, uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
         try:
-            taken = self.selection(row)
-            return read_frames(self.rows[row].path, self.config.num_frames, taken.height, taken.width)
+            selection = self.selection(row)
+            return read_frames(self.rows[row].path, self.config.num_frames, selection.height, selection.width)
         except ClipError as error:
+            # a ClipError says what is wrong with the file, and the row says which file
             raise UserError(self.sentence(row, error)) from error
 
     def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
@@ -115,10 +135,16 @@ class VideoDataset:
 
         Raises UserError for a file that cannot be decoded.
         """
+        # a batch can contain a row several times
+        distinct_rows = list(set(rows))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode") as pool:
-            clips = dict(zip(set(rows), pool.map(self.frames, set(rows)), strict=True))
+            clips = dict(zip(distinct_rows, pool.map(self.frames, distinct_rows), strict=True))
+        videos = []
+        for row in rows:
+            channels_first = np.moveaxis(clips[row], 3, 1)
+            videos.append(torch.from_numpy(channels_first.copy()))
         columns = {
-            "video": torch.stack([torch.from_numpy(np.moveaxis(clips[row], 3, 1).copy()) for row in rows]) / 255,
+            "video": torch.stack(videos) / 255,
             "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
             "row": torch.tensor(list(rows), dtype=torch.int64),
         }
@@ -127,16 +153,22 @@ class VideoDataset:
 
     def selection(self, row: int) -> Selection:
         """Reads the header of a row's file and computes its frame size. Raises ClipError for an invalid clip."""
-        path, config = self.rows[row].path, self.config
-        if path not in self._selections:
-            header = read_header(path)
-            if header.frames < config.num_frames:
-                raise ClipError(f"it has {header.frames} frames, and data.num_frames={config.num_frames}")
-            high, wide = config.height, config.width
-            if not high or not wide:
-                limits = {"max_pixels": config.max_pixels, "multiple": config.side_multiple}
-                high, wide = fitted_size(header.height, header.width, **limits)
-            self._selections[path] = Selection(header, high, wide)
+        path = self.rows[row].path
+        if path in self._selections:
+            return self._selections[path]
+
+        config = self.config
+        header = read_header(path)
+        if header.frames < config.num_frames:
+            raise ClipError(f"it has {header.frames} frames, and data.num_frames={config.num_frames}")
+        # without a configured size, the clip keeps its proportions as far as the multiple allows
+        height = config.height
+        width = config.width
+        if not height or not width:
+            height, width = fitted_size(
+                header.height, header.width, max_pixels=config.max_pixels, multiple=config.side_multiple
+            )
+        self._selections[path] = Selection(header, height, width)
         return self._selections[path]
 
     def selections(self) -> list[Selection | ClipError]:
@@ -183,21 +215,29 @@ class VideoDataset:
             lines.append(f"{number:>5}  {name:<32}{header.frames:>7}  {size:<12}{in_training}")
         return printable("\n".join(lines))
 
-    def problems(self, found: Sequence[Selection | ClipError]) -> list[str]:
+    def problems(self, selections: Sequence[Selection | ClipError]) -> list[str]:
         """Returns one message per invalid row, or a single message if all rows are valid but their sizes differ."""
-        if broken := [self.sentence(row, taken) for row, taken in enumerate(found) if isinstance(taken, ClipError)]:
-            return broken
-        sizes = [(taken.height, taken.width) for taken in found if isinstance(taken, Selection)]
-        counted = Counter(sizes).most_common()
-        if len(counted) == 1:
+        # sizes are compared only if every clip has one
+        sentences = []
+        sizes = []
+        for row, selection in enumerate(selections):
+            if isinstance(selection, ClipError):
+                sentences.append(self.sentence(row, selection))
+            else:
+                sizes.append((selection.height, selection.width))
+        if sentences:
+            return sentences
+
+        counts = Counter(sizes).most_common()
+        if len(counts) == 1:
             return []
-        height, width = counted[0][0]
-        odd = next(row for row, size in enumerate(sizes) if size != (height, width))
-        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counted[:_SHOWN_PROBLEMS])
+        height, width = counts[0][0]
+        other_row = next(row for row, size in enumerate(sizes) if size != (height, width))
+        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS])
         return [
-            f"The clips have {len(counted)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
-            f"{listed}; the first clip without the most frequent size is {self.rows[odd].place}. All clips of a run "
-            f"need one size: data.height={height} data.width={width} scales and crops them to the most frequent one"
+            f"The clips have {len(counts)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
+            f"{listed}; the first clip without the most frequent size is {self.rows[other_row].place}. All clips of a "
+            f"run need one size: data.height={height} data.width={width} scales and crops them to the most frequent one"
         ]
 
     def sentence(self, row: int, error: Exception) -> str:
@@ -206,9 +246,12 @@ class VideoDataset:
 
     def fingerprint(self) -> str:
         """Returns a hash of the training rows: their number, order, prompts, and the names and sizes of their files."""
-        rows = self.rows[: len(self)]
-        sizes = [row.path.stat().st_size if row.path.is_file() else 0 for row in rows]
-        return fingerprint(f"{row.path.name}\0{size}\0{row.prompt}" for row, size in zip(rows, sizes, strict=True))
+        entries = []
+        for row in self.rows[: len(self)]:
+            # 0 for a folder of pictures
+            size = row.path.stat().st_size if row.path.is_file() else 0
+            entries.append(f"{row.path.name}\0{size}\0{row.prompt}")
+        return fingerprint(entries)
 
 
 def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None = None) -> list[int]:
@@ -218,11 +261,15 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
     """
     if constant is not None:
         return [constant] * len(rows)
-    found = []
-    for place, row in enumerate(rows):
-        text = f"{seed},{step},{row},{rows[:place].count(row)}"
-        found.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1)
-    return found
+    seeds = []
+    for index, row in enumerate(rows):
+        # a row that occurs again in the batch gets other noise
+        earlier = rows[:index].count(row)
+        text = f"{seed},{step},{row},{earlier}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        # the shift makes it fit into int64
+        seeds.append(int.from_bytes(digest, "little") >> 1)
+    return seeds
 
 
 def batch_of_step(data: VideoDataset, steps: EpochSteps, step: int, noise_seed: int | None) -> DataProto:

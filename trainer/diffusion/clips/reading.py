@@ -5,6 +5,8 @@ presentation order. An invalid file raises `ClipError`, whose message continues 
 "it has 5 frames ...".
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Generator, Iterator
@@ -12,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,10 @@ from PIL import Image
 
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 Frames = NDArray[np.uint8]
 
@@ -42,7 +48,13 @@ def require_av() -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """Properties of a clip read without decoding all of it. height, width: size of an upright frame."""
+    """Properties of a clip read without decoding all of it.
+
+    Attributes:
+        height: height of an upright frame.
+        width: its width.
+        frames: number of frames.
+    """
 
     height: int
     width: int
@@ -54,12 +66,19 @@ def read_header(path: Path) -> Header:
     if not path.exists():
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ClipError(f"there is no such file or folder{did_you_mean(path.name, siblings)}")
+    # the size of a decoded frame, because the header has that of the frame before its rotation
     with closing(_decode(path)) as frames:
         height, width = next(frames).shape[:2]
     if path.is_dir():
         return Header(height, width, len(_pictures(path)))
+    # packets, each of which holds a frame, are counted without decoding; the last one is empty, and those to discard
+    # are only needed to decode others
+    number = 0
     with _opened(path) as (container, stream):
-        return Header(height, width, sum(bool(x.size) and not x.is_discard for x in container.demux(stream)))
+        for packet in container.demux(stream):
+            if packet.size and not packet.is_discard:
+                number += 1
+    return Header(height, width, number)
 
 
 def fitted_size(height: int, width: int, *, max_pixels: int, multiple: int) -> tuple[int, int]:
@@ -68,13 +87,15 @@ def fitted_size(height: int, width: int, *, max_pixels: int, multiple: int) -> t
     Raises ClipError if a side becomes 0.
     """
     scale = min(1.0, math.sqrt(max_pixels / (height * width)))
-    sides = [int(side * scale + 1e-6) // multiple * multiple for side in (height, width)]
-    if min(sides) == 0:
+    # 1e-6, so that a side that rounding errors make slightly smaller than a multiple stays this multiple
+    fitted_height = int(height * scale + 1e-6) // multiple * multiple
+    fitted_width = int(width * scale + 1e-6) // multiple * multiple
+    if fitted_height == 0 or fitted_width == 0:
         raise ClipError(
             f"its frames are {width} x {height}, and a side is below {multiple} at data.max_pixels={max_pixels}: "
             "set data.height and data.width"
         )
-    return sides[0], sides[1]
+    return fitted_height, fitted_width
 
 
 def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
@@ -83,40 +104,48 @@ def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
     Raises:
         ClipError: the file has fewer frames than its header says, or a frame cannot be decoded.
     """
-    taken: list[Frames] = []
+    # `closing` closes the file although the generator has more frames
+    resized_frames: list[Frames] = []
     with closing(_decode(path)) as frames:
         for frame in islice(frames, number):
-            high, wide = frame.shape[:2]
-            scale = max(height / high, width / wide)
-            left = max(0.0, (wide - width / scale) / 2)
-            top = max(0.0, (high - height / scale) / 2)
-            picture, box = Image.fromarray(frame), (left, top, wide - left, high - top)
-            taken.append(np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC, box=box)))
-    if len(taken) < number:
-        raise ClipError(f"its frame {len(taken)} cannot be decoded: the file is damaged")
-    return np.stack(taken)
+            full_height, full_width = frame.shape[:2]
+            # the larger scale, with which the frame covers the target in both directions
+            scale = max(height / full_height, width / full_width)
+            left = max(0.0, (full_width - width / scale) / 2)
+            top = max(0.0, (full_height - height / scale) / 2)
+            box = (left, top, full_width - left, full_height - top)
+            picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC, box=box)
+            resized_frames.append(np.asarray(picture))
+    if len(resized_frames) < number:
+        raise ClipError(f"its frame {len(resized_frames)} cannot be decoded: the file is damaged")
+    return np.stack(resized_frames)
 
 
 def _decode(path: Path) -> Generator[Frames, None, None]:
     """Yields upright frames (H, W, 3). Raises ClipError if a frame cannot be decoded or there is none."""
+    files = _pictures(path) if path.is_dir() else [path]
     is_empty = True
-    for file in _pictures(path) if path.is_dir() else [path]:
+    for file in files:
         with _opened(file) as (container, stream):
             for frame in container.decode(stream):
                 if frame.is_corrupt:
                     raise ClipError(f"its frame at {frame.time or 0.0:.2f} s is damaged")
                 is_empty = False
-                yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+                # a decoder returns frames as they are stored, and the metadata says how to turn them
+                quarter_turns = frame.rotation // 90
+                upright = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
+                yield np.ascontiguousarray(upright)
     if is_empty:
         raise ClipError("none of its frames can be decoded: the file is damaged")
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Opens a container and its video stream; turns PyAV's errors inside the context into ClipError."""
     av = require_av()
     try:
-        with av.open(str(path), metadata_errors="replace") as container:  # ignores titles in old encodings
+        # ignores titles in old encodings
+        with av.open(str(path), metadata_errors="replace") as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise ClipError("it has no pictures")
@@ -127,7 +156,16 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
 
 def _pictures(folder: Path) -> list[Path]:
     """Returns a folder's pictures in natural order (frame_2 before frame_10). Raises ClipError if there are none."""
-    files = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES and not path.name.startswith(".")]
+    files = []
+    for path in folder.iterdir():
+        if path.suffix.lower() in PICTURES and not path.name.startswith("."):
+            files.append(path)
     if not files:
         raise ClipError(f"the folder holds no picture ({', '.join(PICTURES)})")
-    return sorted(files, key=lambda path: [part.zfill(20) for part in re.split(r"(\d+)", path.name.lower())])
+    return sorted(files, key=_natural_order)
+
+
+def _natural_order(path: Path) -> list[str]:
+    """Returns the parts of a file's name, all padded to one length, so that comparing texts compares numbers."""
+    parts = re.split(r"(\d+)", path.name.lower())
+    return [part.zfill(20) for part in parts]

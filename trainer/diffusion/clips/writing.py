@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -19,21 +20,30 @@ FPS = 16
 """Frame rate of Wan and ROLL."""
 
 CODEC = "libx264"
-_BT601 = 6  # PyAV's colour space for RGB; players assume BT.709 from 720 lines on if the file names none
+# PyAV's colour space for RGB; players assume BT.709 from 720 lines on if the file names none
+_BT601 = 6
 
 
 def write_mp4(path: Path, frames: Frames) -> None:
     """Writes frames (F, H, W, 3) as H.264 in yuv420p for every player; repeats the last line of odd sides."""
     av = require_av()
     height, width = frames.shape[1:3]
-    even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    # yuv420p has one colour value for 2 x 2 pixels
+    padding = ((0, 0), (0, height % 2), (0, width % 2), (0, 0))
+    even_frames = np.pad(frames, padding, mode="edge")
+    even_height, even_width = even_frames.shape[1:3]
+
+    # faststart: the index comes first in the file, so that a browser can play it before it has all of it
     with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
         stream: Any = container.add_stream(CODEC, rate=Fraction(FPS), options={"crf": "18", "threads": "1"})
-        stream.height, stream.width = even.shape[1:3]
+        stream.height = even_height
+        stream.width = even_width
         stream.pix_fmt = "yuv420p"
         stream.codec_context.colorspace = _BT601
-        for frame in even:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        for frame in even_frames:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(picture))
+        # the frames that the encoder still holds
         container.mux(stream.encode(None))
 
 
@@ -44,18 +54,26 @@ def as_frames(video: torch.Tensor) -> Frames:
 
 
 def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: Callable[[str], None]) -> None:
-    """Writes the clips (n, F, 3, H, W) in [0, 1] of `rows` into `folder`. Each file is complete or missing.
+    """Writes the clips of `rows` into `folder`. Each file is complete or missing.
 
-    tell: called with a message for each clip that could not be written.
+    Args:
+        folder: folder, which is created.
+        rows: row number of each clip, which is in the name of its file; a row can have several clips.
+        videos: (n, F, 3, H, W) in [0, 1].
+        tell: called with a message for each clip that could not be written.
     """
-    for place, (row, video) in enumerate(zip(rows, videos, strict=True)):
-        path = folder / (f"row_{row}" + f"_{rows[:place].count(row)}" * (row in rows[:place]) + ".mp4")
+    for index, (row, video) in enumerate(zip(rows, videos, strict=True)):
+        earlier_clips = rows[:index].count(row)
+        name = f"row_{row}_{earlier_clips}.mp4" if earlier_clips else f"row_{row}.mp4"
+        path = folder / name
+        # renamed when it is complete, so that no file with the final name is half written
         draft = path.with_name(f".{path.name}.part")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_mp4(draft, as_frames(video))
             draft.replace(path)
-        except Exception as error:  # a failing encoder must not end the run
+        except Exception as error:
+            # a failing encoder must not end the run
             tell(f"videos: {path}: {type(error).__name__}: {error}. The run continues without this clip")
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
@@ -68,9 +86,12 @@ def require_encoder() -> None:
 
 
 class Strip(NamedTuple):
-    """One row of the comparison picture: frames (n, H, W, 3) side by side.
+    """One row of the comparison picture: frames side by side.
 
-    label: text to the left of the frames. is_better: colours the label green if True and red if False.
+    Attributes:
+        label: text to the left of the frames.
+        frames: (n, H, W, 3).
+        is_better: colours the label green if True and red if False.
     """
 
     label: str
@@ -85,21 +106,38 @@ def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title
     """Draws a PNG with the strips of each prompt below each other, with `columns` evenly spaced frames per strip.
 
     Args:
+        path: the file.
         groups: prompts with their strips; all frames have the same size, all strips the same number of frames.
+        title: text above the strips.
+        columns: largest number of frames in a strip.
     """
-    strips = [(prompt if row == 0 else "", strip) for prompt, group in groups for row, strip in enumerate(group)]
-    count, high, wide = strips[0][1].frames.shape[:3]
-    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int)
-    height = 0.35 + sum(1.15 if not prompt else 1.45 for prompt, _ in strips)
-    figure = Figure(figsize=(1.2 + 1.1 * wide / high * len(numbers), height), layout="constrained", facecolor="white")
+    first_strip = groups[0][1][0]
+    count, frame_height, frame_width = first_strip.frames.shape[:3]
+    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int).tolist()
+
+    # in inches; a strip below a prompt is taller by the line of the prompt
+    num_strips = sum(len(strips) for _, strips in groups)
+    height = 0.35 + 1.15 * num_strips + 0.3 * len(groups)
+    width = 1.2 + 1.1 * frame_width / frame_height * len(numbers)
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, weight="bold")
-    panels = figure.subplots(len(strips), len(numbers), squeeze=False)
-    for row, (prompt, strip) in zip(panels, strips, strict=True):
-        for panel, number in zip(row, numbers, strict=True):
-            panel.imshow(strip.frames[number], interpolation="nearest")
-            panel.set(xticks=[], yticks=[], frame_on=False)
-        row[0].set_title(textwrap.shorten(prompt, 108, placeholder=" ..."), loc="left", size=9, parse_math=False)
-        row[0].set_ylabel(strip.label, color=_COLOURS[strip.is_better], rotation=0, ha="right", parse_math=False)
+
+    rows_of_panels = iter(figure.subplots(num_strips, len(numbers), squeeze=False))
+    for prompt, strips in groups:
+        for index, strip in enumerate(strips):
+            panels = next(rows_of_panels)
+            _draw_strip(panels, strip, numbers, title="" if index else prompt)
     figure.savefig(path, dpi=200)
     return path
+
+
+def _draw_strip(panels: Sequence[Axes], strip: Strip, numbers: Sequence[int], title: str) -> None:
+    """Draws the frames of a strip with these numbers, one in each panel."""
+    for panel, number in zip(panels, numbers, strict=True):
+        panel.imshow(strip.frames[number], interpolation="nearest")
+        panel.set(xticks=[], yticks=[], frame_on=False)
+    short_title = textwrap.shorten(title, 108, placeholder=" ...")
+    # parse_math=False: a prompt may contain dollar signs
+    panels[0].set_title(short_title, loc="left", size=9, parse_math=False)
+    panels[0].set_ylabel(strip.label, color=_COLOURS[strip.is_better], rotation=0, ha="right", parse_math=False)
