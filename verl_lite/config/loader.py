@@ -313,8 +313,9 @@ class _Merge(Generic[C]):
             for leaf in list(self.leaves):
                 if leaf != path and (_is_below(leaf, path) or _is_below(path, leaf)):
                     del self.leaves[leaf]
-            # an empty dictionary has no leaf, and `flatten` yields the entries of others
-            if path == key.path:
+            # an empty dictionary has no leaf, and `flatten` yields the entries of others; a reference to a whole
+            # dictionary is a leaf until it is resolved
+            if path == key.path and not is_interpolation(value):
                 return
         elif self.keys is not None:
             value, note = self.keys.same_meaning(name, value)
@@ -412,8 +413,10 @@ class _Merge(Generic[C]):
             assert isinstance(config, self.root)
             return config, omega
         except OmegaConfBaseException as error:
-            name = str(error.full_key)
-            setting = f"{name}={self.value(name)} " if name in self.schema.keys else ""
+            names = [str(error.full_key)]
+            if not error.full_key:  # OmegaConf does not name an option that refers to no dictionary but needs one
+                names = [".".join(path) for path, leaf in self.leaves.items() if is_interpolation(leaf.value)]
+            setting = "".join(f"{name}={self.value(name)} " for name in names if name in self.schema.keys)
             self.problems.append(f"{setting}cannot be resolved: {' '.join(str(error).split())}")
             # the caller raises this problem together with all others
             return self.root(), omega

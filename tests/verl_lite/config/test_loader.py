@@ -95,6 +95,8 @@ def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> Non
         ("~actor.optim.lrr", ["actor.optim.lrr", "did you mean actor.optim.lr"]),
         ("trainer.project_name=${oc.env:NO_SUCH_VARIABLE}", ["trainer.project_name", "NO_SUCH_VARIABLE"]),
         ("data.seed=${trainer.project_name}", ["data.seed=${trainer.project_name}", "verl_lite"]),
+        ("agentic.program_kwargs=${trainer.seed}", ["agentic.program_kwargs=${trainer.seed}", "int"]),
+        ("agentic.program_kwargs=${reward.nothing}", ["agentic.program_kwargs=${reward.nothing}", "not found"]),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_expected(argument: str, fragments: list[str]) -> None:
@@ -178,6 +180,14 @@ def test_references_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.config.trainer.default_local_dir == "runs/p/p-7"
     assert loaded.config.data.max_response_length == 512
     assert loaded.omega.data.max_response_length == 512
+
+
+def test_a_reference_can_stand_for_a_whole_dictionary() -> None:
+    reference = "agentic.program_kwargs=${reward.reward_kwargs}"
+    loaded = load("agentic.program_kwargs.b=1", "reward.reward_kwargs={a: true}", reference)
+    assert loaded.config.agentic.program_kwargs == {"a": True}
+    assert loaded.provenance["agentic.program_kwargs"] == "command line"
+    assert load(reference, "agentic.program_kwargs.b=1").config.agentic.program_kwargs == {"b": 1}
 
 
 def test_a_leading_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
