@@ -12,18 +12,17 @@ Losses do not count tokens. The denominators are counted over the whole mini-bat
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from verl_lite.algos.masked import (
     LOG_RATIO_BOUND,
     Count,
     agg_loss,
-    at_least_fp32,
     bounded_log_ratio,
     check_shapes,
     compute_segment_masked_mean,
     masked_sum,
+    masked_values,
 )
 from verl_lite.metrics import Metric
 
@@ -141,20 +140,16 @@ class LossInputs:
             log_prob=self.log_prob,
             advantages=self.advantages,
         )
-        optional = {
-            "rollout_is_weights": self.rollout_is_weights,
-            "selected": self.selected,
-            "staleness": self.staleness,
-        }
-        for name, column in optional.items():
+        for name in ("rollout_is_weights", "selected", "staleness"):
+            column: Tensor | None = getattr(self, name)
             if column is not None:
                 check_shapes("policy loss", response_mask=self.response_mask, **{name: column})
 
-        self.log_prob = self._masked(self.log_prob)
-        self.old_log_prob = self._masked(self.old_log_prob)
-        self.advantages = self._masked(self.advantages)
+        self.log_prob = masked_values(self.log_prob, self.response_mask)
+        self.old_log_prob = masked_values(self.old_log_prob, self.response_mask)
+        self.advantages = masked_values(self.advantages, self.response_mask)
         if self.rollout_is_weights is not None:
-            self.rollout_is_weights = self._masked(self.rollout_is_weights)
+            self.rollout_is_weights = masked_values(self.rollout_is_weights, self.response_mask)
 
     @property
     def log_ratio(self) -> Tensor:
@@ -196,15 +191,12 @@ class LossInputs:
     def token_means(self, **values: Tensor) -> dict[str, Metric]:
         """Returns metrics: the means of values (b, R) over the valid tokens, and the mean of -log_ratio as ppo_kl
         unless `values` has that name."""
-        ppo_kl = bounded_log_ratio(self.old_log_prob, self.log_prob)
-        tokens = self.response_mask.bool().sum()
+        values = {"ppo_kl": -self.log_ratio} | values
+        num_tokens = self.response_mask.bool().sum()
         metrics = {}
-        for name, column in ({"ppo_kl": ppo_kl} | values).items():
-            metrics[name] = Metric.mean(masked_sum(column.detach(), self.response_mask), tokens)
+        for name, column in values.items():
+            metrics[name] = Metric.mean(masked_sum(column.detach(), self.response_mask), num_tokens)
         return metrics
-
-    def _masked(self, column: Tensor) -> Tensor:
-        return torch.where(self.response_mask.bool(), at_least_fp32(column), 0)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
