@@ -329,6 +329,7 @@ def compute_gdpo_outcome_advantage(
     total = torch.zeros_like(rows.scores)
     for key, weight in zip(keys, weights, strict=True):
         scores = torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=total.device)
+        # one NaN would reach the whole group through its mean, and all rows through the whitening
         num_unknown = int((rows.has_token & ~torch.isfinite(scores)).sum())
         if num_unknown:
             raise ValueError(f"gdpo: reward {key!r} is no finite number in {num_unknown} rows; each answer needs one.")
@@ -366,6 +367,7 @@ def compute_rloo_vectorized_outcome_advantage(
 
 def _leave_one_out(rows: Outcomes) -> Tensor:
     """Returns score minus mean of the group's other scores, (B,); in a group of one, the score itself."""
+    # R_i - (n mean_g - R_i) / (n - 1) = n / (n - 1) (R_i - mean_g); a group of one has mean_g = 0 and no others
     scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
     return scale * (rows.scores - rows.means)
 
@@ -396,6 +398,7 @@ def compute_gpg_outcome_advantage(
     """
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
     is_nonzero = (rows.scores != 0) & rows.has_token
+    # at least 1: in a batch of zeros the advantages are 0, and alpha is arbitrary
     alpha = rows.has_token.sum().double() / is_nonzero.sum().clamp(min=1)
     return rows.advantages(alpha * (rows.scores - rows.means) / f_norm)
 
@@ -535,7 +538,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     name = "tir_optimal_token_baseline"
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     assert old_log_probs is not None and sum_pi_squared is not None
-    order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)  # valid tokens first
+    # valid tokens first; the stable sort keeps their order
+    order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)
 
     weights = None
     if rollout_is_weights is not None:

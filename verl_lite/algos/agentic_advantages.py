@@ -55,6 +55,7 @@ def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, 
     check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
     is_valid = mask.bool()
     is_next_valid = torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
+    # a turn ends where the next token is not the policy's; behind the last column there is none
     is_end_of_turn = is_valid & ~is_next_valid
     rewards = at_least_fp32(token_level_rewards)
 

@@ -128,6 +128,7 @@ def compute_discounted_returns(
     width = int(lengths.max()) if num_episodes else 0
     table = scores.new_zeros(num_episodes, width)
     table[table_rows, table_columns] = scores[order]
+    # the table is 0 behind the end of an episode, which adds nothing to its last return
     returns = backward_scan(table.new_tensor(gamma), table)
     return torch.zeros_like(scores).index_copy(0, order, returns[table_rows, table_columns])
 

@@ -100,8 +100,10 @@ def select_clip_cov(
     is_in_bounds = (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)
     candidates = (is_valid & ~is_clipped & is_in_bounds).flatten().nonzero().squeeze(-1)
 
+    # at least one token, also if the share of a small batch rounds to 0
     num_selected = max(int(options.clip_cov_ratio * int(is_valid.sum())), 1)
-    device = "cpu" if generator is None else generator.device  # randperm draws only on its generator's device
+    # randperm draws only on the device of its generator, and torch's default generator is that of the CPU
+    device = "cpu" if generator is None else generator.device
     order = torch.randperm(len(candidates), generator=generator, device=device).to(candidates.device)
     return _mask_of(candidates[order[:num_selected]], is_valid)
 
@@ -124,6 +126,7 @@ def select_kl_cov(
     if log_prob is None:
         log_prob = old_log_prob
     is_valid = response_mask.bool()
+    # masked tokens are the last in the order, and no more tokens are selected than are valid
     covariance = torch.where(is_valid, _covariance(log_prob, advantages, is_valid), -torch.inf)
 
     num_tokens = int(is_valid.sum())

@@ -87,5 +87,6 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
 
 def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
     """Returns log(1 - sum of the probabilities) (..., 1). Below MIN_REST it is constant, but keeps its gradient."""
+    # the bound applies to the value alone: a clamp would stop the gradient of a bin that is nearly empty
     rest = 1 - log_probs.exp().sum(-1, keepdim=True)
     return (rest + (rest.clamp(min=MIN_REST) - rest).detach()).log()

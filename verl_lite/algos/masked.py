@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 Count = int | float | Tensor
-LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: larger ratios carry no information and soon overflow
+# exp(20) = 4.9e8: larger ratios carry no information and soon overflow
+LOG_RATIO_BOUND = 20.0
 Labels = np.ndarray | Tensor | Sequence[Hashable]
 """Labels (B,), one for each row, of any hashable type."""
 
@@ -28,6 +29,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 def masked_values(values: Tensor, mask: Tensor) -> Tensor:
     """Returns the values in at least fp32, in a new tensor that is 0 under mask 0, also where a value is NaN."""
+    # not a product with the mask, because 0 * NaN is NaN, in the gradient too
     return torch.where(mask.bool(), at_least_fp32(values), 0)
 
 
@@ -240,6 +242,7 @@ def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Ten
     weights = weights.double()
     counts = group_sum(weights, groups, num_groups)
     means = group_sum(scores * weights, groups, num_groups) / counts.clamp(min=1)
+    # not the difference of two mean squares, which cancels for scores that differ in late digits
     squared_distances = (scores - means[groups]) ** 2
     variances = group_sum(squared_distances * weights, groups, num_groups) / (counts - 1).clamp(min=1)
 
@@ -378,6 +381,7 @@ def agg_loss(
 
 def _denominator(name: str, whole_count: Count | None, own_count: Tensor, dp_size: int, mode: str) -> Count:
     """Returns the count over the whole mini-batch, at least 1, or `own_count` if the arguments are the mini-batch."""
+    # at least 1: a mini-batch in which all rewards failed has loss 0 and not NaN
     if isinstance(whole_count, Tensor):
         return whole_count.clamp(min=1)
     if whole_count is not None:

@@ -223,5 +223,6 @@ class _VerlConfig:
             "global_batch_size": aggregation.global_batch_size,
         }
 
+    # called only for names that are not set above
     def __getattr__(self, name: str) -> object:
         return getattr(self._config, name)

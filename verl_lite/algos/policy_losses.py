@@ -48,7 +48,8 @@ def a3po(inputs: LossInputs) -> LossResult:
     """
     low, high = clip_range(inputs.config)
     log_ratio = inputs.log_ratio
-    proximal = torch.zeros_like(log_ratio)  # log pi_prox - log pi_old
+    # log pi_prox - log pi_old, 0 as long as no weight update separates the two
+    proximal = torch.zeros_like(log_ratio)
     if inputs.staleness is not None:
         updates = inputs.staleness.clamp(min=1).to(log_ratio.dtype)
         proximal = log_ratio.detach() * (1 - 1 / updates)
@@ -70,6 +71,7 @@ def gspo(inputs: LossInputs) -> LossResult:
     """
     low, high = clip_range(inputs.config)
     row_log_ratio = masked_mean(inputs.log_ratio.detach(), inputs.response_mask, axis=-1).unsqueeze(-1)
+    # the value is that of the row, the gradient that of the token; the bound of 10 is verl's
     zero_with_gradient = inputs.log_prob - inputs.log_prob.detach()
     ratio = (zero_with_gradient + row_log_ratio).clamp(max=10.0).exp()
 
@@ -121,6 +123,7 @@ def geo_mean(inputs: LossInputs) -> LossResult:
     losses = (-row_advantage * row_ratio).unsqueeze(-1).expand_as(log_ratio)
     row_weights = None
     if inputs.rollout_is_weights is not None:
+        # a weight of 0, which IcePop gives to tokens out of bounds, has no logarithm
         log_weights = torch.log(inputs.rollout_is_weights + 1e-10)
         row_weights = masked_mean(log_weights, mask, axis=-1).exp().unsqueeze(-1)
     loss = inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN, weights=row_weights)

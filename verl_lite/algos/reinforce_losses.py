@@ -27,7 +27,8 @@ def cispo(inputs: LossInputs) -> LossResult:
     """
     low, high = clip_range(inputs.config)
     losses, is_truncated = _truncated(inputs, 1 - low, 1 + high)
-    if getattr(inputs.config.policy_loss, "cispo_unified_mask", False):  # verl's config has no such option
+    # verl's config has no such option
+    if getattr(inputs.config.policy_loss, "cispo_unified_mask", False):
         ratio = inputs.importance_log_ratio.exp()
         has_loss = torch.where(inputs.advantages > 0, ratio <= 1 + high, ratio >= 1 - low)
         losses = torch.where(has_loss, losses, 0)
@@ -124,6 +125,7 @@ def dppo_kl(inputs: LossInputs) -> LossResult:
     new_log_prob = inputs.log_prob.detach()
     old = old_log_prob.exp()
     new = new_log_prob.exp()
+    # 1e-8: a probability of 1 leaves 0 to the other tokens
     of_other_tokens = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     divergence = old * (old_log_prob - new_log_prob) + of_other_tokens
 
@@ -134,7 +136,9 @@ def dppo_kl(inputs: LossInputs) -> LossResult:
 
 def _loss_inside(inputs: LossInputs, is_inside: Tensor) -> LossResult:
     """Computes the loss and the metrics of DPPO. is_inside: (b, R) bool."""
-    bound = math.inf if inputs.config.clip_ratio_c is None else inputs.config.clip_ratio_c
+    bound = inputs.config.clip_ratio_c
+    if bound is None:
+        bound = math.inf
     if bound <= 1.0:
         raise ValueError(f"clip_ratio_c={bound}: it bounds ratios above 1; set it above 1.0.")
     ratio = inputs.log_ratio.detach().exp()
