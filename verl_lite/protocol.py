@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class DataProtoItem:
     """One row of a DataProto."""
 
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)  # Any: a row's objects, such as its extra_info
+    non_tensor_batch: dict[str, object] = field(default_factory=dict)
     meta_info: MetaInfo = field(default_factory=dict)
 
 
@@ -84,12 +84,16 @@ class DataProto:
     ) -> DataProto:
         """Creates a batch from tensors and from sequences of arbitrary objects. The arguments are not changed."""
         columns = {} if tensors is None else dict(tensors.items())
-        sizes = {name: value.shape[0] if value.ndim else -1 for name, value in columns.items()}
-        if num_batch_dims != 1 or len(set(sizes.values())) > 1 or -1 in sizes.values():
+        sizes = {}
+        for name, column in columns.items():
+            sizes[name] = column.shape[0] if column.ndim else -1
+        row_counts = set(sizes.values())
+        if num_batch_dims != 1 or len(row_counts) > 1 or -1 in row_counts:
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
+
         batch = None
         if columns:
-            [rows] = set(sizes.values())
+            [rows] = row_counts
             batch = tensor_dict(columns, rows)
         arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
         return cls(batch, arrays, copy_meta(meta_info or {}))  # type: ignore[arg-type]
@@ -117,6 +121,7 @@ class DataProto:
         arrays = {}
         for name, value in packed.objects.items():
             if isinstance(value, np.ndarray):
+                # a slice of a packed batch has views of its arrays
                 arrays[name] = value.copy()
             else:  # a tensor that cannot be packed
                 tensors[name] = value
@@ -127,7 +132,8 @@ class DataProto:
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
         """Restores packed parts as one batch; see `concat`."""
         joined = wire.concat(parts)
-        if joined is None:  # the parts have different columns or encodings
+        # the parts have different columns, or encodings that depend on their rows
+        if joined is None:
             return DataProto.concat([cls.from_packed(part) for part in parts])
         result = cls.from_packed(joined)
         result.meta_info = concat_meta([part.meta.meta_info for part in parts])
@@ -157,7 +163,8 @@ class DataProto:
         if self.batch is not None:
             return self.batch.batch_size[0]
         first = next(iter(self.non_tensor_batch.values()), None)
-        return first.shape[0] if isinstance(first, np.ndarray) and first.ndim else 0
+        # `check_consistency` needs a length also for a column that it is about to refuse
+        return len(first) if isinstance(first, np.ndarray) and first.ndim else 0
 
     def __contains__(self, name: str) -> bool:
         return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
@@ -172,6 +179,7 @@ class DataProto:
             return self._rows(item)
         if isinstance(item, list) or (isinstance(item, np.ndarray | torch.Tensor) and item.ndim):
             return self.select_idxs(item)
+        # a TypeError for anything but a whole number
         row = operator.index(item)
         tensors = None if self.batch is None else self.batch[row]
         entries = {name: value[row] for name, value in self.non_tensor_batch.items()}
@@ -252,6 +260,7 @@ class DataProto:
         if len(old) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, found {old} and {new}")
         if self.batch is not None:
+            # all are removed first, so that two names can be swapped
             values = [self.batch.pop(name) for name in old]
             self.batch.update(dict(zip(new, values, strict=True)))
         return self
@@ -503,7 +512,8 @@ def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataP
 
 
 def tensor_dict(tensors: Mapping[str, object], rows: int) -> TensorDict:
-    """Creates a TensorDict of `rows` rows. Imports tensordict here: that takes 4 s of CPU; many processes skip it."""
+    """Creates a TensorDict of `rows` rows."""
+    # not at the top: the import takes 4 s of CPU, and many processes need no tensors
     from tensordict import TensorDict
 
     return TensorDict(tensors, batch_size=[rows])
@@ -573,21 +583,32 @@ def _copied(value: object) -> object:
     return value
 
 
-def same(a: Any, b: Any) -> bool:  # Any: values of meta_info, which are compared by what they support
+def same(first: object, second: object) -> bool:
     """Compares deeply; NaN equals NaN, and arrays are compared by element."""
     # a number may come back from a worker as a numpy scalar
-    if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
+    if type(first) is not type(second) and not (np.isscalar(first) and np.isscalar(second)):
         return False
-    if hasattr(a, "keys"):  # dict, TensorDict
-        if set(a.keys()) != set(b.keys()):
+    if isinstance(first, Mapping) and isinstance(second, Mapping):  # dict, TensorDict
+        # a TensorDict iterates over its rows, and only keys() over its names
+        if set(first.keys()) != set(second.keys()):
             return False
-        return all(same(a[name], b[name]) for name in a.keys())
+        return all(same(first[name], second[name]) for name in first.keys())
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return _same_entries(first, second)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        are_both_nan = (first != first) & (second != second)
+        return bool(((first == second) | are_both_nan).all())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        if first.dtype == np.dtype(object):
+            return _same_entries(list(first), list(second))
+        are_both_nan = (first != first) & (second != second)
+        return bool(((first == second) | are_both_nan).all())
+    return bool(first == second) or bool(first != first and second != second)
 
-    is_array = isinstance(a, torch.Tensor | np.ndarray)
-    if is_array and (a.shape != b.shape or a.dtype != b.dtype):
-        return False
-    if isinstance(a, list | tuple) or getattr(a, "dtype", None) == np.dtype(object):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    are_both_nan = (a != a) & (b != b)
-    is_equal = (a == b) | are_both_nan
-    return bool(is_equal.all()) if is_array else bool(is_equal)
+
+def _same_entries(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(same, first, second))

@@ -134,7 +134,9 @@ def policy_loss_of(function: PolicyLossFn) -> PolicyLoss:
         return policy_loss_of(function.function)
     for name, facts in POLICY_LOSS_REGISTRY.facts.items():
         if POLICY_LOSS_REGISTRY.get(name) is function:
-            return PolicyLoss(function, facts["columns"])
+            columns = facts["columns"]
+            assert isinstance(columns, tuple)
+            return PolicyLoss(function, columns)
     return PolicyLoss(function, _named_columns(function))
 
 
