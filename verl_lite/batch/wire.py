@@ -349,7 +349,7 @@ class _Packer:
         is_before_span = start > 0 or length == 0
         fill = int(bits[row, 0 if is_before_span else length])
         if fill == 0:
-            # the first entry is 0.0, so the other value can only be -0.0, whose sign bit alone is set
+            # this entry is 0.0, and others may be -0.0, of which only the sign bit is set
             fill = -1 << (8 * bits.itemsize - 1)
         is_fill = bits == fill
         num_fill = np.count_nonzero(is_fill) - np.count_nonzero(inside == fill)
