@@ -40,11 +40,11 @@ class EqualScores:
         pass
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
-        scores = {
-            float(episode.batch["episode_scores"][0])
-            for episode in group
-            if not any(episode.non_tensor_batch["reward_failed"])
-        }
+        scores = set()
+        for episode in group:
+            if not any(episode.non_tensor_batch["reward_failed"]):
+                # every row of an episode has the score of the whole episode
+                scores.add(float(episode.batch["episode_scores"][0]))
         return len(scores) < 2
 
 

@@ -21,7 +21,8 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 _JOIN: dict[Reduction, Callable[[float, float], float]] = {
     "mean": operator.add,
     "sum": operator.add,
-    "max": np.maximum,  # np.maximum and np.minimum propagate NaN
+    # np.maximum and np.minimum propagate NaN, max and min do not
+    "max": np.maximum,
     "min": np.minimum,
     "last": lambda first, last: last,
 }
@@ -94,7 +95,8 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
             for value in (metric.total, metric.count):
                 if isinstance(value, torch.Tensor):
                     tensors.append(value.double())
-    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    # a single transfer, because each of them waits for all work of the device
+    numbers = iter(torch.stack(tensors).tolist()) if tensors else iter(())
 
     def on_host(value: Part) -> float:
         return next(numbers) if isinstance(value, torch.Tensor) else value
@@ -126,6 +128,7 @@ def declared(metrics: Mapping[str, Metric | Part], tokens: torch.Tensor, num_tok
     Raises:
         ValueError: a name has another suffix.
     """
+    # the parts of `@sum` have these counts, which add up to 1 in each mini-batch
     tokens_of_mini_batch = tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens))
     share = tokens / tokens_of_mini_batch
     result: dict[str, Metric] = {}
