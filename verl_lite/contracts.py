@@ -102,7 +102,7 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
     mask = batch["response_mask"]
     counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
 
-    loss, gradient = _call_unchanged(lambda **copies: case.compute("token-mean", counts, copies), batch)
+    loss, gradient = _call_unchanged(lambda **tensors: case.compute("token-mean", counts, tensors), batch)
     _require(bool((gradient != 0).any()), "the gradient is not all zero")
     _require_no_padding_in_metrics(case, counts, batch)
     for mode in LOSS_AGG_MODES:

@@ -231,6 +231,7 @@ def _kl_estimate(difference: Tensor, name: str) -> Tensor:
         case "k2":
             return 0.5 * difference.square()
         case _:
+            # verl's bounds: exp(-d) overflows where the policies are far apart
             inverse = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
             return (inverse.exp() - inverse - 1).clamp(-10.0, 10.0)
 
@@ -293,6 +294,7 @@ class FixedKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         """Does nothing: the coefficient is constant."""
 
+    # in the checkpoint, so that a resumed run continues with the same coefficient
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
@@ -356,8 +358,10 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable, in at least fp32."""
-    wide = at_least_fp32(logits)
-    return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)
+    logits = at_least_fp32(logits)
+    chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    # not log_softmax, whose result is as large as the logits
+    return chosen - logits.logsumexp(dim=-1)
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

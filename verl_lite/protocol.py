@@ -46,6 +46,7 @@ class DataProtoItem:
     meta_info: MetaInfo = field(default_factory=dict)
 
 
+# no comparison by fields: that of two tensors has no truth value
 @dataclass(eq=False)
 class DataProto:
     """A batch of rows: tensors with a common first dimension (`batch`), numpy arrays of the same length for other
@@ -152,10 +153,12 @@ class DataProto:
         meta = wire.Meta(self.meta_info, has_batch=self.batch is not None)
         return wire.pack(tensors, objects, meta, len(self))
 
+    # pickle, Ray and save_to_disk all use the wire format
     def __reduce__(self) -> tuple[Callable[[wire.Packed], DataProto], tuple[wire.Packed]]:
         return type(self).from_packed, (self.pack(),)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
+        # without this method copy.deepcopy would call __reduce__, whose tensors are on the CPU
         batch = None if self.batch is None else self.batch.clone()
         return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
@@ -372,6 +375,7 @@ class DataProto:
             )
         generator = None
         if options.get("shuffle", False):
+            # a generator of its own, because a draw from torch's default would change the caller's next numbers
             generator = torch.Generator()
             generator.seed() if seed is None else generator.manual_seed(seed)
         # the generator is a method of its own, so that a wrong argument raises here and not at the first batch

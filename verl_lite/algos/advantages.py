@@ -62,6 +62,7 @@ def estimator(*names: str, **facts: object) -> Callable[[F], F]:
     """Returns a decorator that registers an estimator without gradient. facts: see `core_algos.register_adv_est`."""
 
     def decorate(function: F) -> F:
+        # advantages are constants of the loss, so the values and log-probs that they read get no gradient
         function = torch.no_grad()(function)
         for name in names:
             ADV_ESTIMATOR_REGISTRY.register(name, **facts)(function)
@@ -193,6 +194,7 @@ def compute_gae_advantage_return(
     next_value = torch.zeros_like(values[:, 0])
     next_advantage = next_value
     for t in reversed(range(len(values_at))):
+        # add with alpha multiplies and adds in one pass
         delta = torch.add(rewards_at[t], next_value, alpha=gamma).sub_(values_at[t])
         advantage = delta.add_(next_advantage, alpha=decay)
         next_advantage = torch.where(valid_at[t], advantage, next_advantage, out=advantages_at[t])
@@ -250,7 +252,8 @@ def compute_maxrl_outcome_advantage(
     """
     rows = outcomes("maxrl", token_level_rewards, response_mask, index)
     relative_scores = (rows.scores - rows.means) / (rows.means.clamp(min=0) + epsilon)
-    has_success = rows.means > 0  # false for a group of one, whose mean is 0
+    # false for a group of one, whose mean is 0
+    has_success = rows.means > 0
     return rows.advantages(torch.where(has_success, relative_scores, 0))
 
 

@@ -178,6 +178,7 @@ class LossInputs:
             loss_agg_mode: replaces `actor.loss_agg_mode` for a loss that is defined with a mode.
             weights: (b, R) or (b, 1), replace `rollout_is_weights`.
         """
+        # weighted here and not in each loss, so that every loss works with the rollout correction
         if weights is None:
             weights = self.rollout_is_weights
         if weights is not None:
@@ -205,6 +206,7 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
     Raises:
         ValueError: if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
     """
+    # in verl both have a default of 0.2, and clip_ratio alone has no effect
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     require_clip_range("clip_ratio", low, high)

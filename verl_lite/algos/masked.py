@@ -129,7 +129,6 @@ def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
     if count < 2:
         return valid_values
 
-    # the sums are in fp64, the values keep their type
     mean = valid_values.sum(dtype=torch.float64) / count
     centred = valid_values.sub_(mean).masked_fill_(~is_valid, 0)
     variance = torch.linalg.vector_norm(centred, dtype=torch.float64) ** 2 / (count - 1)
@@ -164,6 +163,7 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
         factors_at = factors_at.expand(len(columns))
     else:
         factors_at = factors_at.t().contiguous()
+    # the last column is its own result
     for t in reversed(range(len(columns) - 1)):
         columns[t].addcmul_(factors_at[t], columns[t + 1])
     return columns.t().contiguous()
@@ -197,9 +197,8 @@ def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     is_valid = mask.bool()
     is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
     is_start = is_valid & ~is_previous_valid
-    runs = is_start.cumsum(dim=-1)  # 0 before the first run; tokens between runs add 0 to the preceding run
-
-    # a slot for each run of a row, and slot 0 for the tokens before the first run
+    # number of the run, 0 before the first one; tokens between two runs add 0 to the preceding one
+    runs = is_start.cumsum(dim=-1)
     valid_values = masked_values(values, is_valid)
     zeros = valid_values.new_zeros(len(values), values.shape[-1] + 1)
     totals = zeros.scatter_add(1, runs, valid_values)
@@ -220,7 +219,8 @@ def label_list(labels: Labels) -> list[Hashable]:
 
 def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
     """Returns dense group numbers (B,) int64 in 0..G-1 for labels of any hashable type (such as uids), and G."""
-    numbers: dict[Hashable, int] = {}  # in the order in which the labels first occur
+    # numbered in the order in which the labels first occur
+    numbers: dict[Hashable, int] = {}
     groups = []
     for label in label_list(index):
         groups.append(numbers.setdefault(label, len(numbers)))
@@ -235,14 +235,14 @@ def group_sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, standard deviation (Bessel) and row count of each group as three (G,) tensors in fp64.
 
-    scores, groups, weights: (B,); weight 1 includes a row, 0 excludes it. The two-pass computation is exact enough for
-    rewards that differ in the seventh digit. A group of fewer than two rows has mean 0 and std 1.
+    scores, groups, weights: (B,); weight 1 includes a row, 0 excludes it. A group of fewer than two rows has mean 0 and
+    std 1.
     """
     scores = scores.double()
     weights = weights.double()
     counts = group_sum(weights, groups, num_groups)
     means = group_sum(scores * weights, groups, num_groups) / counts.clamp(min=1)
-    # not the difference of two mean squares, which cancels for scores that differ in late digits
+    # not the difference of two mean squares, which cancels for scores that differ in the seventh digit
     squared_distances = (scores - means[groups]) ** 2
     variances = group_sum(squared_distances * weights, groups, num_groups) / (counts - 1).clamp(min=1)
 
@@ -362,6 +362,7 @@ def agg_loss(
     if loss_scale_factor is not None and loss_scale_factor <= 0:
         raise ValueError(f"agg_loss: loss_scale_factor={loss_scale_factor}: a number above 0 is expected, or None.")
     if loss_agg_mode == "token-sum":
+        # the only mode without a denominator
         return masked_sum(loss_mat, loss_mask) * dp_size
 
     is_valid = loss_mask.bool()
@@ -381,7 +382,7 @@ def agg_loss(
 
 def _denominator(name: str, whole_count: Count | None, own_count: Tensor, dp_size: int, mode: str) -> Count:
     """Returns the count over the whole mini-batch, at least 1, or `own_count` if the arguments are the mini-batch."""
-    # at least 1: a mini-batch in which all rewards failed has loss 0 and not NaN
+    # at least 1: the loss of a mini-batch without a valid token is 0 and not NaN
     if isinstance(whole_count, Tensor):
         return whole_count.clamp(min=1)
     if whole_count is not None:

@@ -130,6 +130,7 @@ def get_policy_loss(name: str | Enum) -> PolicyLoss:
 
 def policy_loss_of(function: PolicyLossFn) -> PolicyLoss:
     """Returns a loss with the columns that its registration declares."""
+    # a loss under verl's name has the columns of its function
     if isinstance(function, VerlPolicyLoss):
         return policy_loss_of(function.function)
     for name, facts in POLICY_LOSS_REGISTRY.facts.items():
