@@ -21,6 +21,7 @@ from verl_lite.algos.masked import (
     compute_segment_masked_mean,
     masked_log_ratio,
     masked_values,
+    run_starts,
 )
 from verl_lite.config.rollout_correction import (
     WEIGHT_LEVELS,
@@ -186,9 +187,7 @@ def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
         return is_valid
     if level == "segment":
         # the mean of a segment with a single 1 is 1 / its length
-        is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-        is_start = is_valid & ~is_previous_valid
-        return compute_segment_masked_mean(is_start.double(), is_valid)
+        return compute_segment_masked_mean(run_starts(is_valid).double(), is_valid)
     lengths = is_valid.sum(dim=-1, keepdim=True)
     return torch.where(is_valid, 1 / lengths.double(), 0)
 

@@ -33,6 +33,7 @@ from verl_lite.algos.masked import (
     group_sum,
     group_top_two,
     masked_sum,
+    row_ends,
     whiten_or_keep,
 )
 from verl_lite.registry import Registry
@@ -514,10 +515,10 @@ def _is_beyond_second_longest(rows: Outcomes) -> Tensor:
 
     The length of a row is the number of columns up to its last valid token, masked ones included.
     """
-    positions = torch.arange(1, rows.is_valid.shape[-1] + 1, device=rows.is_valid.device)
-    ends = (positions * rows.is_valid).amax(dim=-1)
+    ends = row_ends(rows.is_valid)
     _, longest, second_longest = group_top_two(ends, rows.groups, rows.num_groups, rows.has_token)
-    is_longest = ends.double() == longest[rows.groups]
+    is_longest = ends == longest[rows.groups]
+    positions = torch.arange(1, rows.is_valid.shape[-1] + 1, device=ends.device)
     is_beyond_second = positions > second_longest[rows.groups].unsqueeze(-1)
     return is_beyond_second & is_longest.unsqueeze(-1)
 

@@ -16,7 +16,7 @@ from verl_lite.algos.agentic_rewards import (
     compute_discounted_returns,
     compute_gigpo_rewards,
 )
-from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
+from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns, row_ends
 
 
 def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float = 1.0) -> Pair:
@@ -169,7 +169,6 @@ def compute_gigpo_advantage(
 
 def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Returns (B, T) with the score of each row at its last valid token and 0 elsewhere. scores: (B,)."""
-    is_valid = response_mask.bool()
-    positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device) * is_valid
-    is_last = is_valid & (positions == positions.amax(dim=-1, keepdim=True))
+    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device)
+    is_last = positions == row_ends(response_mask.bool()).unsqueeze(-1)
     return torch.where(is_last, scores.unsqueeze(-1), 0)

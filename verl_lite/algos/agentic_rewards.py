@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_lite.algos.masked import Labels, at_least_fp32, backward_scan, check_rows, group_ids, group_sum, label_list
+from verl_lite.algos.masked import (
+    Labels,
+    at_least_fp32,
+    backward_scan,
+    check_rows,
+    group_ids,
+    group_sum,
+    label_list,
+    order_within_groups,
+)
 from verl_lite.algos.reward_norm import normalise_scores
 
 GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
@@ -116,9 +125,7 @@ def compute_discounted_returns(
 
     episodes, num_episodes = group_ids(traj_id, scores.device)
     step_numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
-    # two stable sorts: by episode, and by step within an episode
-    by_step = torch.argsort(step_numbers, stable=True)
-    order = by_step[torch.argsort(episodes[by_step], stable=True)]
+    order = order_within_groups(step_numbers, episodes)
 
     # a table with the steps of one episode in each row, so that one scan serves all episodes
     lengths = torch.bincount(episodes, minlength=num_episodes)

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl_lite.algos.loss_inputs import LossConfig, LossInputs, LossResult, clip_range
 from verl_lite.algos.masked import masked_log_ratio, masked_mean
 from verl_lite.algos.policy_loss_registry import register_policy_loss
+from verl_lite.algos.policy_losses import clipped_surrogate
 
 
 @register_policy_loss("clip_cov", columns=("selected",), bounds_ratio=True)
@@ -26,9 +27,7 @@ def clip_cov(inputs: LossInputs) -> LossResult:
     Metrics: pg_clipfrac: share of selected tokens.
     """
     low, high = clip_range(inputs.config)
-    advantages = inputs.advantages
-    ratio = inputs.log_ratio.exp()
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    losses, _, _ = clipped_surrogate(inputs.log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
     selected = _selected(inputs, "clip_cov")
     return inputs.aggregate(torch.where(selected, 0, losses)), inputs.token_means(pg_clipfrac=selected)
 
@@ -93,8 +92,8 @@ def select_clip_cov(
         log_prob = old_log_prob
 
     low, high = clip_range(config)
-    ratio = masked_log_ratio(log_prob, old_log_prob, response_mask).exp()
-    is_clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
+    log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
+    _, is_clipped, _ = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c=None)
     is_valid = response_mask.bool()
     covariance = _covariance(log_prob, advantages, is_valid)
     is_in_bounds = (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)

@@ -188,6 +188,18 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gap
     return torch.where(is_valid, backward_scan(factors, valid_rewards), 0)
 
 
+def row_ends(is_valid: Tensor) -> Tensor:
+    """Returns the number of columns up to the last valid token of each row, (B,); 0 for a row without any."""
+    positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device)
+    return (positions * is_valid).amax(dim=-1)
+
+
+def run_starts(is_valid: Tensor) -> Tensor:
+    """Returns (B, T) bool: the first token of each run of consecutive valid tokens."""
+    is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
+    return is_valid & ~is_previous_valid
+
+
 def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Returns, at every token of each run of consecutive valid tokens, the mean over that run; 0 elsewhere.
 
@@ -195,10 +207,8 @@ def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     length-normalised log-ratio per turn (ROLL's name and semantics).
     """
     is_valid = mask.bool()
-    is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-    is_start = is_valid & ~is_previous_valid
     # number of the run, 0 before the first one; tokens between two runs add 0 to the preceding one
-    runs = is_start.cumsum(dim=-1)
+    runs = run_starts(is_valid).cumsum(dim=-1)
     valid_values = masked_values(values, is_valid)
     zeros = valid_values.new_zeros(len(values), values.shape[-1] + 1)
     totals = zeros.scatter_add(1, runs, valid_values)
@@ -252,17 +262,24 @@ def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Ten
     return means, stds, counts
 
 
+def order_within_groups(keys: Tensor, groups: Tensor, *, descending: bool = False) -> Tensor:
+    """Returns the rows in the order of their groups, and of their keys within a group: (B,) int64.
+
+    keys, groups: (B,). Rows of a group with equal keys keep their order.
+    """
+    # two stable sorts, because torch sorts by one key
+    by_key = torch.argsort(keys, descending=descending, stable=True)
+    return by_key[torch.argsort(groups[by_key], stable=True)]
+
+
 def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the best row (G,) int64, its score (G,) and the second-best score (G,) of each group, using two sorts.
+    """Returns the best row (G,) int64, its score (G,) and the second-best score (G,) of each group.
 
     scores, groups: (B,); valid: (B,) bool. A score is -inf if the group has no valid row, or no second valid row. The
     earlier of two rows with equal scores is the best.
     """
     valid_scores = torch.where(valid, scores.double(), -math.inf)
-    # two stable sorts: by group, and by descending score within a group
-    by_score = torch.argsort(valid_scores, descending=True, stable=True)
-    order = by_score[torch.argsort(groups[by_score], stable=True)]
-
+    order = order_within_groups(valid_scores, groups, descending=True)
     sizes = torch.bincount(groups, minlength=num_groups)
     starts = sizes.cumsum(0) - sizes
     best_rows = order[starts]

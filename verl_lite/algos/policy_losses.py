@@ -73,13 +73,10 @@ def gspo(inputs: LossInputs) -> LossResult:
     row_log_ratio = masked_mean(inputs.log_ratio.detach(), inputs.response_mask, axis=-1).unsqueeze(-1)
     # the value is that of the row, the gradient that of the token; the bound of 10 is verl's
     zero_with_gradient = inputs.log_prob - inputs.log_prob.detach()
-    ratio = (zero_with_gradient + row_log_ratio).clamp(max=10.0).exp()
+    log_ratio = (zero_with_gradient + row_log_ratio).clamp(max=10.0)
 
-    plain = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1 - low, 1 + high)
-    losses = torch.maximum(plain, clipped)
-    metrics = inputs.token_means(pg_clipfrac=clipped > plain)
-    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), metrics
+    losses, is_clipped, _ = clipped_surrogate(log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
+    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means(pg_clipfrac=is_clipped)
 
 
 @register_policy_loss("sapo", loss_agg_mode=SEQUENCE_MEAN, bounds_ratio=True)
@@ -89,12 +86,13 @@ def sapo(inputs: LossInputs) -> LossResult:
     tau = config.tau_pos where A > 0, else config.tau_neg. The aggregation mode is always seq-mean-token-mean. There are
     no clip fractions, because nothing is clipped (verl reports 0).
     """
-    tau_pos, tau_neg = inputs.config.tau_pos, inputs.config.tau_neg
+    tau_pos = inputs.config.tau_pos
+    tau_neg = inputs.config.tau_neg
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos={tau_pos}, tau_neg={tau_neg}: sapo needs both above 0.")
     advantages = inputs.advantages
     ratio = inputs.log_ratio.exp()
-    # a tensor for one of the two, because of two numbers torch.where makes fp32, also for advantages in fp64
+    # one of the two is a tensor, because torch.where of two numbers is fp32, also if the advantages are fp64
     tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
     losses = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
     return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means()

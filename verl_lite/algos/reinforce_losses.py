@@ -42,7 +42,8 @@ def tis(inputs: LossInputs) -> LossResult:
     config.policy_loss: tis_lower_bound, tis_upper_bound; config.ratio_type.
     """
     options = inputs.config.policy_loss
-    low, high = options.tis_lower_bound, options.tis_upper_bound
+    low = options.tis_lower_bound
+    high = options.tis_upper_bound
     if not low < high:
         raise ValueError(f"tis_lower_bound={low}, tis_upper_bound={high}: the lower is expected below the upper.")
     losses, is_truncated = _truncated(inputs, low, high)
