@@ -30,6 +30,14 @@ BALANCE_TOLERANCE = 1.002
 MAX_SWAPS_PER_SET = 8
 
 
+class _RowCounts(NamedTuple):
+    """What each row adds to the denominators of the loss, all (B,)."""
+
+    num_tokens: Ints
+    num_distilled: Ints
+    samples: Ints  # numbers of the samples, from 0
+
+
 class _Bounds(NamedTuple):
     """Upper bounds of one micro-batch on one rank."""
 
@@ -146,32 +154,27 @@ def plan_batch(
             steps do not sum to B.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    tokens = np.asarray(num_tokens, dtype=np.int64)
-    _require_fitting_rows(sizes, tokens, max_token_len, mini_batch_size)
+    counts = _row_counts(num_tokens, num_distilled, samples)
+    _require_fitting_rows(sizes, counts.num_tokens, max_token_len, mini_batch_size)
     _require_positive(
         world_size=world_size, micro_batch_size=micro_batch_size, epochs=epochs, mini_batch_size=mini_batch_size
     )
     num_rows = len(sizes)
-    distilled = np.zeros_like(tokens)
-    if num_distilled is not None:
-        distilled = np.asarray(num_distilled, dtype=np.int64)
-    sample_numbers = np.arange(num_rows)
-    if samples is not None:
-        _, sample_numbers = np.unique(np.asarray(samples, str), return_inverse=True)
-
-    more_than_all_tokens = int(sizes.sum() + num_rows * sizes.max())  # also with padding slots
-    bounds = _Bounds(max_token_len or more_than_all_tokens, micro_batch_size or num_rows)
+    # more than all tokens, also with padding slots
+    no_bound = int(sizes.sum() + num_rows * sizes.max())
+    bounds = _Bounds(max_token_len or no_bound, micro_batch_size or num_rows)
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
     rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
     is_padding = rows < 0
-    order = np.where(is_padding, int(sizes.argmin()), rows)  # the shortest row is the cheapest padding
+    # the shortest row is the cheapest padding
+    order = np.where(is_padding, int(sizes.argmin()), rows)
     micro_batch, num_micro_batches = _split_into_micro_batches(sizes[order], mini_batch, bounds)
 
     slots = _slots_by_micro_batch(mini_batch, micro_batch)
     schedule = []
     for epoch in range(epochs):
-        schedule.append(_schedule(steps[:, epoch], tokens, distilled, sample_numbers, num_micro_batches[epoch]))
+        schedule.append(_schedule(steps[:, epoch], counts, num_micro_batches[epoch]))
     return BatchPlan(
         num_rows=num_rows,
         world_size=world_size,
@@ -193,6 +196,17 @@ def plan_samples(number: int, world_size: int, micro_batch_size: int) -> BatchPl
         micro_batch_size=micro_batch_size,
         num_tokens=ones,
     )
+
+
+def _row_counts(num_tokens: ArrayLike, num_distilled: ArrayLike | None, samples: Sequence[str] | None) -> _RowCounts:
+    tokens = np.asarray(num_tokens, dtype=np.int64)
+    distilled = np.zeros_like(tokens)
+    if num_distilled is not None:
+        distilled = np.asarray(num_distilled, dtype=np.int64)
+    sample_numbers = np.arange(tokens.size)
+    if samples is not None:
+        _, sample_numbers = np.unique(np.asarray(samples, str), return_inverse=True)
+    return _RowCounts(tokens, distilled, sample_numbers)
 
 
 class _PartialPartition(NamedTuple):
@@ -370,15 +384,19 @@ def _slots_by_micro_batch(mini_batch: Ints, micro_batch: Ints) -> tuple[Ints, In
     return ranks, orders
 
 
-def _schedule(
-    steps: Ints, num_tokens: Ints, num_distilled: Ints, samples: Ints, num_micro_batches: list[int]
-) -> list[MiniBatch]:
-    """Counts the denominators of each optimizer step. num_micro_batches: by step; all other arguments: (B,)."""
-    tokens = np.bincount(steps, weights=num_tokens).astype(np.int64)
-    distilled = np.bincount(steps, weights=num_distilled).astype(np.int64)
+def _schedule(steps: Ints, counts: _RowCounts, num_micro_batches: list[int]) -> list[MiniBatch]:
+    """Counts the denominators of each optimizer step.
+
+    Args:
+        steps: (B,) step of each row.
+        counts: what each row adds.
+        num_micro_batches: forward passes of each step.
+    """
+    tokens = np.bincount(steps, weights=counts.num_tokens).astype(np.int64)
+    distilled = np.bincount(steps, weights=counts.num_distilled).astype(np.int64)
     # a sample that has several rows with tokens in a step counts once
-    has_token = num_tokens > 0
-    steps_and_samples = np.unique(np.stack([steps[has_token], samples[has_token]]), axis=1)
+    has_token = counts.num_tokens > 0
+    steps_and_samples = np.unique(np.stack([steps[has_token], counts.samples[has_token]]), axis=1)
     sequences = np.bincount(steps_and_samples[0], minlength=len(tokens))
 
     mini_batches = []
