@@ -118,6 +118,7 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
     return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum)
 
 
+# verl has two implementations of GRPO, here both names are one function
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
 """verl's enum of estimator names. The registry accepts a member or its name."""
@@ -219,7 +220,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_m
     return estimate.detach() + with_gradient - with_gradient.detach()
 
 
-_kl_penalty = kl_penalty  # for functions with an argument named kl_penalty
+# for functions with an argument named kl_penalty
+_kl_penalty = kl_penalty
 
 
 def _kl_estimate(difference: Tensor, name: str) -> Tensor:

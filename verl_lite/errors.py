@@ -108,6 +108,7 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # the exception continues unchanged, so that callers can catch its type
         add_circumstances(error, phase=phase, step=step)
         raise
 

@@ -84,6 +84,7 @@ class Metric:
 
 
 def _part(value: Part) -> Part:
+    # a metric that is kept until the end of the step must not keep the graph of its micro-batch
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 
@@ -194,6 +195,7 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
+        # a text is one value, not a sequence of characters
         entries = [entry]
         if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str):
             entries = list(entry)

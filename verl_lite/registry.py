@@ -91,7 +91,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_own(entry: object) -> bool:
-    """True if a package of this project defines the entry; False for code of users."""
+    """Returns True if a package of this project defines the entry; False for code of users."""
     return getattr(entry, "__module__", "__main__").partition(".")[0] in OWN_PACKAGES
 
 

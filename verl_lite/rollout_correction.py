@@ -157,6 +157,7 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
     """
     match level:
         case "token" | "batch":
+            # the criterion `batch` compares the tokens of all rows, see `_smallest_with_mean`
             return values
         case "segment":
             return compute_segment_masked_mean(values, is_valid)
@@ -388,6 +389,7 @@ def _masked_fractions(prefix: str, is_kept: Tensor, is_valid: Tensor) -> Metrics
 def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor) -> Metrics:
     """Returns ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means of row means."""
     lengths = is_valid.sum(dim=-1)
+    # of the rows with a token, as `_row_means` returns them
     lengths = lengths[lengths > 0]
     mean_ratio = _row_means(log_ratio, is_valid)
     mean_diff = _row_means(difference, is_valid)
@@ -397,7 +399,8 @@ def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor
         "ratio_geometric": mean_ratio.exp(),
         "ratio_sequence": (mean_ratio * lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
         "diff_token": mean_diff,
-        "diff_segment": mean_diff,  # the token-weighted mean over a row's segments is the row's mean
+        # the token-weighted mean over a row's segments is the row's mean
+        "diff_segment": mean_diff,
         "diff_geometric": mean_diff,
         "diff_sequence": mean_diff * lengths,
     }

@@ -21,7 +21,8 @@ from verl_lite.algos.policy_losses import clipped_surrogate
 def clip_cov(inputs: LossInputs) -> LossResult:
     """Clip-Cov: max(-A r, -A clip(r, 1 - low, 1 + high)), but 0 for the selected tokens (arXiv:2505.22617).
 
-    The selected tokens are some of those whose update would reduce the entropy most: their covariance is high.
+    The selected tokens are some of those whose update would reduce the entropy, because their advantage and log-prob
+    have a high covariance.
     selected: the tokens without loss, from `select_clip_cov`; None: selects them from the whole mini-batch. verl
     selects tokens in each micro-batch with the current log-probs, so its selection depends on the split.
     Metrics: pg_clipfrac: share of selected tokens.

@@ -131,6 +131,7 @@ def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
 
     mean = valid_values.sum(dtype=torch.float64) / count
     centred = valid_values.sub_(mean).masked_fill_(~is_valid, 0)
+    # the norm sums in fp64 without a copy of all values in fp64
     variance = torch.linalg.vector_norm(centred, dtype=torch.float64) ** 2 / (count - 1)
     return centred.mul_(torch.rsqrt(variance + 1e-8))
 
@@ -157,6 +158,7 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
     values: (B, T). factors: (B, T), or () for a common factor. Not differentiable. The scan runs over contiguous
     columns, with one multiply-add over all rows per step.
     """
+    # always a copy, because the scan writes into it
     columns = at_least_fp32(values.detach()).t().clone(memory_format=torch.contiguous_format)
     factors_at = factors.to(columns.dtype)
     if factors_at.dim() == 0:

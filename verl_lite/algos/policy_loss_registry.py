@@ -151,6 +151,7 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
 def has_verl_signature(function: Callable[..., object]) -> bool:
     """Returns True if a policy loss accepts verl's arguments by position. A function of `LossInputs` does not."""
     try:
+        # bind_partial, because a loss may require further keywords
         inspect.signature(function).bind_partial(*range(_NUM_VERL_ARGUMENTS))
     except TypeError:
         return False
