@@ -33,7 +33,8 @@ class WorkerDiedError(RuntimeError):
 class ClusterLostError(WorkerDiedError):
     """The whole Ray cluster of the run is lost, including this process's connection to it.
 
-    again: options with which the command starts again in a new process; None if it does not start again.
+    Attributes:
+        again: options with which the command starts again in a new process; None if it does not start again.
     """
 
     again: list[str] | None = None

@@ -32,10 +32,13 @@ _MOST_FRAMES = 3
 
 
 class Registry(dict[str, T]):
-    """A dictionary from names to objects of one kind, e.g. `Registry[Callable]("policy loss")`. Names are
-    case-sensitive.
+    """A dictionary from names to objects of one kind, such as `Registry[Callable]("policy loss")`.
 
-    facts: properties that an entry declares when it is registered, such as the columns it needs, by name.
+    Names are case-sensitive.
+
+    Attributes:
+        kind: kind of the objects in words, for error messages.
+        facts: by name, the properties that an entry declared when it was registered, such as the columns it needs.
     """
 
     def __init__(self, kind: str) -> None:
@@ -44,8 +47,15 @@ class Registry(dict[str, T]):
         self.facts: dict[str, dict[str, object]] = {}
 
     def register(self, name: str | Enum, **facts: object) -> Callable[[T], T]:
-        """Decorator that registers an object. Registering the same object twice is allowed; ValueError if another
-        object has the name."""
+        """Returns a decorator that registers an object. Registering the same object twice is allowed.
+
+        Args:
+            name: name of the entry.
+            facts: properties of the entry, see `Registry`.
+
+        Raises:
+            ValueError: another object has the name.
+        """
         key = _key(name)
 
         def decorate(item: T) -> T:

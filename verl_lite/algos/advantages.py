@@ -109,8 +109,8 @@ class Outcomes:
     dtype: torch.dtype
 
     def group_sum(self, values: Tensor) -> Tensor:
-        """Returns for each row the sum of the values of its group: (B, ...) -> (B, ...)."""
-        return group_sum(values, self.groups, self.num_groups)[self.groups]
+        """Returns the sum of the rows of each group: (B, ...) -> (G, ...)."""
+        return group_sum(values, self.groups, self.num_groups)
 
     def on_tokens(self, values: Tensor) -> Tensor:
         """Puts values (B,) on the valid tokens of their rows: (B, T), 0 elsewhere."""
@@ -387,7 +387,7 @@ def compute_opo_outcome_advantage(
     rows = outcomes("opo", token_level_rewards, response_mask, index)
     lengths = rows.is_valid.sum(dim=-1).double()
     weighted_means = rows.group_sum(lengths * rows.scores) / rows.group_sum(lengths).clamp(min=1)
-    baselines = torch.where(rows.counts > 1, weighted_means, 0)
+    baselines = torch.where(rows.counts > 1, weighted_means[rows.groups], 0)
     return rows.advantages(rows.scores - baselines)
 
 
@@ -447,7 +447,7 @@ def compute_remax_outcome_advantage(
 ) -> Pair:
     """ReMax: A_t = (sum of the rewards from t to the end) - score of the greedy response (arXiv:2310.10505).
 
-    reward_baselines: (B,) scores of the greedy responses. Raises ValueError if they are missing or not B numbers.
+    reward_baselines: (B,) scores of the greedy responses.
     """
     check_shapes("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
     assert response_mask is not None
@@ -501,13 +501,13 @@ def compute_optimal_token_baseline_advantage(
     cumulative_weights = torch.where(is_valid, weights, 0).cumsum(dim=-1)
     # rows that have no token at t, because it is masked or after their end, are in neither sum
     cumulative_weights = torch.where(is_valid, cumulative_weights, 0)
-    weighted_returns = rows.group_sum(returns * cumulative_weights)
+    weighted_returns = rows.group_sum(returns * cumulative_weights)  # (G, T)
     baselines = weighted_returns / (rows.group_sum(cumulative_weights) + epsilon)
 
     has_baseline = is_valid & (rows.counts > 1).unsqueeze(-1)
     if handle_zero_tail:
         has_baseline = has_baseline & ~_is_beyond_second_longest(rows)
-    return returns - torch.where(has_baseline, baselines, 0), returns
+    return returns - torch.where(has_baseline, baselines[rows.groups], 0), returns
 
 
 def _is_beyond_second_longest(rows: Outcomes) -> Tensor:

@@ -214,7 +214,10 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
 
 
 def require_clip_range(name: str, low: float, high: float) -> None:
-    """Raises ValueError if a clip range is negative. name: option or argument that both fall back to."""
+    """Raises ValueError if a clip range is negative.
+
+    name: the option or argument to which both fall back, for the message.
+    """
     if low < 0 or high < 0:
         raise ValueError(
             f"{name}_low={low}, {name}_high={high} (each is {name} where it is not given): both are expected to be at "
