@@ -10,9 +10,9 @@ rows of different lengths, masked tokens inside rows, rows without a valid token
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,10 @@ from verl_lite.metrics import reduce_metrics
 
 ROWS, WIDTH = 24, 7
 EMPTY_ROWS = (3, 17)
-Columns = dict[str, Any]
+T = TypeVar("T")
+Columns = dict[str, object]
+LossColumns = dict[str, torch.Tensor]
+Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _EMPTY_ROWS_PROMISE = "rows without a valid token have no weight: count only other rows"
 _WHERE = (
     "apply torch.where(response_mask.bool(), x, 0) to each column, not a product with the mask, since 0 * NaN is NaN"
@@ -36,7 +39,7 @@ class BrokenPromise(AssertionError):
     """A function breaks a promise that the trainer relies on."""
 
 
-def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = True, **columns: Any) -> None:
+def check_adv_estimator(function: Estimator, *, groups_of_one: bool = True, **columns: object) -> None:
     """Raises `BrokenPromise` unless an advantage estimator keeps all promises that the trainer relies on.
 
     Args:
@@ -46,35 +49,38 @@ def check_adv_estimator(function: Callable[..., Any], *, groups_of_one: bool = T
             permuted with the rows.
     """
     batch = estimator_batch(groups_of_one=groups_of_one) | columns
-    mask = batch["response_mask"]
+    mask = _mask_of(batch)
     result = _call_unchanged(function, batch)
     _require(isinstance(result, tuple) and len(result) == 2, "an estimator returns (advantages, returns)")
     for name, values in zip(("advantages", "returns"), result, strict=True):
-        is_shaped = tuple(values.shape) == (ROWS, WIDTH) and values.dtype.is_floating_point
-        _require(is_shaped, f"{name} are floating-point tensors (B, T), found {tuple(values.shape)} of {values.dtype}")
+        shape = tuple(values.shape)
+        is_shaped = shape == (ROWS, WIDTH) and values.dtype.is_floating_point
+        _require(is_shaped, f"{name} are floating-point tensors (B, T), found {shape} of {values.dtype}")
         _require(_finite(values), f"{name} are finite, also with empty rows: clamp divisors to at least 1")
         _require(bool((values != 0).any()), f"{name} are not all zero")
         _require(not bool(values[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
 
+    # a number affects statistics over all tokens, and NaN also a product with the mask
     for hidden_value in (1.5, math.nan):
-        with_hidden = function(**hide(batch, hidden_value))
-        is_same = all(map(torch.equal, with_hidden, result))
+        result_with_hidden = function(**hide(batch, hidden_value))
+        is_same = all(map(torch.equal, result_with_hidden, result))
         _require(is_same, f"values under mask 0 do not affect the result: {_WHERE}")
 
     rows_with_tokens = mask.any(dim=1).nonzero().squeeze(1)
     _require_same_rows(function, batch, result, rows_with_tokens, _EMPTY_ROWS_PROMISE)
     _require_same_rows(function, batch, result, _shuffled(1), "the order of the rows does not matter: group by `index`")
 
-    for tokens in (0, 1):
+    for num_tokens in (0, 1):
         few_tokens = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
-        few_tokens[0, :tokens] = 1
-        promise = f"the result is finite for a batch with {tokens} tokens: no deviation of one value, no 0 / 0"
-        _require(all(map(_finite, function(**batch | {"response_mask": few_tokens}))), promise)
+        few_tokens[0, :num_tokens] = 1
+        result_of_few = function(**batch | {"response_mask": few_tokens})
+        promise = f"the result is finite for a batch with {num_tokens} tokens: no deviation of one value, no 0 / 0"
+        _require(all(map(_finite, result_of_few)), promise)
     _require_own_device(lambda: function(**batch), result)
 
 
 def _require_same_rows(
-    function: Callable[..., Any], batch: Columns, result: Sequence[torch.Tensor], rows: torch.Tensor, promise: str
+    function: Estimator, batch: Columns, result: Sequence[torch.Tensor], rows: torch.Tensor, promise: str
 ) -> None:
     """Checks that the estimates of these rows alone are those of the whole batch."""
     estimates = function(**take_rows(batch, rows))
@@ -96,18 +102,19 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
     mask = batch["response_mask"]
     counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
 
-    value, gradient = _call_unchanged(lambda **given: case.compute("token-mean", counts, given), batch)
+    loss, gradient = _call_unchanged(lambda **tensors: case.compute("token-mean", counts, tensors), batch)
     _require(bool((gradient != 0).any()), "the gradient is not all zero")
     _require_no_padding_in_metrics(case, counts, batch)
     for mode in LOSS_AGG_MODES:
         _require_additive(case, mode, counts, batch)
         _require_empty_part(case, mode, batch)
 
+    # log-ratios of +-700, whose exponential overflows, with advantages of both signs: a clip bounds only one of them
     for sign in (1, -1):
-        moved = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
+        extreme = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
         for name in ("log_prob", "old_log_prob"):
-            case.compute("token-mean", counts, batch | {name: moved})
-    _require_own_device(lambda: case.compute("token-mean", counts, batch)[:1], (value,))
+            case.compute("token-mean", counts, batch | {name: extreme})
+    _require_own_device(lambda: case.compute("token-mean", counts, batch)[:1], (loss,))
 
 
 @dataclass(frozen=True)
@@ -117,12 +124,19 @@ class _LossCase:
     policy_loss: PolicyLoss
     config: LossConfig
 
-    def compute(self, mode: str, counts: tuple[int, int], columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, mode: str, counts: tuple[int, int], columns: LossColumns) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss and its gradient. Checks that loss, gradient and metrics are finite and that the inputs do
-        not change. counts: tokens and sequences of the mini-batch."""
+        not change.
+
+        Args:
+            mode: one of LOSS_AGG_MODES.
+            counts: numbers of tokens and of sequences of the mini-batch.
+            columns: the columns of `LossInputs`.
+        """
         log_prob = columns["log_prob"].clone().requires_grad_()
         inputs = self._inputs(mode, counts, columns | {"log_prob": log_prob})
-        copy = replace(inputs)  # has new tensors of the masked columns
+        # `replace` masks the columns once more, into new tensors
+        copy = replace(inputs)
         loss, metrics = self.policy_loss(inputs)
         for name in ("log_prob", "old_log_prob", "advantages", "rollout_is_weights"):
             is_same = torch.equal(getattr(inputs, name), getattr(copy, name))
@@ -130,32 +144,40 @@ class _LossCase:
 
         _require(loss.dim() == 0 and loss.requires_grad, "a loss is a scalar that depends on log_prob")
         loss.backward()
-        gradient = torch.zeros_like(log_prob) if log_prob.grad is None else log_prob.grad
+        gradient = log_prob.grad
+        if gradient is None:
+            gradient = torch.zeros_like(log_prob)
         promise = f"the loss is finite, also with empty rows and extreme log-ratios: use agg_loss and clamp ({mode})"
         _require(_finite(loss) and _finite(gradient), promise)
         are_finite = all(map(math.isfinite, reduce_metrics(metrics).values()))
         _require(are_finite, "metrics are finite numbers: clamp divisors to at least 1")
         return loss.detach(), gradient
 
-    def metrics(self, counts: tuple[int, int], columns: Columns) -> dict[str, float]:
+    def metrics(self, counts: tuple[int, int], columns: LossColumns) -> dict[str, float]:
         """Returns the metrics of the loss."""
-        return reduce_metrics(self.policy_loss(self._inputs("token-mean", counts, columns))[1])
+        _, metrics = self.policy_loss(self._inputs("token-mean", counts, columns))
+        return reduce_metrics(metrics)
 
-    def _inputs(self, mode: str, counts: tuple[int, int], columns: Columns) -> LossInputs:
-        tokens, sequences = counts
-        aggregation = Aggregation(mode, tokens, sequences, self.config.loss_scale_factor)
+    def _inputs(self, mode: str, counts: tuple[int, int], columns: LossColumns) -> LossInputs:
+        num_tokens, num_sequences = counts
+        aggregation = Aggregation(mode, num_tokens, num_sequences, self.config.loss_scale_factor)
         return LossInputs(config=self.config, aggregation=aggregation, **columns)
 
 
-def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch: Columns) -> None:
+def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch: LossColumns) -> None:
     """Checks that the losses of the parts of a mini-batch sum to the loss of the mini-batch."""
     whole_loss, whole_gradient = case.compute(mode, counts, batch)
-    others = _shuffled(2)
+    # the first part has only a row without tokens
     empty_row = torch.tensor(EMPTY_ROWS[:1])
-    order = torch.cat([empty_row, others[others != empty_row]])  # the first part has only an empty row
+    shuffled = _shuffled(2)
+    order = torch.cat([empty_row, shuffled[shuffled != empty_row]])
     for sizes in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
-        parts = [case.compute(mode, counts, take_rows(batch, rows)) for rows in order.split(sizes)]
-        losses, gradients = zip(*parts, strict=True)
+        losses = []
+        gradients = []
+        for rows in order.split(sizes):
+            loss, gradient = case.compute(mode, counts, {name: column[rows] for name, column in batch.items()})
+            losses.append(loss)
+            gradients.append(gradient)
         promise = (
             f"the parts of a mini-batch sum to the whole ({mode}, {len(sizes)} parts): do not divide by counts of "
             "the micro-batch, but by batch_num_tokens and global_batch_size, as agg_loss does"
@@ -164,15 +186,15 @@ def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch
         _require(_close(torch.cat(gradients), whole_gradient[order]), promise)
 
 
-def _require_empty_part(case: _LossCase, mode: str, batch: Columns) -> None:
+def _require_empty_part(case: _LossCase, mode: str, batch: LossColumns) -> None:
     """Checks that a mini-batch without tokens has loss 0 and gradient 0."""
-    without_tokens = batch | {"response_mask": torch.zeros_like(batch["response_mask"])}
-    loss, gradient = case.compute(mode, (0, 0), without_tokens)
+    empty_mask = torch.zeros_like(batch["response_mask"])
+    loss, gradient = case.compute(mode, (0, 0), batch | {"response_mask": empty_mask})
     promise = f"a part without a token has loss 0 ({mode}): clamp divisors to at least 1"
     _require(not loss.any() and not gradient.any(), promise)
 
 
-def _require_no_padding_in_metrics(case: _LossCase, counts: tuple[int, int], batch: Columns) -> None:
+def _require_no_padding_in_metrics(case: _LossCase, counts: tuple[int, int], batch: LossColumns) -> None:
     """Checks that metrics do not change if a column of padding is added."""
     padded = dict(batch)
     for name, column in batch.items():
@@ -187,18 +209,28 @@ def _require_no_padding_in_metrics(case: _LossCase, counts: tuple[int, int], bat
 def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     """Returns all arguments of the registered estimators, in fp64, for rows with masked tokens and `EMPTY_ROWS`."""
     generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
     mask = _ragged_mask(generator)
-    names = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
-    columns: Columns = {name: torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for name in names}
-    columns["old_log_probs"] = -columns["old_log_probs"].abs()
-    chosen = columns["old_log_probs"].exp()
-    columns["sum_pi_squared"] = chosen**2 + columns["sum_pi_squared"].sigmoid() * (1 - chosen) ** 2
-    columns["token_level_rewards"] *= mask
-    alone = ROWS - 1 if groups_of_one else None
+    rewards = draw() * mask
+    values = draw()
+    old_log_probs = -draw().abs()
+    # the square of the sampled token's probability, and a share of the largest sum that the others can have
+    probs = old_log_probs.exp()
+    sum_pi_squared = probs**2 + draw().sigmoid() * (1 - probs) ** 2
+
+    tasks = [f"task-{row % 5}" for row in range(ROWS)]
+    if groups_of_one:
+        tasks[-1] = "task-alone"
+    index = np.array(tasks, dtype=object)
     keys = ["correct", "short"]
-    index = np.array([f"task-{'alone' if row == alone else row % 5}" for row in range(ROWS)], dtype=object)
     return {
-        **columns,
+        "token_level_rewards": rewards,
+        "values": values,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": sum_pi_squared,
         "response_mask": mask,
         "index": index,
         "reward_baselines": torch.randn(ROWS, generator=generator, dtype=torch.float64),
@@ -214,7 +246,7 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     }
 
 
-def loss_batch(seed: int = 0, spread: float = 0.6) -> Columns:
+def loss_batch(seed: int = 0, spread: float = 0.6) -> LossColumns:
     """Returns the columns of a policy loss, in fp64. `spread`: deviation of the log-ratios, in nats per token."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -233,28 +265,32 @@ def loss_batch(seed: int = 0, spread: float = 0.6) -> Columns:
 
 def take_rows(columns: Columns, rows: torch.Tensor) -> Columns:
     """Selects rows (k,) from every column with ROWS entries."""
-
     selected: Columns = {}
     for name, value in columns.items():
         if isinstance(value, dict):
-            selected[name] = take_rows(value, rows)
+            value = take_rows(value, rows)
         elif isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == ROWS:
-            selected[name] = value[rows]
+            value = value[rows]
         elif isinstance(value, np.ndarray) and value.ndim > 0 and len(value) == ROWS:
-            selected[name] = value[rows.numpy()]
-        else:
-            selected[name] = value
+            value = value[rows.numpy()]
+        selected[name] = value
     return selected
 
 
 def hide(columns: Columns, value: float) -> Columns:
     """Writes `value` into every floating-point column (B, T) where the mask is 0."""
-    is_hidden = columns["response_mask"] == 0
+    is_hidden = _mask_of(columns) == 0
     changed = dict(columns)
     for name, column in columns.items():
         if isinstance(column, torch.Tensor) and column.dim() == 2 and column.dtype.is_floating_point:
             changed[name] = torch.where(is_hidden, value, column)
     return changed
+
+
+def _mask_of(columns: Columns) -> torch.Tensor:
+    mask = columns["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    return mask
 
 
 def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
@@ -276,12 +312,13 @@ def _require(holds: bool, promise: str) -> None:
         raise BrokenPromise(promise)
 
 
-def _call_unchanged(function: Callable[..., Any], columns: Columns) -> Any:
-    tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+def _call_unchanged(function: Callable[..., T], columns: Mapping[str, object]) -> T:
+    """Calls the function, and checks that it does not change a tensor."""
+    copies = {name: column.clone() for name, column in columns.items() if isinstance(column, torch.Tensor)}
     result = function(**columns)
-    for name, tensor in tensors.items():
-        is_same = torch.equal(tensor, copies[name])
+    for name, copy in copies.items():
+        column = columns[name]
+        is_same = isinstance(column, torch.Tensor) and torch.equal(column, copy)
         _require(is_same, f"the function does not modify its arguments: {name}; replace clamp_ by clamp")
     return result
 

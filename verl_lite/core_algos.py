@@ -18,7 +18,7 @@ Two registries are the extension points: `@register_adv_est(name)` and `@registe
 
 from collections.abc import Callable
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -118,6 +118,7 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageEstimatorFn:
     return ADV_ESTIMATOR_REGISTRY.get_fn(name_or_enum)
 
 
+# verl has two implementations of GRPO, here both names are one function
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY})  # type: ignore[misc]
 """verl's enum of estimator names. The registry accepts a member or its name."""
@@ -152,11 +153,18 @@ def compute_value_loss(
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `value_loss` from verl's arguments.
+    """Computes `value_loss` from verl's arguments. The gradient does not depend on the split (ROLL's does).
 
-    vpreds, returns, values, response_mask: (B, T); see `ValueLossInputs`. Denominators, dp_size and mode: see
-    `agg_loss`. The gradient does not depend on the split; ROLL averages over each micro-batch. Returns (loss, share of
-    these tokens whose clip was active). Raises ValueError for cliprange_value <= 0 or shapes that differ.
+    Args:
+        vpreds, returns, values, response_mask: (B, T); see `ValueLossInputs`.
+        cliprange_value: largest change of a value that lowers the loss, above 0.
+        loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor: see `agg_loss`.
+
+    Returns:
+        The loss, and the share of the valid tokens whose clip was active.
+
+    Raises:
+        ValueError: cliprange_value is not above 0, or shapes differ.
     """
     aggregation = Aggregation(loss_agg_mode, batch_num_tokens, global_batch_size, loss_scale_factor, dp_size)
     inputs = ValueLossInputs(
@@ -183,33 +191,37 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_m
       any with "+"         that value, the gradient of k2 (http://joschu.net/blog/kl-approx.html)
 
     With `response_mask`, d is 0 under mask 0, so a NaN there does not reach the gradient.
-    Raises NotImplementedError for "full", which requires whole distributions, and ValueError for other unknown names
-    and for shapes that differ.
+
+    Raises:
+        NotImplementedError: the name is "full", which requires whole distributions.
+        ValueError: the name is unknown, or shapes differ.
     """
     name = kl_penalty.removesuffix("+")
     if name == "full":
         raise NotImplementedError("kl_penalty='full' needs the distributions over the vocabulary, not log-probs.")
     if name not in KL_ALIASES:
-        known = ", ".join(KL_ALIASES)
-        raise ValueError(f"Unknown kl_penalty: {kl_penalty!r}. Expected one of {known}, with or without '+'.")
-    given = {"ref_logprob": ref_logprob, "response_mask": logprob if response_mask is None else response_mask}
-    for argument, tensor in given.items():
-        if tensor.shape != logprob.shape:
+        names = ", ".join(KL_ALIASES)
+        raise ValueError(f"Unknown kl_penalty: {kl_penalty!r}. Expected one of {names}, with or without '+'.")
+    for argument, tensor in (("ref_logprob", ref_logprob), ("response_mask", response_mask)):
+        if tensor is not None and tensor.shape != logprob.shape:
             raise ValueError(
                 f"kl_penalty: {argument} has shape {tuple(tensor.shape)}, expected that of logprob, "
                 f"{tuple(logprob.shape)}."
             )
+
     difference = at_least_fp32(logprob) - at_least_fp32(ref_logprob)
     if response_mask is not None:
         difference = torch.where(response_mask.bool(), difference, 0)
-    value = _kl_estimate(difference, KL_ALIASES[name])
+    estimate = _kl_estimate(difference, KL_ALIASES[name])
     if not kl_penalty.endswith("+") or KL_ALIASES[name] == "k2":
-        return value
-    gradient = _kl_estimate(difference, "k2")
-    return value.detach() + gradient - gradient.detach()
+        return estimate
+    # the value of one estimator with the gradient of another
+    with_gradient = _kl_estimate(difference, "k2")
+    return estimate.detach() + with_gradient - with_gradient.detach()
 
 
-_kl_penalty = kl_penalty  # for functions with an argument named kl_penalty
+# for functions with an argument named kl_penalty
+_kl_penalty = kl_penalty
 
 
 def _kl_estimate(difference: Tensor, name: str) -> Tensor:
@@ -221,6 +233,7 @@ def _kl_estimate(difference: Tensor, name: str) -> Tensor:
         case "k2":
             return 0.5 * difference.square()
         case _:
+            # verl's bounds: exp(-d) overflows where the policies are far apart
             inverse = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
             return (inverse.exp() - inverse - 1).clamp(-10.0, 10.0)
 
@@ -245,11 +258,19 @@ def apply_kl_penalty(
     kl_coef: float,
     kl_penalty_type: str = "kl",
 ) -> tuple[Tensor, float]:
-    """Returns (token_level_scores - kl_coef * kl (B, T), mean KL), where kl is the KL to the reference model.
+    """Subtracts the KL to the reference model from the rewards: token_level_scores - kl_coef * kl.
 
-    All tensors are (B, T). The mean KL, used by the controller and `actor/reward_kl_penalty`, averages over the tokens
-    of each sequence and then over the sequences with a valid token.
-    Raises ValueError for shapes that differ or an unknown estimator.
+    Args:
+        token_level_scores, log_prob, ref_log_prob, response_mask: (B, T).
+        kl_coef: the coefficient, such as the controller's value.
+        kl_penalty_type: estimator of the KL, see `kl_penalty`.
+
+    Returns:
+        The rewards (B, T), and the mean KL, used by the controller and `actor/reward_kl_penalty`: the mean over the
+        tokens of each sequence, averaged over the sequences with a valid token.
+
+    Raises:
+        ValueError: shapes differ, or the estimator is unknown.
     """
     check_shapes("apply_kl_penalty", token_level_scores=token_level_scores, response_mask=response_mask)
     with torch.no_grad():
@@ -275,6 +296,7 @@ class FixedKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         """Does nothing: the coefficient is constant."""
 
+    # in the checkpoint, so that a resumed run continues with the same coefficient
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
@@ -301,7 +323,20 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * n_steps / self.horizon
 
 
-def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
+class KLControlOptions(Protocol):
+    """The options of `algorithm.kl_ctrl`."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def kl_coef(self) -> float: ...
+    @property
+    def target_kl(self) -> float: ...
+    @property
+    def horizon(self) -> float: ...
+
+
+def get_kl_controller(kl_ctrl: KLControlOptions) -> FixedKLController:
     """Returns the controller for `algorithm.kl_ctrl`. Raises ValueError for an unknown type."""
     match kl_ctrl.type:
         case "fixed":
@@ -318,14 +353,17 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     A logit of -inf (an impossible token) contributes 0.
     """
     log_probs = torch.log_softmax(at_least_fp32(logits), dim=-1)
-    possible = torch.where(log_probs.isneginf(), 0, log_probs)
-    return -(log_probs.exp() * possible).sum(dim=-1)
+    # 0 * -inf is NaN
+    finite_log_probs = torch.where(log_probs.isneginf(), 0, log_probs)
+    return -(log_probs.exp() * finite_log_probs).sum(dim=-1)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable, in at least fp32."""
-    wide = at_least_fp32(logits)
-    return wide.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(dim=-1)
+    logits = at_least_fp32(logits)
+    chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    # not log_softmax, whose result is as large as the logits
+    return chosen - logits.logsumexp(dim=-1)
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

@@ -33,7 +33,8 @@ class WorkerDiedError(RuntimeError):
 class ClusterLostError(WorkerDiedError):
     """The whole Ray cluster of the run is lost, including this process's connection to it.
 
-    again: options with which the command starts again in a new process; None if it does not start again.
+    Attributes:
+        again: options with which the command starts again in a new process; None if it does not start again.
     """
 
     again: list[str] | None = None
@@ -53,11 +54,14 @@ class StalledError(RuntimeError):
 
 @dataclass
 class Circumstances:
-    """Where an exception was raised. Unknown fields are None. A field that is set is not overwritten, because the
-    innermost handler sets it first and knows the place best.
+    """Where an exception was raised. Unknown fields are None.
 
-    role, rank, method: the worker and its method. node: the worker's machine, in a run on several machines. phase,
-    step: phase and step of the driver's loop. traceback: text of the worker's traceback. log: path of the worker's log.
+    Attributes:
+        role, rank, method: the worker and its method.
+        node: the worker's machine, in a run on several machines.
+        phase, step: phase and step of the driver's loop.
+        traceback: text of the worker's traceback.
+        log: path of the worker's log.
     """
 
     role: str | None = None
@@ -73,8 +77,14 @@ class Circumstances:
         """`actor_rollout, rank 1, in update_actor (phase update_actor of step 3)`; empty if nothing is known."""
         parts = (("", self.role), ("rank ", self.rank), ("on node ", self.node), ("in ", self.method))
         worker = ", ".join(f"{word}{value}" for word, value in parts if value is not None)
-        phase = f"phase {self.phase}" + ("" if self.step is None else f" of step {self.step}") if self.phase else ""
-        return f"{worker} ({phase})" if worker and phase else worker or phase
+        phase = ""
+        if self.phase:
+            phase = f"phase {self.phase}"
+            if self.step is not None:
+                phase += f" of step {self.step}"
+        if worker and phase:
+            return f"{worker} ({phase})"
+        return worker or phase
 
 
 def circumstances(error: BaseException) -> Circumstances:
@@ -84,12 +94,13 @@ def circumstances(error: BaseException) -> Circumstances:
     return getattr(error, _ATTRIBUTE)
 
 
-def add_circumstances(error: BaseException, **known: str | int | None) -> None:
+def add_circumstances(error: BaseException, **fields: str | int | None) -> None:
     """Sets the fields of `Circumstances` that are still None."""
-    place = circumstances(error)
-    for name, value in known.items():
-        if getattr(place, name) is None:
-            setattr(place, name, value)
+    origin = circumstances(error)
+    for name, value in fields.items():
+        # the innermost handler comes first and knows the origin best
+        if getattr(origin, name) is None:
+            setattr(origin, name, value)
 
 
 @contextmanager
@@ -98,6 +109,7 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # the exception continues unchanged, so that callers can catch its type
         add_circumstances(error, phase=phase, step=step)
         raise
 
@@ -105,10 +117,12 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
 def user_traceback(error: BaseException) -> str:
     """Returns the traceback of an exception that user code raised, without the outer frames of this project and of the
     standard library. A traceback without a frame of user code is returned whole."""
-    shown = traceback.TracebackException.from_exception(error)
-    first = next((i for i, frame in enumerate(shown.stack) if not frame.filename.startswith(_NOT_USER_CODE)), 0)
-    del shown.stack[:first]
-    return "".join(shown.format())
+    report = traceback.TracebackException.from_exception(error)
+    for number, frame in enumerate(report.stack):
+        if not frame.filename.startswith(_NOT_USER_CODE):
+            del report.stack[:number]
+            break
+    return "".join(report.format())
 
 
 def printable(text: str) -> str:
@@ -117,5 +131,9 @@ def printable(text: str) -> str:
     Control characters (escapes, text direction, line ends other than `\\n`) are replaced by their escape sequences,
     such as `\\x1b`. Tabs and all kinds of spaces are kept.
     """
-    stays = (x.isprintable() or x in "\n\t" or unicodedata.category(x) == "Zs" for x in text)
-    return "".join(x if is_so else x.encode("unicode_escape").decode() for x, is_so in zip(text, stays, strict=True))
+    characters = []
+    for character in text:
+        # isprintable is false for all spaces except the common one
+        is_harmless = character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+        characters.append(character if is_harmless else character.encode("unicode_escape").decode())
+    return "".join(characters)

@@ -20,8 +20,13 @@ class GroupFilter(Protocol):
     """
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
-        """Returns True to drop the group. group: the rows of each episode, with the columns episode_scores,
-        token_level_scores, reward_failed, env_metrics and further columns of verl_lite/schema.py."""
+        """Returns True to drop the group.
+
+        Args:
+            group_id, episode_id: number of the group of environments, and of its run.
+            group: the rows of each episode, with the columns episode_scores, token_level_scores, reward_failed,
+                env_metrics and further columns of verl_lite/schema.py.
+        """
         ...
 
 
@@ -40,11 +45,11 @@ class EqualScores:
         pass
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
-        scores = {
-            float(episode.batch["episode_scores"][0])
-            for episode in group
-            if not any(episode.non_tensor_batch["reward_failed"])
-        }
+        scores = set()
+        for episode in group:
+            if not any(episode.non_tensor_batch["reward_failed"]):
+                # every row of an episode has the score of the whole episode
+                scores.add(float(episode.batch["episode_scores"][0]))
         return len(scores) < 2
 
 

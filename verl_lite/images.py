@@ -30,14 +30,16 @@ def open_image(data: bytes) -> Image:
 
     Raises ValueError if the data are no image of `FORMATS`, are damaged, or have more than `MOST_PIXELS` pixels.
     """
-    from PIL import Image  # not needed in runs without images
+    # not at the top, because runs without images do not need it
+    from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return rgb_image(image)
     except Image.UnidentifiedImageError:
         raise ValueError(f"is no image in one of the formats {', '.join(FORMATS)}") from None
-    except Image.DecompressionBombError as error:  # PIL's own limit, which comes first
+    except Image.DecompressionBombError as error:
+        # PIL's own limit, which comes first
         raise ValueError(f"has more than the {MOST_PIXELS:,} pixels allowed ({error})") from None
     except _DAMAGE as error:
         raise ValueError(f"cannot be decoded ({error})") from error
@@ -67,7 +69,8 @@ def rgb_image(image: Image) -> Image:
     if not upright.has_transparency_data:
         return upright.convert("RGB")
 
-    if upright.mode == "La":  # the premultiplied grey, which PIL converts only to LA
+    if upright.mode == "La":
+        # the premultiplied grey, which PIL converts only to LA
         upright = upright.convert("LA")
     background = Image.new("RGBA", upright.size, _WHITE)
     return Image.alpha_composite(background, upright.convert("RGBA")).convert("RGB")
@@ -84,14 +87,16 @@ def _eight_bit(image: Image) -> Image:
     from PIL import Image
 
     values = np.asarray(image, dtype=np.float64)
-    smallest, largest = float(values.min(initial=0)), float(values.max(initial=0))
+    smallest = float(values.min(initial=0))
+    largest = float(values.max(initial=0))
     if image.mode.startswith("I;16"):
         white = _MOST_16_BIT
     elif image.mode == "I":
         white = _MOST_8_BIT if largest <= _MOST_8_BIT else _MOST_16_BIT
     else:
         white = 1 if largest <= 1 else _MOST_8_BIT
-    if not 0 <= smallest <= largest <= white:  # false for NaN, too
+    # NaN fails every comparison, and is refused too
+    if not 0 <= smallest <= largest <= white:
         raise ValueError(
             f"has values from {smallest:g} to {largest:g} in PIL's mode {image.mode}; expected 0 to {white}: convert "
             "it to 8 bits per channel"

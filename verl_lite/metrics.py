@@ -9,23 +9,24 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 Part = float | torch.Tensor
 Reduction = Literal["mean", "sum", "max", "min", "last"]
-_JOIN: dict[Reduction, Any] = {
+_JOIN: dict[Reduction, Callable[[float, float], float]] = {
     "mean": operator.add,
     "sum": operator.add,
-    "max": np.maximum,  # np.maximum and np.minimum propagate NaN
+    # np.maximum and np.minimum propagate NaN, max and min do not
+    "max": np.maximum,
     "min": np.minimum,
     "last": lambda first, last: last,
 }
-_REDUCERS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
+_REDUCERS: dict[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Metric:
 
 
 def _part(value: Part) -> Part:
+    # a metric that is kept until the end of the step must not keep the graph of its micro-batch
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 
@@ -94,7 +96,8 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
             for value in (metric.total, metric.count):
                 if isinstance(value, torch.Tensor):
                     tensors.append(value.double())
-    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    # a single transfer, because each of them waits for all work of the device
+    numbers = iter(torch.stack(tensors).tolist()) if tensors else iter(())
 
     def on_host(value: Part) -> float:
         return next(numbers) if isinstance(value, torch.Tensor) else value
@@ -111,7 +114,7 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
     return result
 
 
-def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part | None) -> dict[str, Metric]:
+def declared(metrics: Mapping[str, Metric | Part], tokens: torch.Tensor, num_tokens: Part | None) -> dict[str, Metric]:
     """Converts the metrics that a loss returned for one micro-batch to `Metric`s.
 
     A plain number is a mean over the `tokens` of the micro-batch unless its name has one of ROLL's suffixes, which are
@@ -126,6 +129,7 @@ def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part 
     Raises:
         ValueError: a name has another suffix.
     """
+    # the parts of `@sum` have these counts, which add up to 1 in each mini-batch
     tokens_of_mini_batch = tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens))
     share = tokens / tokens_of_mini_batch
     result: dict[str, Metric] = {}
@@ -135,8 +139,11 @@ def declared(metrics: Mapping[str, Any], tokens: torch.Tensor, num_tokens: Part 
             continue
         plain, _, suffix = name.partition("@")
         if not suffix:
-            last_part = name.rpartition("_")[2] if "_" in name else ""
-            suffix = last_part if last_part in ("max", "min") else "mean"
+            suffix = "mean"
+            if name.endswith("_max"):
+                suffix = "max"
+            elif name.endswith("_min"):
+                suffix = "min"
         match suffix:
             case "max":
                 result[plain] = Metric.max(value, tokens)
@@ -179,7 +186,7 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items() if metric.count}
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Reduces each entry (a Metric, a list of Metrics, a number or a list of numbers) to one number.
 
     Lists of numbers are reduced as in ROLL if the name ends in @mean, @sum, @max or @min (ValueError for other
@@ -188,12 +195,16 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
-        is_list = isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str)
-        entries: Any = entry if is_list else [entry]
-        if len(entries) == 0:
+        # a text is one value, not a sequence of characters
+        entries = [entry]
+        if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str):
+            entries = list(entry)
+        if not entries:
             continue
-        if isinstance(entries[0], Metric):
-            result |= values(join({name: entries}))
+
+        parts = [part for part in entries if isinstance(part, Metric)]
+        if parts:
+            result |= values(join({name: parts}))
             continue
         reducer = _REDUCERS.get(_suffix_or_extreme(name))
         if reducer is None:

@@ -12,15 +12,16 @@ import functools
 import math
 import operator
 import pickle
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import numpy as np
 import torch
 
 from verl_lite.batch import wire
+from verl_lite.batch.meta import BatchError, concat_meta, copy_meta, union_meta, unite
 from verl_lite.batch.wire import MetaInfo
 
 if TYPE_CHECKING:
@@ -33,19 +34,16 @@ Index = slice | list[int] | list[bool] | np.ndarray | torch.Tensor
 RowIndex = slice | torch.Tensor
 
 
-class BatchError(AssertionError, ValueError):
-    """Raised for batches or columns that do not match. Both a ValueError and, as in verl, an AssertionError."""
-
-
 @dataclass
 class DataProtoItem:
     """One row of a DataProto."""
 
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)  # Any: a row's objects, such as its extra_info
+    non_tensor_batch: dict[str, object] = field(default_factory=dict)
     meta_info: MetaInfo = field(default_factory=dict)
 
 
+# no comparison by fields: that of two tensors has no truth value
 @dataclass(eq=False)
 class DataProto:
     """A batch of rows: tensors with a common first dimension (`batch`), numpy arrays of the same length for other
@@ -84,12 +82,16 @@ class DataProto:
     ) -> DataProto:
         """Creates a batch from tensors and from sequences of arbitrary objects. The arguments are not changed."""
         columns = {} if tensors is None else dict(tensors.items())
-        sizes = {name: value.shape[0] if value.ndim else -1 for name, value in columns.items()}
-        if num_batch_dims != 1 or len(set(sizes.values())) > 1 or -1 in sizes.values():
+        sizes = {}
+        for name, column in columns.items():
+            sizes[name] = column.shape[0] if column.ndim else -1
+        row_counts = set(sizes.values())
+        if num_batch_dims != 1 or len(row_counts) > 1 or -1 in row_counts:
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
+
         batch = None
         if columns:
-            [rows] = set(sizes.values())
+            [rows] = row_counts
             batch = tensor_dict(columns, rows)
         arrays = {name: as_column(value) for name, value in (non_tensors or {}).items()}
         return cls(batch, arrays, copy_meta(meta_info or {}))  # type: ignore[arg-type]
@@ -117,6 +119,7 @@ class DataProto:
         arrays = {}
         for name, value in packed.objects.items():
             if isinstance(value, np.ndarray):
+                # a slice of a packed batch has views of its arrays
                 arrays[name] = value.copy()
             else:  # a tensor that cannot be packed
                 tensors[name] = value
@@ -127,7 +130,8 @@ class DataProto:
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
         """Restores packed parts as one batch; see `concat`."""
         joined = wire.concat(parts)
-        if joined is None:  # the parts have different columns or encodings
+        # the parts have different columns, or encodings that depend on their rows
+        if joined is None:
             return DataProto.concat([cls.from_packed(part) for part in parts])
         result = cls.from_packed(joined)
         result.meta_info = concat_meta([part.meta.meta_info for part in parts])
@@ -146,10 +150,12 @@ class DataProto:
         meta = wire.Meta(self.meta_info, has_batch=self.batch is not None)
         return wire.pack(tensors, objects, meta, len(self))
 
+    # pickle, Ray and save_to_disk all use the wire format
     def __reduce__(self) -> tuple[Callable[[wire.Packed], DataProto], tuple[wire.Packed]]:
         return type(self).from_packed, (self.pack(),)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
+        # without this method copy.deepcopy would call __reduce__, whose tensors are on the CPU
         batch = None if self.batch is None else self.batch.clone()
         return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
@@ -157,7 +163,8 @@ class DataProto:
         if self.batch is not None:
             return self.batch.batch_size[0]
         first = next(iter(self.non_tensor_batch.values()), None)
-        return first.shape[0] if isinstance(first, np.ndarray) and first.ndim else 0
+        # `check_consistency` needs a length also for a column that it is about to refuse
+        return len(first) if isinstance(first, np.ndarray) and first.ndim else 0
 
     def __contains__(self, name: str) -> bool:
         return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
@@ -172,6 +179,7 @@ class DataProto:
             return self._rows(item)
         if isinstance(item, list) or (isinstance(item, np.ndarray | torch.Tensor) and item.ndim):
             return self.select_idxs(item)
+        # a TypeError for anything but a whole number
         row = operator.index(item)
         tensors = None if self.batch is None else self.batch[row]
         entries = {name: value[row] for name, value in self.non_tensor_batch.items()}
@@ -252,6 +260,7 @@ class DataProto:
         if len(old) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, found {old} and {new}")
         if self.batch is not None:
+            # all are removed first, so that two names can be swapped
             values = [self.batch.pop(name) for name in old]
             self.batch.update(dict(zip(new, values, strict=True)))
         return self
@@ -263,8 +272,8 @@ class DataProto:
         elif other.batch is not None:
             if self.batch.batch_size != other.batch.batch_size:
                 raise BatchError(f"cannot unite batches of {len(self)} and {len(other)} rows")
-            _unite(self.batch, other.batch, "column")
-        _unite(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
+            unite(self.batch, other.batch, "column")
+        unite(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
         # new containers, because results never share meta_info with their sources
         self.meta_info = union_meta([self.meta_info, other.meta_info])
         self.check_consistency()
@@ -363,6 +372,7 @@ class DataProto:
             )
         generator = None
         if options.get("shuffle", False):
+            # a generator of its own, because a draw from torch's default would change the caller's next numbers
             generator = torch.Generator()
             generator.seed() if seed is None else generator.manual_seed(seed)
         # the generator is a method of its own, so that a wrong argument raises here and not at the first batch
@@ -503,7 +513,8 @@ def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataP
 
 
 def tensor_dict(tensors: Mapping[str, object], rows: int) -> TensorDict:
-    """Creates a TensorDict of `rows` rows. Imports tensordict here: that takes 4 s of CPU; many processes skip it."""
+    """Creates a TensorDict of `rows` rows."""
+    # not at the top: the import takes 4 s of CPU, and many processes need no tensors
     from tensordict import TensorDict
 
     return TensorDict(tensors, batch_size=[rows])
@@ -518,76 +529,3 @@ def as_column(values: Sequence[object] | np.ndarray) -> np.ndarray:
     for row, value in enumerate(values):
         column[row] = value
     return column
-
-
-def union_meta(metas: list[MetaInfo]) -> MetaInfo:
-    """Merges the keys of all parts into new containers. Raises BatchError if a key has different values."""
-    merged: MetaInfo = {}
-    for meta in metas:
-        _unite(merged, meta, "Conflicting values for meta_info key")
-    return copy_meta(merged)
-
-
-def _unite(first: MutableMapping[str, Value], second: Mapping[str, Value], kind: str) -> None:
-    """Adds the entries of `second` to `first` in place. Raises BatchError if a name has different values."""
-    for name, value in second.items():
-        if name not in first.keys():
-            first[name] = value
-        elif not same(first[name], value):
-            raise BatchError(f"{kind} {name!r}: both batches have it, with different values")
-
-
-def concat_meta(metas: list[MetaInfo]) -> MetaInfo:
-    """Merges meta_info: "metrics" (dicts or lists of dicts) becomes a dict of lists; other values must be equal."""
-    metrics: dict[str, list[object]] = {}
-    has_metrics = False
-    others = []
-    for meta in metas:
-        others.append({name: value for name, value in meta.items() if name != "metrics"})
-        metrics_of_part = meta.get("metrics")
-        if metrics_of_part is None:
-            continue
-        has_metrics = True
-        if not isinstance(metrics_of_part, list | tuple):
-            metrics_of_part = [metrics_of_part]
-        for entries in metrics_of_part:
-            for name, entry in entries.items():
-                metrics.setdefault(name, []).append(entry)
-
-    merged = union_meta(others)
-    if has_metrics:
-        merged["metrics"] = metrics
-    return merged
-
-
-def copy_meta(meta_info: MetaInfo) -> MetaInfo:
-    """Copies the dict, and the dicts and lists in it recursively; all other objects are shared."""
-    return {name: _copied(value) for name, value in meta_info.items()}
-
-
-def _copied(value: object) -> object:
-    if type(value) is dict:
-        return {name: _copied(entry) for name, entry in value.items()}
-    if type(value) is list:
-        return [_copied(entry) for entry in value]
-    return value
-
-
-def same(a: Any, b: Any) -> bool:  # Any: values of meta_info, which are compared by what they support
-    """Compares deeply; NaN equals NaN, and arrays are compared by element."""
-    # a number may come back from a worker as a numpy scalar
-    if type(a) is not type(b) and not (np.isscalar(a) and np.isscalar(b)):
-        return False
-    if hasattr(a, "keys"):  # dict, TensorDict
-        if set(a.keys()) != set(b.keys()):
-            return False
-        return all(same(a[name], b[name]) for name in a.keys())
-
-    is_array = isinstance(a, torch.Tensor | np.ndarray)
-    if is_array and (a.shape != b.shape or a.dtype != b.dtype):
-        return False
-    if isinstance(a, list | tuple) or getattr(a, "dtype", None) == np.dtype(object):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    are_both_nan = (a != a) & (b != b)
-    is_equal = (a == b) | are_both_nan
-    return bool(is_equal.all()) if is_array else bool(is_equal)

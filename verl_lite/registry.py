@@ -32,20 +32,30 @@ _MOST_FRAMES = 3
 
 
 class Registry(dict[str, T]):
-    """A dictionary from names to objects of one kind, e.g. `Registry[Callable]("policy loss")`. Names are
-    case-sensitive.
+    """A dictionary from names to objects of one kind, such as `Registry[Callable]("policy loss")`.
 
-    facts: properties that an entry declares when it is registered, such as the columns it needs, by name.
+    Names are case-sensitive.
+
+    Attributes:
+        kind: kind of the objects in words, for error messages.
+        facts: by name, the properties that an entry declared when it was registered, such as the columns it needs.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.facts: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, dict[str, object]] = {}
 
-    def register(self, name: str | Enum, **facts: Any) -> Callable[[T], T]:
-        """Decorator that registers an object. Registering the same object twice is allowed; ValueError if another
-        object has the name."""
+    def register(self, name: str | Enum, **facts: object) -> Callable[[T], T]:
+        """Returns a decorator that registers an object. Registering the same object twice is allowed.
+
+        Args:
+            name: name of the entry.
+            facts: properties of the entry, see `Registry`.
+
+        Raises:
+            ValueError: another object has the name.
+        """
         key = _key(name)
 
         def decorate(item: T) -> T:
@@ -70,18 +80,18 @@ class Registry(dict[str, T]):
             UserError: for an unknown name (the message lists the nearest and all known names) or a path that does not
                 lead to a callable, see `object_at`.
         """
-        key, kind = _key(name), kind or self.kind
+        key = _key(name)
+        kind = kind or self.kind
         if key in self:
             return self[key]
         if ":" in key:
             try:
-                found: T = object_at(key)
+                return object_at(key)
             except UserError as error:
                 raise UserError(f"{kind} {key!r} cannot be imported: {error}. Expected pkg.module:object.") from error
-            return found
-        known = ", ".join(sorted(self)) or "none"
+        names = ", ".join(sorted(self)) or "none"
         near = did_you_mean(key, self)
-        raise UserError(f"Unknown {kind}: {key}{near}. Known: {known}; or a path pkg.module:object.")
+        raise UserError(f"Unknown {kind}: {key}{near}. Known: {names}; or a path pkg.module:object.")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -91,7 +101,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_own(entry: object) -> bool:
-    """True if a package of this project defines the entry; False for code of users."""
+    """Returns True if a package of this project defines the entry; False for code of users."""
     return getattr(entry, "__module__", "__main__").partition(".")[0] in OWN_PACKAGES
 
 
@@ -112,7 +122,8 @@ def import_modules(modules: Iterable[str]) -> None:
 def importing() -> Iterator[None]:
     """Context manager that imports modules with the garbage collector switched off, which saves a sixth of the time.
     Later collections ignore the imported objects."""
-    atexit.register(gc.unfreeze)  # otherwise native libraries report leaks at exit
+    # otherwise native libraries report leaks at exit
+    atexit.register(gc.unfreeze)
     gc.disable()
     try:
         yield
@@ -121,12 +132,12 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., object], name: str) -> bool:
     """Returns True if the function has a parameter of this name; `**kwargs` does not count."""
     return name in inspect.signature(function).parameters
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
+def accepts(function: Callable[..., object], name: str) -> bool:
     """Returns True if the function can be called with this keyword, by a parameter of this name or by `**kwargs`."""
     kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     return takes(function, name) or inspect.Parameter.VAR_KEYWORD in kinds
@@ -201,7 +212,7 @@ def load_module(path: str, key: str) -> ModuleType:
         raise UserError(f"{key}={path!r}: {error}. Expected a Python file NAME.py or pkg://package.module") from error
 
 
-def require_call(function: Callable[..., Any], expected: str, *arguments: Any, **named: Any) -> None:
+def require_call(function: Callable[..., object], expected: str, *arguments: object, **named: object) -> None:
     """Raises UserError if a function or class of the user cannot be called with these arguments.
 
     Args:
@@ -210,7 +221,8 @@ def require_call(function: Callable[..., Any], expected: str, *arguments: Any, *
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a callable written in C does not always tell its parameters
+    except (TypeError, ValueError):
+        # a callable written in C does not always have a signature
         return
     try:
         signature.bind(*arguments, **named)
@@ -224,25 +236,31 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # the module itself or a package above it, and not one of its own imports
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"there is no module {error.name}; Python looks in the current folder ({Path.cwd()}), in PYTHONPATH "
                 "and among installed packages"
             ) from None
-        raise UserError(_import_failure(name, error)) from error  # one of its own imports is missing
+        raise UserError(_import_failure(name, error)) from error
     except (Exception, SystemExit) as error:
         raise UserError(_import_failure(name, error)) from error
 
 
 def _module_of_file(file: Path) -> ModuleType:
     """Runs a Python file as a module of its own name. Raises UserError like `_imported`."""
-    module_name = f"user_code_{file.stem}_{zlib.crc32(str(file.absolute()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(module_name, file) if file.is_file() else None
+    if not file.is_file():
+        raise UserError(f"no such file (looked in {Path.cwd()})")
+    # two files of one name are two modules
+    path_checksum = zlib.crc32(str(file.absolute()).encode())
+    module_name = f"user_code_{file.stem}_{path_checksum:08x}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        problem = "not a Python file" if file.is_file() else "no such file"
-        raise UserError(f"{problem} (looked in {Path.cwd()})")
+        raise UserError(f"not a Python file (looked in {Path.cwd()})")
+
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # set first, because dataclasses and pickle look up the module by name
+    # set first, because dataclasses and pickle look up the module by name
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -257,21 +275,24 @@ def _import_failure(name: str, error: BaseException) -> str:
         line = (error.text or "").strip()
         return f"{error.filename}, line {error.lineno}, is not Python ({error.msg}): `{line}`"
     reason = str(error).partition("\n")[0][:_LONGEST_REASON]
-    frames = traceback.extract_tb(error.__traceback__)
-    machinery = ("<frozen", importlib.__file__, __file__)
-    own_frames = [frame for frame in frames if not frame.filename.startswith(machinery)]
-    places = [f"{one.filename}, line {one.lineno}: `{one.line}`" for one in reversed(own_frames[-_MOST_FRAMES:])]
-    where = f" (raised in {', called in '.join(places)})" if places else ""
-    return f"importing {name} raises {type(error).__name__}: {reason}{where}"
+    import_machinery = ("<frozen", importlib.__file__, __file__)
+    lines = []
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(import_machinery):
+            lines.append(f"{frame.filename}, line {frame.lineno}: `{frame.line}`")
+    origin = ""
+    if lines:
+        origin = f" (raised in {', called in '.join(lines[:_MOST_FRAMES])})"
+    return f"importing {name} raises {type(error).__name__}: {reason}{origin}"
 
 
 def _own_callables(module: ModuleType, name: str) -> str:
     """Returns the names of the functions and classes that the module defines, the nearest to `name` first, in words."""
-    names = [
-        key
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__
-    ]
+    names = []
+    for key, value in vars(module).items():
+        # imported names do not count
+        if callable(value) and getattr(value, "__module__", None) == module.__name__:
+            names.append(key)
     return f"{did_you_mean(name, names)}; it defines: {', '.join(sorted(names)) or 'no function or class'}"
 
 

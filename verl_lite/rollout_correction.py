@@ -12,19 +12,25 @@ depend only on a token, its segment (run of valid tokens) or its row, so they do
 Only batch_normalize and the rejection level `batch` read the whole batch.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from verl_lite.algos.masked import (
     LOG_RATIO_BOUND,
-    at_least_fp32,
     check_shapes,
     compute_segment_masked_mean,
     masked_log_ratio,
+    masked_values,
+    run_starts,
 )
-from verl_lite.config.rollout_correction import WEIGHT_LEVELS, Correction, Rejection, Weighting, correction_of
+from verl_lite.config.rollout_correction import (
+    WEIGHT_LEVELS,
+    Correction,
+    CorrectionOptions,
+    Rejection,
+    Weighting,
+    correction_of,
+)
 from verl_lite.metrics import Metric
 
 Metrics = dict[str, Metric]
@@ -33,7 +39,7 @@ ROLL_LEVELS = {level: name for name, level in WEIGHT_LEVELS.items()}
 
 @torch.no_grad()
 def correct_rollout(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, options: Any
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, options: Correction | CorrectionOptions
 ) -> tuple[Tensor | None, Tensor, Metrics]:
     """Computes importance weights, rejects tokens, and measures the mismatch of trainer and rollout engine.
 
@@ -65,9 +71,8 @@ def correct_rollout(
     correction = options if isinstance(options, Correction) else correction_of(options)
     is_valid = response_mask != 0
     log_ratio = masked_log_ratio(old_log_probs, rollout_log_probs, response_mask)
-    trainer_probs = torch.where(is_valid, at_least_fp32(old_log_probs), 0).exp()
-    rollout_probs = torch.where(is_valid, at_least_fp32(rollout_log_probs), 0).exp()
-    difference = trainer_probs - rollout_probs
+    # both probabilities of a masked token are exp(0), so their difference is 0
+    difference = masked_values(old_log_probs, is_valid).exp() - masked_values(rollout_log_probs, is_valid).exp()
 
     metrics = mismatch_metrics(old_log_probs, rollout_log_probs, response_mask)
     metrics |= _train_infer_metrics(log_ratio, difference, is_valid)
@@ -90,6 +95,7 @@ def correct_rollout(
             passes = _smallest_with_mean(statistic, is_valid, rejection.upper)
         else:
             passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
+        # each criterion is measured on all valid tokens, not on those that earlier criteria keep
         metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
         is_kept = is_kept & passes
     if correction.rejections:
@@ -101,6 +107,7 @@ def correct_rollout(
 
 def _importance_weights(log_ratio: Tensor, is_valid: Tensor, weighting: Weighting) -> tuple[Tensor, Metrics]:
     """Returns the weights (B, T), 0 at invalid tokens, and their metrics."""
+    # bounded once more, because a sum over a row has no bound
     exponent = _over(log_ratio, is_valid, weighting.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     raw = torch.where(is_valid, exponent.exp(), 0)
     if weighting.lower is None:
@@ -112,7 +119,8 @@ def _importance_weights(log_ratio: Tensor, is_valid: Tensor, weighting: Weightin
 
     if weighting.batch_normalize:
         mean = _mean(weights, _unit_shares(is_valid, weighting.level)).value
-        factor = mean if mean > 1e-8 else 1.0  # NaN if no token is valid
+        # the mean is NaN if no token is valid, and 0 if all weights are out of bounds
+        factor = mean if mean > 1e-8 else 1.0
         weights = weights / factor
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
     return weights, metrics
@@ -130,9 +138,12 @@ def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> T
         kept_mask: (B, T) mask after rejection.
     """
     positions = torch.arange(rewards.shape[-1], device=rewards.device).expand_as(rewards)
-    last_kept = torch.where(kept_mask != 0, positions, -1).cummax(dim=-1).values  # -1 before the first kept token
-    is_rejected = (response_mask != 0) & (kept_mask == 0)
-    new_positions = torch.where(is_rejected & (last_kept >= 0), last_kept, positions)
+    is_kept = kept_mask != 0
+    last_kept = torch.where(is_kept, positions, -1).cummax(dim=-1).values  # -1 before the first kept token
+
+    is_rejected = (response_mask != 0) & ~is_kept
+    is_moved = is_rejected & (last_kept >= 0)
+    new_positions = torch.where(is_moved, last_kept, positions)
     return torch.zeros_like(rewards).scatter_add(-1, new_positions, rewards)
 
 
@@ -146,6 +157,7 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
     """
     match level:
         case "token" | "batch":
+            # the criterion `batch` compares the tokens of all rows, see `_smallest_with_mean`
             return values
         case "segment":
             return compute_segment_masked_mean(values, is_valid)
@@ -161,8 +173,10 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
 def _smallest_with_mean(values: Tensor, is_valid: Tensor, bound: float) -> Tensor:
     """Returns (B, T) bool: the largest set of valid tokens with the smallest values whose mean is at most `bound`."""
     ascending, order = values[is_valid].double().sort()
-    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
-    num_passing = int((means <= bound).sum())  # the means are ascending
+    counts = torch.arange(1, len(ascending) + 1, device=values.device)
+    means = ascending.cumsum(0) / counts
+    # the means of the smallest values are ascending, too
+    num_passing = int((means <= bound).sum())
     passes = torch.zeros_like(order, dtype=torch.bool)
     passes[order[:num_passing]] = True
     return torch.zeros_like(is_valid).masked_scatter(is_valid, passes)
@@ -174,9 +188,7 @@ def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
         return is_valid
     if level == "segment":
         # the mean of a segment with a single 1 is 1 / its length
-        is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-        is_start = is_valid & ~is_previous_valid
-        return compute_segment_masked_mean(is_start.double(), is_valid)
+        return compute_segment_masked_mean(run_starts(is_valid).double(), is_valid)
     lengths = is_valid.sum(dim=-1, keepdim=True)
     return torch.where(is_valid, 1 / lengths.double(), 0)
 
@@ -190,7 +202,8 @@ def rollout_probs_diff(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
     All arguments are (B, R). log_probs: the trainer's log-probs before the update.
     """
     is_valid = response_mask.bool()
-    difference = torch.where(is_valid, (log_probs.exp() - rollout_log_probs.exp()).abs(), 0).double()
+    difference = (log_probs.exp() - rollout_log_probs.exp()).abs()
+    difference = torch.where(is_valid, difference, 0).double()
     return {
         "training/rollout_probs_diff_mean": Metric.mean(difference.sum(), is_valid.sum()),
         "training/rollout_probs_diff_max": Metric.max(difference.amax(), is_valid.sum()),
@@ -235,6 +248,7 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
         by_row["log_ppl_abs_diff"] = log_ppl_diff.abs()
         by_row["ppl_ratio"] = log_ppl_diff.exp()
         by_row["chi2_seq"] = (2 * bounded_sums).expm1()
+        # rows without a token are neither the largest nor the smallest
         largest = torch.where(has_token, log_ppl_diff, -torch.inf).amax()
         smallest = torch.where(has_token, log_ppl_diff, torch.inf).amin()
         extremes["rollout_corr/log_ppl_diff_max"] = Metric.max(largest, num_rows)
@@ -262,7 +276,7 @@ def _mean(values: Tensor, shares: Tensor) -> Metric:
 
 def _row_sums(values: Tensor, is_valid: Tensor) -> Tensor:
     """Returns the sum over the valid tokens of each row, in fp64: (B,)."""
-    return torch.where(is_valid, at_least_fp32(values), 0).sum(dim=-1, dtype=torch.float64)
+    return masked_values(values, is_valid).sum(dim=-1, dtype=torch.float64)
 
 
 def _row_means(values: Tensor, is_valid: Tensor) -> Tensor:
@@ -290,11 +304,13 @@ def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: W
     prefix = "rollout_corr/rollout_is"
     upper = weighting.upper
     lower = 1 / upper if weighting.lower is None else weighting.lower
+    # verl takes the extremes of one weight per row before it bounds them
     extremes = raw if weighting.level in ("seq_mean", "seq_sum") else weights
     metrics = _distribution(prefix, weights, extremes, is_valid, bounds=(0.0, upper), ideal=1.0)
     metrics |= _fractions(prefix, "_ratio", raw, is_valid, weighting.level, (lower, upper))
     metrics["actor/is_weight_clipfrac"] = _mean(raw > upper, is_valid)
 
+    # the effective share of the tokens, (sum w)^2 / (n sum w^2): 1 if all weights are equal
     mean = _mean(weights, is_valid).value
     mean_square = _mean(weights.square(), is_valid).value
     effective_size = mean * mean / mean_square if mean_square else 0.0
@@ -373,6 +389,7 @@ def _masked_fractions(prefix: str, is_kept: Tensor, is_valid: Tensor) -> Metrics
 def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor) -> Metrics:
     """Returns ROLL's actor/train_infer_{ratio,diff}_{token,segment,geometric,sequence}_mean: means of row means."""
     lengths = is_valid.sum(dim=-1)
+    # of the rows with a token, as `_row_means` returns them
     lengths = lengths[lengths > 0]
     mean_ratio = _row_means(log_ratio, is_valid)
     mean_diff = _row_means(difference, is_valid)
@@ -382,7 +399,8 @@ def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor
         "ratio_geometric": mean_ratio.exp(),
         "ratio_sequence": (mean_ratio * lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
         "diff_token": mean_diff,
-        "diff_segment": mean_diff,  # the token-weighted mean over a row's segments is the row's mean
+        # the token-weighted mean over a row's segments is the row's mean
+        "diff_segment": mean_diff,
         "diff_geometric": mean_diff,
         "diff_sequence": mean_diff * lengths,
     }

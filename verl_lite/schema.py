@@ -12,9 +12,17 @@ from verl_lite.registry import did_you_mean
 
 
 class Column(NamedTuple):
-    """One column. dtype: name of a torch dtype, or "object" for no tensor. writer: the file that adds the column
-    to a batch. absent: marks tokens without a value; None = they are 0, like padding. others: files that add the
-    column instead in another trainer or mode; a recipe's own trainer may do so too."""
+    """One column of a batch.
+
+    Attributes:
+        name: name of the column.
+        dims: its dimensions, by the letters above.
+        dtype: name of a torch dtype, or "object" for no tensor.
+        meaning: the content in words.
+        writer: the file that adds the column to a batch.
+        absent: marks tokens without a value; None = they are 0, like padding.
+        others: files that add the column instead in another trainer or mode; a recipe's own trainer may do so too.
+    """
 
     name: str
     dims: tuple[str, ...]
@@ -151,10 +159,13 @@ _EXTRA_PREFIX = "reward/"
 
 
 def column(name: str) -> Column:
-    """The entry of a column. `reward/<name>` is whatever the reward function returned beside its score; with a reward
-    model `reward/model` and `reward/function` are the parts of the score, each before its weight.
+    """Returns the entry of a column.
 
-    Raises ValueError for a name that is not a column, with the nearest one.
+    `reward/<name>` is a value that the reward function returned in addition to its score. With a reward model,
+    `reward/model` and `reward/function` are the parts of the score, each before its weight.
+
+    Raises:
+        ValueError: the name is not a column; the message has the nearest one.
     """
     if name.startswith(_EXTRA_PREFIX):
         meaning = f"value {name.removeprefix(_EXTRA_PREFIX)!r} returned by the reward function"
@@ -170,20 +181,28 @@ def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
 
     The message names the stage, the column and the file that should have written it.
     """
-    sizes: dict[str, tuple[int, str]] = {}
-    tensors = {} if data.batch is None else data.batch
-    for entry in map(column, columns_required):
-        problem, shape = "", tuple[int, ...]()
-        if entry.name not in data:
-            present = ", ".join(sorted([*tensors.keys(), *data.non_tensor_batch])) or "no columns"
-            problem = f"is missing ({entry.meaning}); the batch has {present}"
-        elif entry.dtype != "object" and entry.name in tensors.keys():
-            shape = tuple(tensors[entry.name].shape)
-            if len(shape) != len(entry.dims):
-                problem = f"has shape {shape}, expected ({', '.join(entry.dims)})"
-        for dim, size in zip(entry.dims, shape, strict=False):
-            known, other = sizes.setdefault(dim, (size, entry.name))
-            if size != known and not problem:
-                problem = f"has shape {shape}, so {dim} = {size}, but {other!r} has {dim} = {known}"
+    sizes: dict[str, tuple[int, str]] = {}  # by dimension, with the first column that has it
+    for name in columns_required:
+        entry = column(name)
+        problem = _problem(data, entry, sizes)
         if problem:
             raise ValueError(f"{stage}: column {entry.name!r} {problem}. {entry.writer} writes it.")
+
+
+def _problem(data: DataProto, entry: Column, sizes: dict[str, tuple[int, str]]) -> str:
+    """Returns what is wrong with a column of the batch, or an empty text. Adds its sizes to `sizes`."""
+    tensors = {} if data.batch is None else data.batch
+    if entry.name not in data:
+        present = ", ".join(sorted([*tensors.keys(), *data.non_tensor_batch])) or "no columns"
+        return f"is missing ({entry.meaning}); the batch has {present}"
+    if entry.dtype == "object" or entry.name not in tensors.keys():
+        return ""
+
+    shape = tuple(tensors[entry.name].shape)
+    if len(shape) != len(entry.dims):
+        return f"has shape {shape}, expected ({', '.join(entry.dims)})"
+    for dim, size in zip(entry.dims, shape, strict=True):
+        expected, other = sizes.setdefault(dim, (size, entry.name))
+        if size != expected:
+            return f"has shape {shape}, so {dim} = {size}, but {other!r} has {dim} = {expected}"
+    return ""

@@ -24,8 +24,18 @@ PLAN_COLUMNS = ("mini_batch", "micro_batch")
 # A layer's matrix multiplications cost 24 h^2 operations per token and its attention 4 h L. They are equal for L = 6 h,
 # here with h = 4096. Only the order of magnitude matters for the balance.
 ATTENTION_PARITY_LENGTH = 24_576
-BALANCE_TOLERANCE = 1.002  # heaviest rank over mean at which swapping stops
+# heaviest rank over mean at which swapping stops
+BALANCE_TOLERANCE = 1.002
+# a bound, because each swap may reduce the gap by very little
 MAX_SWAPS_PER_SET = 8
+
+
+class _RowCounts(NamedTuple):
+    """What each row adds to the denominators of the loss, all (B,)."""
+
+    num_tokens: Ints
+    num_distilled: Ints
+    samples: Ints  # numbers of the samples, from 0
 
 
 class _Bounds(NamedTuple):
@@ -144,32 +154,27 @@ def plan_batch(
             steps do not sum to B.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    tokens = np.asarray(num_tokens, dtype=np.int64)
-    _require_fitting_rows(sizes, tokens, max_token_len, mini_batch_size)
+    counts = _row_counts(num_tokens, num_distilled, samples)
+    _require_fitting_rows(sizes, counts.num_tokens, max_token_len, mini_batch_size)
     _require_positive(
         world_size=world_size, micro_batch_size=micro_batch_size, epochs=epochs, mini_batch_size=mini_batch_size
     )
     num_rows = len(sizes)
-    distilled = np.zeros_like(tokens)
-    if num_distilled is not None:
-        distilled = np.asarray(num_distilled, dtype=np.int64)
-    sample_numbers = np.arange(num_rows)
-    if samples is not None:
-        _, sample_numbers = np.unique(np.asarray(samples, str), return_inverse=True)
-
-    more_than_all_tokens = int(sizes.sum() + num_rows * sizes.max())  # also with padding slots
-    bounds = _Bounds(max_token_len or more_than_all_tokens, micro_batch_size or num_rows)
+    # more than all tokens, also with padding slots
+    no_bound = int(sizes.sum() + num_rows * sizes.max())
+    bounds = _Bounds(max_token_len or no_bound, micro_batch_size or num_rows)
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
     rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
     is_padding = rows < 0
-    order = np.where(is_padding, int(sizes.argmin()), rows)  # the shortest row is the cheapest padding
+    # the shortest row is the cheapest padding
+    order = np.where(is_padding, int(sizes.argmin()), rows)
     micro_batch, num_micro_batches = _split_into_micro_batches(sizes[order], mini_batch, bounds)
 
     slots = _slots_by_micro_batch(mini_batch, micro_batch)
     schedule = []
     for epoch in range(epochs):
-        schedule.append(_schedule(steps[:, epoch], tokens, distilled, sample_numbers, num_micro_batches[epoch]))
+        schedule.append(_schedule(steps[:, epoch], counts, num_micro_batches[epoch]))
     return BatchPlan(
         num_rows=num_rows,
         world_size=world_size,
@@ -191,6 +196,17 @@ def plan_samples(number: int, world_size: int, micro_batch_size: int) -> BatchPl
         micro_batch_size=micro_batch_size,
         num_tokens=ones,
     )
+
+
+def _row_counts(num_tokens: ArrayLike, num_distilled: ArrayLike | None, samples: Sequence[str] | None) -> _RowCounts:
+    tokens = np.asarray(num_tokens, dtype=np.int64)
+    distilled = np.zeros_like(tokens)
+    if num_distilled is not None:
+        distilled = np.asarray(num_distilled, dtype=np.int64)
+    sample_numbers = np.arange(tokens.size)
+    if samples is not None:
+        _, sample_numbers = np.unique(np.asarray(samples, str), return_inverse=True)
+    return _RowCounts(tokens, distilled, sample_numbers)
 
 
 class _PartialPartition(NamedTuple):
@@ -217,24 +233,25 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     """
     item_costs = np.asarray(costs, dtype=np.float64)
     size = -(-len(item_costs) // parts)
-    filled = np.concatenate([item_costs, np.zeros(parts * size - len(item_costs))])
-    chunks = np.argsort(-filled, kind="stable").reshape(size, parts)
+    fillers = np.zeros(parts * size - len(item_costs))
+    costs_with_fillers = np.concatenate([item_costs, fillers])
+    descending_items = np.argsort(-costs_with_fillers, kind="stable").reshape(size, parts)
     heap = []
-    for number, items in enumerate(chunks):
-        sums = filled[items]
+    for number, items in enumerate(descending_items):
+        sums = costs_with_fillers[items]
         heap.append(_PartialPartition(sums[-1] - sums[0], number, sums, items[:, None]))
     heapq.heapify(heap)
 
     for number in range(size, 2 * size - 1):
         first = heapq.heappop(heap)
         second = heapq.heappop(heap)
-        # the heaviest set of one with the lightest set of the other
-        sums = first.sums + second.sums[::-1]
-        sets = np.hstack([first.sets, second.sets[::-1]])
-        descending = np.argsort(-sums, kind="stable")
-        sums = sums[descending]
-        heapq.heappush(heap, _PartialPartition(sums[-1] - sums[0], number, sums, sets[descending]))
-    return _swap(heap[0].sets, filled, len(item_costs))
+        # the heaviest set of one joins the lightest set of the other
+        joined_sums = first.sums + second.sums[::-1]
+        joined_sets = np.hstack([first.sets, second.sets[::-1]])
+        descending = np.argsort(-joined_sums, kind="stable")
+        sums = joined_sums[descending]
+        heapq.heappush(heap, _PartialPartition(sums[-1] - sums[0], number, sums, joined_sets[descending]))
+    return _swap(heap[0].sets, costs_with_fillers, len(item_costs))
 
 
 def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
@@ -242,29 +259,32 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
     sets = sets.copy()
     sums = costs[sets].sum(axis=1)
     enough = sums.mean() * BALANCE_TOLERANCE
-    # a bound on the number of swaps, because each of them may reduce the gap by very little
     for _ in range(MAX_SWAPS_PER_SET * len(sets)):
         heavy = int(sums.argmax())
         light = int(sums.argmin())
-        gap = sums[heavy] - sums[light]
         if sums[heavy] <= enough:
             break
+        gap = sums[heavy] - sums[light]
         heavy_costs = costs[sets[heavy]]
         light_costs = costs[sets[light]]
 
         # for each item of the heavy set, the two items of the light set whose swap moves closest to half of the gap
+        size = len(light_costs)
         by_cost = np.argsort(light_costs)
-        right = np.searchsorted(light_costs[by_cost], heavy_costs - gap / 2).clip(1, max(1, len(light_costs) - 1))
-        partners = np.concatenate([by_cost[right - 1], by_cost[right % len(light_costs)]])
-        items = np.tile(np.arange(len(heavy_costs)), 2)
+        right = np.searchsorted(light_costs[by_cost], heavy_costs - gap / 2).clip(1, max(1, size - 1))
+        partners = np.concatenate([by_cost[right - 1], by_cost[right % size]])
+        items = np.tile(np.arange(size), 2)
         moved = heavy_costs[items] - light_costs[partners]
 
+        # a swap that moves the whole gap or more only exchanges the two sets' roles
+        reduces_gap = (moved > 0) & (moved < gap)
         are_items = (sets[heavy][items] < num_items) & (sets[light][partners] < num_items)
-        is_allowed = are_items & (moved > 0) & (moved < gap)
+        is_allowed = are_items & reduces_gap
         if not is_allowed.any():
             break
         best = int(np.where(is_allowed, np.abs(moved - gap / 2), np.inf).argmin())
-        item, partner = items[best], partners[best]
+        item = items[best]
+        partner = partners[best]
         sets[heavy, item], sets[light, partner] = sets[light, partner], sets[heavy, item]
         sums[heavy] -= moved[best]
         sums[light] += moved[best]
@@ -281,7 +301,8 @@ def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: 
     steps = np.empty((num_rows, epochs), dtype=np.int64)
     for epoch in range(epochs):
         order = np.arange(num_rows)
-        if seed is not None:  # a generator of its own for each epoch, so that a resumed run draws the same order
+        if seed is not None:
+            # a generator of its own for each epoch, so that a resumed run draws the same order
             order = np.random.default_rng([seed, epoch]).permutation(num_rows)
         steps[order, epoch] = step_by_position
     return steps
@@ -293,12 +314,12 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
     costs = lengths + lengths.astype(np.float64) ** 2 / ATTENTION_PARITY_LENGTH
     for rows in _positions_by_value(steps, int(steps.max()) + 1):
         if balance:
-            for rank, members in enumerate(balanced_partition(costs[rows], world_size)):
-                is_row = members < len(rows)  # not a filler
-                owner[rows[members[is_row]]] = rank
+            sets = balanced_partition(costs[rows], world_size)
+            rows_of_ranks = [rows[members[members < len(rows)]] for members in sets]  # without the fillers
         else:
-            for rank, rows_of_rank in enumerate(np.array_split(rows, world_size)):
-                owner[rows_of_rank] = rank
+            rows_of_ranks = np.array_split(rows, world_size)
+        for rank, own_rows in enumerate(rows_of_ranks):
+            owner[own_rows] = rank
     return owner
 
 
@@ -313,28 +334,30 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
     num_steps = int(steps.max()) + 1
     rows_of_ranks = _positions_by_value(owner, world_size)
 
-    # all three: (epochs, W, steps)
+    # all counts: (epochs, W, steps)
     row_counts = np.zeros((epochs, world_size, num_steps), dtype=np.int64)
     for epoch in range(epochs):
-        for rank, own in enumerate(rows_of_ranks):
-            row_counts[epoch, rank] = np.bincount(steps[own, epoch], minlength=num_steps)
+        for rank, own_rows in enumerate(rows_of_ranks):
+            row_counts[epoch, rank] = np.bincount(steps[own_rows, epoch], minlength=num_steps)
     if (steps == steps[:, :1]).all():
         slot_counts = np.broadcast_to(row_counts.max(axis=1, keepdims=True), row_counts.shape)
     else:
         pass_counts = _pass_counts(lengths, rows_of_ranks, steps, bounds)
         slot_counts = np.maximum(row_counts, pass_counts.max(axis=1, keepdims=True))
 
+    # the epoch and the rank that need most, because all ranks get equally many slots
     slots_per_rank = int(slot_counts.sum(axis=2).max())
     # own rows first, followed by padding slots, of which an epoch uses as many as it needs
     rows = np.full((world_size, slots_per_rank), -1, dtype=np.int64)
     mini_batch = np.full((world_size, slots_per_rank, epochs), -1, dtype=np.int64)
-    for rank, own in enumerate(rows_of_ranks):
-        rows[rank, : len(own)] = own
-        mini_batch[rank, : len(own)] = steps[own]
+    for rank, own_rows in enumerate(rows_of_ranks):
+        num_own = len(own_rows)
+        rows[rank, :num_own] = own_rows
+        mini_batch[rank, :num_own] = steps[own_rows]
         for epoch in range(epochs):
             padding_counts = slot_counts[epoch, rank] - row_counts[epoch, rank]
             padding_steps = np.repeat(np.arange(num_steps), padding_counts)
-            mini_batch[rank, len(own) : len(own) + len(padding_steps), epoch] = padding_steps
+            mini_batch[rank, num_own : num_own + len(padding_steps), epoch] = padding_steps
     return rows, mini_batch
 
 
@@ -344,32 +367,37 @@ def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: 
     num_steps = int(steps.max()) + 1
     counts = np.zeros((epochs, len(rows_of_ranks), num_steps), dtype=np.int64)
     for epoch in range(epochs):
-        for rank, own in enumerate(rows_of_ranks):
-            for step, positions in enumerate(_positions_by_value(steps[own, epoch], num_steps)):
-                counts[epoch, rank, step] = len(_pack(lengths[own[positions]].tolist(), bounds))
+        for rank, own_rows in enumerate(rows_of_ranks):
+            own_lengths = lengths[own_rows]
+            for step, positions in enumerate(_positions_by_value(steps[own_rows, epoch], num_steps)):
+                micro_batches = _pack(own_lengths[positions].tolist(), bounds)
+                counts[epoch, rank, step] = len(micro_batches)
     return counts
 
 
 def _slots_by_micro_batch(mini_batch: Ints, micro_batch: Ints) -> tuple[Ints, Ints]:
     """Returns an index that orders the slots of each rank by their micro-batch in the first epoch, so that a rank reads
     contiguous rows. mini_batch, micro_batch: (W, n / W, epochs)."""
-    orders = []
-    for own_mini_batch, own_micro_batch in zip(mini_batch[..., 0], micro_batch[..., 0], strict=True):
-        orders.append(np.lexsort((own_micro_batch, own_mini_batch)))
-    ranks = np.arange(len(orders))[:, None]
-    return ranks, np.stack(orders)
+    ranks = np.arange(len(mini_batch))[:, None]
+    # the last key is the first criterion; the slots of each rank are sorted by themselves
+    orders = np.lexsort((micro_batch[..., 0], mini_batch[..., 0]))
+    return ranks, orders
 
 
-def _schedule(
-    steps: Ints, num_tokens: Ints, num_distilled: Ints, samples: Ints, num_micro_batches: list[int]
-) -> list[MiniBatch]:
-    """Counts the denominators of each optimizer step. num_micro_batches: by step; all other arguments: (B,)."""
-    tokens = np.bincount(steps, weights=num_tokens).astype(np.int64)
-    distilled = np.bincount(steps, weights=num_distilled).astype(np.int64)
+def _schedule(steps: Ints, counts: _RowCounts, num_micro_batches: list[int]) -> list[MiniBatch]:
+    """Counts the denominators of each optimizer step.
+
+    Args:
+        steps: (B,) step of each row.
+        counts: what each row adds.
+        num_micro_batches: forward passes of each step.
+    """
+    tokens = np.bincount(steps, weights=counts.num_tokens).astype(np.int64)
+    distilled = np.bincount(steps, weights=counts.num_distilled).astype(np.int64)
     # a sample that has several rows with tokens in a step counts once
-    samples_of_steps = np.stack([steps, samples])[:, num_tokens > 0]
-    step_of_sample = np.unique(samples_of_steps, axis=1)[0]
-    sequences = np.bincount(step_of_sample, minlength=len(tokens))
+    has_token = counts.num_tokens > 0
+    steps_and_samples = np.unique(np.stack([steps[has_token], counts.samples[has_token]]), axis=1)
+    sequences = np.bincount(steps_and_samples[0], minlength=len(tokens))
 
     mini_batches = []
     for step, number in enumerate(num_micro_batches):
@@ -379,9 +407,9 @@ def _schedule(
 
 def _positions_by_value(values: Ints, number: int) -> list[Ints]:
     """Returns the ascending positions of each value 0..number-1; other values (-1) are ignored."""
-    ascending = np.argsort(values, kind="stable")
-    bounds = np.searchsorted(values[ascending], np.arange(number + 1))
-    return [ascending[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    order = np.argsort(values, kind="stable")
+    starts = np.searchsorted(values[order], np.arange(number + 1))
+    return [order[starts[value] : starts[value + 1]] for value in range(number)]
 
 
 def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
@@ -394,15 +422,16 @@ def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) 
     numbers: list[list[int]] = []
     for epoch in range(epochs):
         num_steps = int(mini_batch[..., epoch].max()) + 1
-        slots = [_positions_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
+        slots_of_ranks = [_positions_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
         numbers_of_epoch = []
         for step in range(num_steps):
-            lengths_of_ranks = [lengths[rank, slots[rank][step]].tolist() for rank in range(world_size)]
+            slots = [slots_of_ranks[rank][step] for rank in range(world_size)]
+            lengths_of_ranks = [lengths[rank, slots[rank]].tolist() for rank in range(world_size)]
             bins_of_ranks = _split_mini_batch(lengths_of_ranks, bounds)
             numbers_of_epoch.append(len(bins_of_ranks[0]))
             for rank, bins in enumerate(bins_of_ranks):
                 for number, members in enumerate(bins):
-                    micro_batch[rank, slots[rank][step][members], epoch] = number
+                    micro_batch[rank, slots[rank][members], epoch] = number
         numbers.append(numbers_of_epoch)
     return micro_batch, numbers
 
@@ -432,14 +461,14 @@ def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
     if len(lengths) <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
         return [list(range(len(lengths)))]
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending, of bins with room for another row
+    # (free tokens, bin), ascending, of the bins with room for another row
+    room: list[tuple[int, int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fullest = bisect_left(room, (lengths[item], -1))
-        if fullest < len(room):
-            free, number = room.pop(fullest)
-        else:
-            free, number = bounds.max_tokens, len(bins)
+        if fullest == len(room):
             bins.append([])
+            room.append((bounds.max_tokens, len(bins) - 1))
+        free, number = room.pop(fullest)
         bins[number].append(item)
         if len(bins[number]) < bounds.max_rows:
             insort(room, (free - lengths[item], number))
@@ -473,8 +502,10 @@ def _split(bins: list[list[int]], number: int) -> list[list[int]]:
     bins = list(bins)
     while len(bins) < number:
         largest = max(range(len(bins)), key=lambda i: len(bins[i]))
-        bins[largest], half = bins[largest][::2], bins[largest][1::2]
-        bins.append(half)
+        items = bins[largest]
+        # every second item and not the first half, because `_pack` adds the longest items first
+        bins[largest] = items[::2]
+        bins.append(items[1::2])
     return bins
 
 

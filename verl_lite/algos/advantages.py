@@ -1,15 +1,22 @@
 """Advantage estimators of verl: from token rewards to (advantages, returns), both (B, T) and 0 under mask 0.
 
-The functions have verl's names and arguments. Rows without a valid token (padding, a failed reward) are excluded from
-all statistics and get 0. Group statistics are computed in fp64 with segment sums.
+The functions have verl's names and arguments. Most of them take:
 
-Outcome estimators read one score per response, the sum of its rewards (`outcome_scores`). All estimators ignore rewards
-under mask 0, so the score of a response must be on a token of the policy.
+    token_level_rewards, response_mask   (B, T)
+    index                                (B,) the group of each row, its uid
+    config                               the options of `algorithm`, see `EstimatorConfig`
+
+Rows without a valid token (padding, a failed reward) are excluded from all statistics and get 0. Group statistics are
+computed in fp64 with segment sums.
+
+Outcome estimators read one score per response, the sum of its rewards (`outcome_scores`), and return the same tensor as
+advantages and as returns. All estimators ignore rewards under mask 0, so the score of a response must be on a token of
+the policy. They raise ValueError, naming the argument, if one is missing or has another shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +32,8 @@ from verl_lite.algos.masked import (
     group_mean_std,
     group_sum,
     group_top_two,
+    masked_sum,
+    row_ends,
     whiten_or_keep,
 )
 from verl_lite.registry import Registry
@@ -36,10 +45,25 @@ F = TypeVar("F", bound=Callable[..., Pair])
 ADV_ESTIMATOR_REGISTRY: Registry[Callable[..., Pair]] = Registry("advantage estimator")
 
 
-def estimator(*names: str, **facts: Any) -> Callable[[F], F]:
+class EstimatorConfig(Protocol):
+    """The options that estimators read from `config`, as in `AlgorithmConfig`. An option that the object does not have
+    counts as its default, because verl's configs have only some of them."""
+
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def norm_adv_by_std_in_grpo(self) -> bool: ...
+    @property
+    def gdpo_reward_keys(self) -> Sequence[str] | None: ...
+    @property
+    def gdpo_reward_weights(self) -> Sequence[float] | None: ...
+
+
+def estimator(*names: str, **facts: object) -> Callable[[F], F]:
     """Returns a decorator that registers an estimator without gradient. facts: see `core_algos.register_adv_est`."""
 
     def decorate(function: F) -> F:
+        # advantages are constants of the loss, so the values and log-probs that they read get no gradient
         function = torch.no_grad()(function)
         for name in names:
             ADV_ESTIMATOR_REGISTRY.register(name, **facts)(function)
@@ -48,28 +72,54 @@ def estimator(*names: str, **facts: Any) -> Callable[[F], F]:
     return decorate
 
 
+def discount_of(gamma: float | None, config: EstimatorConfig | None) -> float:
+    """Returns the discount factor: the argument `gamma`, else config.gamma as in verl, else 1."""
+    return getattr(config, "gamma", 1.0) if gamma is None else gamma
+
+
 def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Returns the score of each response, (B,): the sum of the rewards of its valid tokens; 0 for a row without any."""
-    return torch.where(response_mask.bool(), at_least_fp32(token_level_rewards), 0).sum(dim=-1)
+    return masked_sum(token_level_rewards, response_mask, axis=-1)
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Scores (B,) fp64, valid rows (B,) bool, groups (B,) and group statistics, as used by the outcome estimators."""
+    """The scores of a batch of responses, and the statistics of their groups, as the outcome estimators read them.
 
-    is_valid: Tensor  # (B, T) bool
+    Attributes:
+        is_valid: (B, T) bool, the valid tokens.
+        has_token: (B,) bool, the rows with a valid token. Only these are in the statistics.
+        scores: (B,) fp64.
+        groups: (B,) number of the row's group, from 0.
+        num_groups: number of groups.
+        means: (B,) mean score of the row's group; 0 for a group of fewer than two.
+        stds: (B,) standard deviation (n - 1) of the row's group; 1 for a group of fewer than two.
+        counts: (B,) number of rows with a valid token in the row's group.
+        dtype: type of the result, fp64 for rewards in fp64, else fp32.
+    """
+
+    is_valid: Tensor
+    has_token: Tensor
     scores: Tensor
-    valid: Tensor
     groups: Tensor
     num_groups: int
-    means: Tensor  # (G,), 0 for a group of fewer than two
-    stds: Tensor  # (G,), 1 for a group of fewer than two
-    counts: Tensor  # (G,) number of valid rows
+    means: Tensor
+    stds: Tensor
+    counts: Tensor
+    dtype: torch.dtype
 
-    def advantages(self, values: Tensor, like: Tensor) -> Pair:
-        """Puts `values` (B,) on all valid tokens of their rows; the same tensor serves as advantages and returns."""
-        spread_out = spread(values, self.is_valid, like)
-        return spread_out, spread_out
+    def group_sum(self, values: Tensor) -> Tensor:
+        """Returns the sum of the rows of each group: (B, ...) -> (G, ...)."""
+        return group_sum(values, self.groups, self.num_groups)
+
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """Puts values (B,) on the valid tokens of their rows: (B, T), 0 elsewhere."""
+        return spread(values, self.is_valid, self.dtype)
+
+    def advantages(self, values: Tensor) -> Pair:
+        """Puts values (B,) on the valid tokens of their rows, as advantages and as returns."""
+        advantages = self.on_tokens(values)
+        return advantages, advantages
 
 
 def outcomes(name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Index | None) -> Outcomes:
@@ -78,22 +128,29 @@ def outcomes(name: str, token_level_rewards: Tensor, response_mask: Tensor, inde
     if index is None:
         raise ValueError(f"{name}: index is missing; (B,) the group of each row, its uid, is expected.")
     check_rows(name, len(token_level_rewards), index=index)
+
     is_valid = response_mask.bool()
-    valid = is_valid.any(dim=-1)
-    scores = outcome_scores(token_level_rewards, is_valid).double()
+    has_token = is_valid.any(dim=-1)
+    token_scores = outcome_scores(token_level_rewards, is_valid)
+    scores = token_scores.double()
     groups, num_groups = group_ids(index, scores.device)
-    return Outcomes(is_valid, scores, valid, groups, num_groups, *group_mean_std(scores, groups, num_groups, valid))
+    means, stds, counts = group_mean_std(scores, groups, num_groups, has_token)
+    return Outcomes(
+        is_valid=is_valid,
+        has_token=has_token,
+        scores=scores,
+        groups=groups,
+        num_groups=num_groups,
+        means=means[groups],
+        stds=stds[groups],
+        counts=counts[groups],
+        dtype=token_scores.dtype,
+    )
 
 
-def spread(scores: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
-    """Returns (B, T): the score of each row at its valid tokens, 0 elsewhere; fp64 if `like` is fp64, else fp32."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.where(response_mask.bool(), scores.to(dtype).unsqueeze(-1), 0)
-
-
-def option(name: str, given: Any, config: Any, default: Any) -> Any:
-    """Returns the argument `given` unless it is None, else config.<name> as in verl, else the default."""
-    return getattr(config, name, default) if given is None else given
+def spread(values: Tensor, is_valid: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns (B, T): the value of each row, (B,), at its valid tokens, and 0 elsewhere."""
+    return torch.where(is_valid, values.to(dtype).unsqueeze(-1), 0)
 
 
 # ---------------------------------------------------------------------------------------------------- with a critic
@@ -108,36 +165,47 @@ def compute_gae_advantage_return(
     lam: float = 1.0,
     lambd: float | None = None,
     whiten: bool = True,
-    **_: Any,
+    **_: object,
 ) -> Pair:
     """GAE: delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next (arXiv:1506.02438, eq. 16).
 
     "next" is the next valid token: tokens under mask 0 carry V and A through unchanged, so an environment's tokens
-    between two turns are not steps. V and A are 0 after the last valid token. returns = A + V. Afterwards A is whitened
-    over all valid tokens, unless `whiten` is false (as in ROLL) or there is only one token (verl raises).
+    between two turns are not steps. V and A are 0 after the last valid token. returns = A + V.
 
-    token_level_rewards, values, response_mask: (B, T). `lambd` is ROLL's name for `lam`. Without response_mask all
-    tokens are valid, also as in ROLL. Raises ValueError if values are missing or shapes differ.
+    Args:
+        values: (B, T) the critic's V.
+        response_mask: None = all tokens are valid, as in ROLL.
+        lambd: ROLL's name for `lam`.
+        whiten: whether A is whitened over all valid tokens afterwards (ROLL: false). A single valid token is not
+            whitened (verl raises an error).
     """
     if response_mask is None:
         response_mask = torch.ones_like(token_level_rewards)
     check_shapes("gae", token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     assert values is not None
     decay = gamma * (lam if lambd is None else lambd)
-    is_valid, values = response_mask.bool(), at_least_fp32(values)
+    is_valid = response_mask.bool()
+    values = at_least_fp32(values)
+
     # transposed to contiguous columns: each step of the scan is a few operations on contiguous (B,) vectors
-    rewards_at, values_at, valid_at = (
-        x.t().contiguous() for x in (token_level_rewards.to(values.dtype), values, is_valid)
-    )
+    rewards_at = token_level_rewards.to(values.dtype).t().contiguous()
+    values_at = values.t().contiguous()
+    valid_at = is_valid.t().contiguous()
     advantages_at = torch.empty_like(values_at)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
-    for t in range(len(values_at) - 1, -1, -1):
-        step = torch.add(rewards_at[t], next_value, alpha=gamma).sub_(values_at[t]).add_(next_advantage, alpha=decay)
-        next_advantage = torch.where(valid_at[t], step, next_advantage, out=advantages_at[t])
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage = next_value
+    for t in reversed(range(len(values_at))):
+        # add with alpha multiplies and adds in one pass
+        delta = torch.add(rewards_at[t], next_value, alpha=gamma).sub_(values_at[t])
+        advantage = delta.add_(next_advantage, alpha=decay)
+        next_advantage = torch.where(valid_at[t], advantage, next_advantage, out=advantages_at[t])
         next_value = torch.where(valid_at[t], values_at[t], next_value)
+
     advantages = torch.where(is_valid, advantages_at.t(), 0)
-    returns = (advantages + values).masked_fill_(~is_valid, 0)
-    return whiten_or_keep(advantages, is_valid) if whiten else advantages, returns
+    returns = torch.where(is_valid, advantages + values, 0)
+    if whiten:
+        advantages = whiten_or_keep(advantages, is_valid)
+    return advantages, returns
 
 
 # ---------------------------------------------------------------------------------------------------- GRPO and kin
@@ -150,23 +218,22 @@ def compute_grpo_outcome_advantage(
     index: Index | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any | None = None,
-    **_: Any,
+    config: EstimatorConfig | None = None,
+    **_: object,
 ) -> Pair:
     """GRPO: compares the score of each response with the other responses to the same prompt.
 
-    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2). With
-    `norm_adv_by_std_in_grpo` false it is not divided (Dr.GRPO, arXiv:2503.20783). A group of one response has mean 0
-    and std 1. Rows without a valid token are excluded from mean and std and get 0. `config` is not read.
+    A_i = (R_i - mean_g) / (std_g + epsilon), std with Bessel's correction (arXiv:2402.03300, section 4.1.2). A group of
+    one response has mean 0 and std 1. `config` is not read.
 
-    token_level_rewards, response_mask: (B, T). index: (B,) the group of each row. Returns (advantages, returns), the
-    same (B, T) tensor twice, 0 under mask 0. Raises ValueError if the number of labels in index is not B.
+    Args:
+        norm_adv_by_std_in_grpo: False: A_i = R_i - mean_g (Dr.GRPO, arXiv:2503.20783).
     """
     rows = outcomes("grpo", token_level_rewards, response_mask, index)
-    advantages = rows.scores - rows.means[rows.groups]
+    advantages = rows.scores - rows.means
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (rows.stds[rows.groups] + epsilon)
-    return rows.advantages(advantages, token_level_rewards)
+        advantages = advantages / (rows.stds + epsilon)
+    return rows.advantages(advantages)
 
 
 @estimator("maxrl", groups=True)
@@ -175,7 +242,7 @@ def compute_maxrl_outcome_advantage(
     response_mask: Tensor,
     index: Index | None = None,
     epsilon: float = 1e-6,
-    **_: Any,
+    **_: object,
 ) -> Pair:
     """MaxRL: A_i = (R_i - mean_g) / (mean_g + epsilon), the group's mean in place of GRPO's std (arXiv:2602.02710).
 
@@ -185,9 +252,10 @@ def compute_maxrl_outcome_advantage(
     formula would divide by epsilon (authors' code: no exception).
     """
     rows = outcomes("maxrl", token_level_rewards, response_mask, index)
-    means = rows.means[rows.groups]  # 0 for a group of one
-    advantages = torch.where(means > 0, (rows.scores - means) / (means.clamp(min=0) + epsilon), 0)
-    return rows.advantages(advantages, token_level_rewards)
+    relative_scores = (rows.scores - rows.means) / (rows.means.clamp(min=0) + epsilon)
+    # false for a group of one, whose mean is 0
+    has_success = rows.means > 0
+    return rows.advantages(torch.where(has_success, relative_scores, 0))
 
 
 @estimator("grpo_passk", groups=True)
@@ -197,24 +265,33 @@ def compute_grpo_passk_outcome_advantage(
     index: Index | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool | None = None,
-    config: Any | None = None,
-    **_: Any,
+    config: EstimatorConfig | None = None,
+    **_: object,
 ) -> Pair:
     """Pass@k: rewards only the best response of a group, by its lead over the second best (arXiv:2503.19595).
 
     A = (R_best - R_second) / (std_g + epsilon) for the best response, 0 for the others; all are 0 if the best two tie.
-    It is not divided if `norm_adv_by_std_in_grpo` (argument, else config, else true) is false. A group with only one
-    valid row gets 0. Raises ValueError if a group has only one row.
+    A group with only one valid row gets 0.
+
+    Args:
+        norm_adv_by_std_in_grpo: whether the lead is divided by the std; None = the option of `config`, else True.
+
+    Raises:
+        ValueError: a group has only one row.
     """
     rows = outcomes("grpo_passk", token_level_rewards, response_mask, index)
     sizes = torch.bincount(rows.groups, minlength=rows.num_groups)
     if bool((sizes < 2).any()):
         raise ValueError("grpo_passk: a group of one row has no second-best score; index needs at least two rows each.")
-    best, first, second = group_top_two(rows.scores, rows.groups, rows.num_groups, rows.valid)
-    lead = torch.where(rows.counts > 1, first - second, 0)
-    if option("norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo, config, True):
-        lead = lead / (rows.stds + epsilon)
-    return rows.advantages(torch.zeros_like(rows.scores).index_copy(0, best, lead), token_level_rewards)
+    if norm_adv_by_std_in_grpo is None:
+        norm_adv_by_std_in_grpo = getattr(config, "norm_adv_by_std_in_grpo", True)
+
+    best_rows, best_scores, second_scores = group_top_two(rows.scores, rows.groups, rows.num_groups, rows.has_token)
+    # with a single valid row the second-best score is -inf, and the lead infinite
+    leads = torch.where(rows.counts[best_rows] > 1, best_scores - second_scores, 0)
+    if norm_adv_by_std_in_grpo:
+        leads = leads / (rows.stds[best_rows] + epsilon)
+    return rows.advantages(torch.zeros_like(rows.scores).index_copy(0, best_rows, leads))
 
 
 @estimator("gdpo", groups=True, raw_scores=True)
@@ -224,71 +301,84 @@ def compute_gdpo_outcome_advantage(
     index: Index | None = None,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any | None = None,
-    non_tensor_batch: dict[str, np.ndarray] | None = None,
-    **_: Any,
+    config: EstimatorConfig | None = None,
+    non_tensor_batch: Mapping[str, np.ndarray] | None = None,
+    **_: object,
 ) -> Pair:
     """GDPO: normalises each reward separately within its group, then sums and whitens (arXiv:2601.05242).
 
-    A = whiten(sum_k w_k GRPO_k) over all valid tokens. config.gdpo_reward_keys names the reward columns (B,) in
-    `non_tensor_batch`; config.gdpo_reward_weights are the weights w_k (null: 1 each). token_level_rewards only provide
-    shape and dtype. Raises ValueError if keys are missing, the number of weights differs from the number of keys, or a
-    valid row has a reward that is not finite.
+    A = whiten(sum_k w_k GRPO_k) over all valid tokens. token_level_rewards only provide shape and dtype.
+
+    Args:
+        norm_adv_by_std_in_grpo: as for `compute_grpo_outcome_advantage`, for each reward.
+        config: gdpo_reward_keys are the names of the rewards; gdpo_reward_weights are the weights w_k, null = 1 each.
+        non_tensor_batch: the rewards by name, (B,) each.
+
+    Raises:
+        ValueError: keys are missing, the number of weights differs from the number of keys, or a valid row has a reward
+            that is not finite.
     """
-    keys = getattr(config, "gdpo_reward_keys", None)
-    weights = getattr(config, "gdpo_reward_weights", None)
+    keys: Sequence[str] | None = getattr(config, "gdpo_reward_keys", None)
+    weights: Sequence[float] | None = getattr(config, "gdpo_reward_weights", None)
     columns = non_tensor_batch or {}
     if not keys or any(key not in columns for key in keys):
         raise ValueError(f"gdpo: gdpo_reward_keys={keys}: columns of rewards are expected, of {sorted(columns)}.")
-    if weights and len(weights) != len(keys):
+    if not weights:
+        weights = [1.0] * len(keys)
+    if len(weights) != len(keys):
         raise ValueError(f"gdpo: gdpo_reward_weights={list(weights)}: one for each of {list(keys)} is expected.")
-    total = torch.zeros(len(token_level_rewards), dtype=torch.float64, device=token_level_rewards.device)
     rows = outcomes("gdpo", token_level_rewards, response_mask, index)
-    check_rows("gdpo", len(total), **{key: columns[key] for key in keys})
-    for key, weight in zip(keys, weights or [1.0] * len(keys), strict=True):
+    check_rows("gdpo", len(rows.scores), **{key: columns[key] for key in keys})
+
+    total = torch.zeros_like(rows.scores)
+    for key, weight in zip(keys, weights, strict=True):
         scores = torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=total.device)
-        unknown = int((rows.valid & ~torch.isfinite(scores)).sum())
-        if unknown:
-            raise ValueError(f"gdpo: reward {key!r} is no finite number in {unknown} rows; each answer needs one.")
-        scores = torch.where(rows.valid, scores, 0)
-        means, stds, _counts = group_mean_std(scores, rows.groups, rows.num_groups, rows.valid)
-        advantage = scores - means[rows.groups]
-        total += weight * (advantage / (stds[rows.groups] + epsilon) if norm_adv_by_std_in_grpo else advantage)
-    advantages = whiten_or_keep(spread(total, rows.is_valid, token_level_rewards), rows.is_valid)
-    return advantages, advantages
+        # one NaN would reach the whole group through its mean, and all rows through the whitening
+        num_unknown = int((rows.has_token & ~torch.isfinite(scores)).sum())
+        if num_unknown:
+            raise ValueError(f"gdpo: reward {key!r} is no finite number in {num_unknown} rows; each answer needs one.")
+        scores = torch.where(rows.has_token, scores, 0)
+        means, stds, _counts = group_mean_std(scores, rows.groups, rows.num_groups, rows.has_token)
+        advantages = scores - means[rows.groups]
+        if norm_adv_by_std_in_grpo:
+            advantages = advantages / (stds[rows.groups] + epsilon)
+        total += weight * advantages
+
+    whitened = whiten_or_keep(rows.on_tokens(total), rows.is_valid)
+    return whitened, whitened
 
 
 @estimator("rloo", groups=True)
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: object
 ) -> Pair:
     """RLOO: A_i = R_i - mean of the group's other scores = n/(n-1) (R_i - mean_g) (arXiv:2402.14740).
 
     A group of one response has no baseline: A = R.
     """
     rows = outcomes("rloo", token_level_rewards, response_mask, index)
-    return rows.advantages(_leave_one_out(rows), token_level_rewards)
+    return rows.advantages(_leave_one_out(rows))
 
 
 @estimator("rloo_vectorized", groups=True)
 def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: object
 ) -> Pair:
     """RLOO as in verl's rloo_vectorized: a group of one response gets 0 instead of its score."""
     rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
-    several = (rows.counts > 1)[rows.groups]
-    return rows.advantages(torch.where(several, _leave_one_out(rows), 0), token_level_rewards)
+    return rows.advantages(torch.where(rows.counts > 1, _leave_one_out(rows), 0))
 
 
 def _leave_one_out(rows: Outcomes) -> Tensor:
     """Returns score minus mean of the group's other scores, (B,); in a group of one, the score itself."""
+    # R_i - (n mean_g - R_i) / (n - 1) = n / (n - 1) (R_i - mean_g); a group of one has mean_g = 0 and no others
     scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
-    return scale[rows.groups] * (rows.scores - rows.means[rows.groups])
+    return scale * (rows.scores - rows.means)
 
 
 @estimator("opo", groups=True)
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: object
 ) -> Pair:
     """OPO: A = R - b_g with the length-weighted baseline b_g = sum(len R) / sum(len) (arXiv:2505.23585).
 
@@ -296,14 +386,14 @@ def compute_opo_outcome_advantage(
     """
     rows = outcomes("opo", token_level_rewards, response_mask, index)
     lengths = rows.is_valid.sum(dim=-1).double()
-    totals = group_sum(torch.stack([lengths * rows.scores, lengths], dim=-1), rows.groups, rows.num_groups)
-    baselines = torch.where(rows.counts > 1, totals[:, 0] / totals[:, 1].clamp(min=1), 0)
-    return rows.advantages(rows.scores - baselines[rows.groups], token_level_rewards)
+    weighted_means = rows.group_sum(lengths * rows.scores) / rows.group_sum(lengths).clamp(min=1)
+    baselines = torch.where(rows.counts > 1, weighted_means[rows.groups], 0)
+    return rows.advantages(rows.scores - baselines)
 
 
 @estimator("gpg", groups=True)
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, f_norm: float = 1.0, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, f_norm: float = 1.0, **_: object
 ) -> Pair:
     """GPG: A = alpha (R - mean_g) / f_norm with alpha = rows / rows of non-zero score (arXiv:2504.02546).
 
@@ -311,9 +401,10 @@ def compute_gpg_outcome_advantage(
     Use with the policy loss `gpg`.
     """
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
-    alpha = rows.valid.sum().double() / ((rows.scores != 0) & rows.valid).sum().clamp(min=1)
-    advantages = alpha * (rows.scores - rows.means[rows.groups]) / f_norm
-    return rows.advantages(advantages, token_level_rewards)
+    is_nonzero = (rows.scores != 0) & rows.has_token
+    # at least 1: in a batch of zeros the advantages are 0, and alpha is arbitrary
+    alpha = rows.has_token.sum().double() / is_nonzero.sum().clamp(min=1)
+    return rows.advantages(alpha * (rows.scores - rows.means) / f_norm)
 
 
 # ---------------------------------------------------------------------------------------------------- REINFORCE and kin
@@ -321,43 +412,50 @@ def compute_gpg_outcome_advantage(
 
 @estimator("reinforce_plus_plus")
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: EstimatorConfig | None = None,
+    gamma: float | None = None,
+    **_: object,
 ) -> Pair:
     """REINFORCE++: G_t = r_t + gamma G_next over valid tokens; A = G whitened over the batch (arXiv:2501.03262).
 
     gamma: argument, else config.gamma, else 1. Tokens under mask 0 carry G through unchanged, as in verl 0.9.1.
     """
     check_shapes("reinforce_plus_plus", token_level_rewards=token_level_rewards, response_mask=response_mask)
-    returns = discounted_returns(token_level_rewards, response_mask, option("gamma", gamma, config, 1.0))
+    returns = discounted_returns(token_level_rewards, response_mask, discount_of(gamma, config))
     return whiten_or_keep(returns, response_mask), returns
 
 
 @estimator("reinforce_plus_plus_baseline")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **_: object
 ) -> Pair:
     """REINFORCE++ with the group mean as baseline: A = R - mean_g, whitened over all valid tokens of the batch."""
     rows = outcomes("reinforce_plus_plus_baseline", token_level_rewards, response_mask, index)
-    centred = spread(rows.scores - rows.means[rows.groups], rows.is_valid, token_level_rewards)
+    centred = rows.on_tokens(rows.scores - rows.means)
     advantages = whiten_or_keep(centred, rows.is_valid)
     return advantages, advantages
 
 
 @estimator("remax", raw_scores=True)
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor | None = None, response_mask: Tensor | None = None, **_: Any
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor | None = None,
+    response_mask: Tensor | None = None,
+    **_: object,
 ) -> Pair:
     """ReMax: A_t = (sum of the rewards from t to the end) - score of the greedy response (arXiv:2310.10505).
 
-    reward_baselines: (B,) scores of the greedy responses. Raises ValueError if they are missing or not B numbers.
+    reward_baselines: (B,) scores of the greedy responses.
     """
     check_shapes("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
     assert response_mask is not None
     if reward_baselines is None or reward_baselines.shape != token_level_rewards.shape[:1]:
-        found = "missing" if reward_baselines is None else f"of shape {tuple(reward_baselines.shape)}"
-        raise ValueError(f"remax: reward_baselines is {found}; (B,) scores of greedy answers are expected.")
+        problem = "missing" if reward_baselines is None else f"of shape {tuple(reward_baselines.shape)}"
+        raise ValueError(f"remax: reward_baselines is {problem}; (B,) scores of greedy answers are expected.")
     returns = discounted_returns(token_level_rewards, response_mask, 1.0)
-    return returns - spread(reward_baselines, response_mask, token_level_rewards), returns
+    return returns - spread(reward_baselines, response_mask.bool(), returns.dtype), returns
 
 
 # ---------------------------------------------------------------------------------------------------- token baselines
@@ -373,16 +471,21 @@ def compute_optimal_token_baseline_advantage(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
-    **_: Any,
+    **_: object,
 ) -> Pair:
     """Optimal token baseline: minimises the gradient variance for each prompt and time step (arXiv:2602.07078).
 
     Let pi be the probability of the sampled token and S the sum of squared probabilities over the vocabulary. The
     squared norm of the logit gradient is w_t = 1 - 2 pi + S (times rollout_is_weights^2). With W_t = w_1 + .. + w_t,
-    B_t = sum_i(G W) / (sum_i W + epsilon) over the rows of the group that have a token at t, and A = G - B.
-    `handle_zero_tail` omits the baseline where only the group's longest row has tokens: it would equal the row's own G.
-    A group of one row has no baseline. old_log_probs, sum_pi_squared, rollout_is_weights: (B, T).
-    Raises ValueError if an argument is missing or has another shape.
+    B_t = sum_i(G W) / (sum_i W + epsilon) over the rows of the group that have a token at t, and A = G - B. A group of
+    one row has no baseline.
+
+    Args:
+        old_log_probs: (B, T) log pi.
+        sum_pi_squared: (B, T) S.
+        rollout_is_weights: (B, T) importance weights; None = 1.
+        handle_zero_tail: omit the baseline where only the group's longest row has tokens: there it would equal the
+            row's own G.
     """
     name = "optimal_token_baseline"
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
@@ -390,22 +493,34 @@ def compute_optimal_token_baseline_advantage(
     rows = outcomes(name, token_level_rewards, response_mask, index)
     is_valid = rows.is_valid
     returns = discounted_returns(token_level_rewards, is_valid, 1.0)
+
     # exactly, w >= (1 - pi)^2: negative values are rounding errors, and a sum near 0 would make the baseline arbitrary
     weights = (1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)).clamp(min=0)
     if rollout_is_weights is not None:
         weights = weights * at_least_fp32(rollout_is_weights).square()
-    energy = torch.where(is_valid, weights, 0).cumsum(dim=-1).masked_fill_(~is_valid, 0)
-    totals = group_sum(energy, rows.groups, rows.num_groups)  # (G, T)
-    baselines = group_sum(returns * energy, rows.groups, rows.num_groups) / (totals + epsilon)
-    has_baseline = (rows.counts > 1)[rows.groups].unsqueeze(-1).expand_as(is_valid)
+    cumulative_weights = torch.where(is_valid, weights, 0).cumsum(dim=-1)
+    # rows that have no token at t, because it is masked or after their end, are in neither sum
+    cumulative_weights = torch.where(is_valid, cumulative_weights, 0)
+    weighted_returns = rows.group_sum(returns * cumulative_weights)  # (G, T)
+    baselines = weighted_returns / (rows.group_sum(cumulative_weights) + epsilon)
+
+    has_baseline = is_valid & (rows.counts > 1).unsqueeze(-1)
     if handle_zero_tail:
-        positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device)
-        ends = (positions * is_valid).amax(dim=-1)  # (B,) number of columns up to the last valid token
-        _best, first, second = group_top_two(ends, rows.groups, rows.num_groups, rows.valid)
-        is_tail = (positions > second[rows.groups].unsqueeze(-1)) & (ends.double() == first[rows.groups]).unsqueeze(-1)
-        has_baseline = has_baseline & ~is_tail
-    advantages = returns - torch.where(has_baseline & is_valid, baselines[rows.groups], 0)
-    return advantages, returns
+        has_baseline = has_baseline & ~_is_beyond_second_longest(rows)
+    return returns - torch.where(has_baseline, baselines[rows.groups], 0), returns
+
+
+def _is_beyond_second_longest(rows: Outcomes) -> Tensor:
+    """Returns (B, T) bool: the positions of a group's longest row after the end of its second-longest row.
+
+    The length of a row is the number of columns up to its last valid token, masked ones included.
+    """
+    ends = row_ends(rows.is_valid)
+    _, longest, second_longest = group_top_two(ends, rows.groups, rows.num_groups, rows.has_token)
+    is_longest = ends == longest[rows.groups]
+    positions = torch.arange(1, rows.is_valid.shape[-1] + 1, device=ends.device)
+    is_beyond_second = positions > second_longest[rows.groups].unsqueeze(-1)
+    return is_beyond_second & is_longest.unsqueeze(-1)
 
 
 @estimator("tir_optimal_token_baseline")
@@ -416,22 +531,39 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     old_log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
-    **options: Any,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **_: object,
 ) -> Pair:
-    """`compute_optimal_token_baseline_advantage` for multi-turn responses: only the policy's tokens are time steps.
+    """Computes `compute_optimal_token_baseline_advantage` of multi-turn responses: only the policy's tokens are steps.
 
     The valid tokens of each row are gathered at its start, and the results are scattered back to their positions.
     """
     name = "tir_optimal_token_baseline"
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     assert old_log_probs is not None and sum_pi_squared is not None
+    # valid tokens first; the stable sort keeps their order
     order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)
-    columns = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
-    rewards, mask, log_probs, squares = (column.gather(1, order) for column in columns)
-    weights = None if rollout_is_weights is None else rollout_is_weights.gather(1, order)
-    compact = compute_optimal_token_baseline_advantage(rewards, mask, index, log_probs, squares, weights, **options)
-    advantages, returns = (torch.zeros_like(column).scatter(1, order, column) for column in compact)
-    return advantages, returns
+
+    weights = None
+    if rollout_is_weights is not None:
+        weights = rollout_is_weights.gather(1, order)
+    advantages, returns = compute_optimal_token_baseline_advantage(
+        token_level_rewards.gather(1, order),
+        response_mask.gather(1, order),
+        index,
+        old_log_probs.gather(1, order),
+        sum_pi_squared.gather(1, order),
+        weights,
+        handle_zero_tail,
+        epsilon,
+    )
+    return _scattered(advantages, order), _scattered(returns, order)
+
+
+def _scattered(values: Tensor, order: Tensor) -> Tensor:
+    """Returns values (B, T) at the columns of each row that `order` (B, T) names."""
+    return torch.zeros_like(values).scatter(1, order, values)
 
 
 def _check_token_columns(
@@ -442,6 +574,7 @@ def _check_token_columns(
     sum_pi_squared: Tensor | None,
     rollout_is_weights: Tensor | None,
 ) -> None:
+    """Raises ValueError if a column is missing or has another shape. Only the weights may be None."""
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_shapes(name, response_mask=response_mask, old_log_probs=old_log_probs, sum_pi_squared=sum_pi_squared)
     if rollout_is_weights is not None:

@@ -2,21 +2,21 @@
 
 A row is a whole episode whose runs of valid tokens are the turns (agentic_reinforce), or one step of an episode
 (step_reinforce, gigpo: the rows with equal `traj_id` form the episode, ordered by `step`).
-"""
 
-from typing import Any
+In all of them the discount factor is the argument `gamma`, else config.gamma, else 1.
+"""
 
 import torch
 from torch import Tensor
 
-from verl_lite.algos.advantages import Index, Pair, estimator, option, outcome_scores
+from verl_lite.algos.advantages import EstimatorConfig, Index, Pair, discount_of, estimator, outcome_scores
 from verl_lite.algos.agentic_rewards import (
     Normalization,
     agentic_reward_norm,
     compute_discounted_returns,
     compute_gigpo_rewards,
 )
-from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns
+from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns, row_ends
 
 
 def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float = 1.0) -> Pair:
@@ -28,16 +28,19 @@ def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: f
 
 @estimator("reinforce")
 def compute_reinforce_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: EstimatorConfig | None = None,
+    gamma: float | None = None,
+    **_: object,
 ) -> Pair:
     """REINFORCE: A_t = G_t = r_t + gamma G_(t+1). Every column is a step, including an environment's tokens.
 
-    Rewards under mask 0 are not read. gamma: argument, else config.gamma, else 1. There is no baseline and no
-    whitening: the rewards should be normalised (ROLL's `reinforce` and, with normalised rewards, its `grpo`). Returns
-    are 0 under mask 0; ROLL does not mask them.
+    Rewards under mask 0 are not read. There is no baseline and no whitening: the rewards should be normalised (ROLL's
+    `reinforce` and, with normalised rewards, its `grpo`). Returns are 0 under mask 0; ROLL does not mask them.
     """
     check_shapes("reinforce", token_level_rewards=token_level_rewards, response_mask=response_mask)
-    discount = option("gamma", gamma, config, 1.0)
+    discount = discount_of(gamma, config)
     returns = discounted_returns(token_level_rewards, response_mask, discount, count_gaps=True)
     return returns, returns
 
@@ -51,21 +54,28 @@ def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, 
     """
     check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
     is_valid = mask.bool()
-    is_end = is_valid & ~torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
+    is_next_valid = torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
+    # a turn ends where the next token is not the policy's; behind the last column there is none
+    is_end_of_turn = is_valid & ~is_next_valid
     rewards = at_least_fp32(token_level_rewards)
-    factors = torch.where(is_end, rewards.new_tensor(gamma), rewards.new_ones(()))
-    returns = backward_scan(factors, torch.where(is_end, rewards, 0)).masked_fill_(~is_valid, 0)
+
+    # C changes at the last token of a turn and is carried to the turn's other tokens
+    factors = torch.where(is_end_of_turn, rewards.new_tensor(gamma), rewards.new_ones(()))
+    carried = backward_scan(factors, torch.where(is_end_of_turn, rewards, 0))
+    returns = torch.where(is_valid, carried, 0)
     return returns, returns
 
 
 @estimator("agentic_reinforce", rows="trajectory")
 def compute_agentic_reinforce_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any | None = None, gamma: float | None = None, **_: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: EstimatorConfig | None = None,
+    gamma: float | None = None,
+    **_: object,
 ) -> Pair:
-    """Computes `compute_agentic_reinforce_return`. gamma: argument, else config.gamma, else 1."""
-    return compute_agentic_reinforce_return(
-        token_level_rewards, option("gamma", gamma, config, 1.0), 1.0, response_mask
-    )
+    """REINFORCE by turns: see `compute_agentic_reinforce_return`."""
+    return compute_agentic_reinforce_return(token_level_rewards, discount_of(gamma, config), 1.0, response_mask)
 
 
 @estimator("step_reinforce", rows="step", groups=False)
@@ -78,24 +88,32 @@ def compute_step_reinforce_advantage(
     step_reward_gamma: float = 0.95,
     norm_mean_type: str | None = None,
     norm_std_type: str | None = None,
-    config: Any | None = None,
+    config: EstimatorConfig | None = None,
     gamma: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> Pair:
-    """Step REINFORCE: puts the normalised discounted return of each step on the last token of its row.
+    """Step REINFORCE: R = norm(G) at the last token of each row, G = score + step_reward_gamma (G of the next step).
 
-    Then applies REINFORCE along the tokens with `gamma`. index: (B,) groups (tasks) for the normalisation. traj_id,
-    step: see `compute_discounted_returns`. Norm types: see `normalise_scores`. Raises ValueError if labels are missing.
+    Then applies REINFORCE along the tokens with `gamma` (ROLL).
+
+    Args:
+        index: (B,) task of each row; rows of a task form the group of the normalisation.
+        traj_id, step: (B,) episode of each row, and its number within the episode.
+        step_reward_gamma: discount factor from step to step.
+        norm_mean_type, norm_std_type: see `normalise_scores`.
+
+    Raises:
+        ValueError: labels are missing.
     """
     name = "step_reinforce"
     check_shapes(name, token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_rows(name, len(response_mask), index=index, traj_id=traj_id, step=step)
-    valid = response_mask.bool().any(dim=-1)
+    assert traj_id is not None and step is not None
+    has_token = response_mask.bool().any(dim=-1)
     scores = outcome_scores(token_level_rewards, response_mask)
-    labels: tuple[Any, Any] = (traj_id, step)
-    returns = compute_discounted_returns(scores, *labels, step_reward_gamma, valid)
-    how = Normalization(norm_mean_type, norm_std_type)
-    rewards = agentic_reward_norm(returns, how, valid=valid, groups=index)
+    returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, has_token)
+    norm = Normalization(norm_mean_type, norm_std_type)
+    rewards = agentic_reward_norm(returns, norm, valid=has_token, groups=index)
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
@@ -112,30 +130,45 @@ def compute_gigpo_advantage(
     step_reward_weight: float = 1.0,
     norm_mean_type: str | None = "group",
     norm_std_type: str | None = "group",
-    config: Any | None = None,
+    config: EstimatorConfig | None = None,
     gamma: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> Pair:
     """GiGPO: R = episode_reward_weight E + step_reward_weight S at the last token of each row (arXiv:2505.10978).
 
-    E is the score of the whole episode, normalised over the rows of its task (index). S is the discounted return of
-    the step, normalised over the rows of the task that start from the same state (state_hash). Then applies REINFORCE
-    along the tokens with `gamma`. Raises ValueError if an argument is missing.
+    E is the score of the whole episode, normalised over the rows of its task. S is the discounted return of the step,
+    normalised over the rows of the task that start from the same state. Then applies REINFORCE along the tokens with
+    `gamma`.
+
+    Args:
+        index, traj_id, step, step_reward_gamma: as for `compute_step_reinforce_advantage`.
+        state_hash: (B,) state from which each step starts.
+        norm_mean_type, norm_std_type: see `normalise_scores`; they apply to both E and S.
+
+    Raises:
+        ValueError: labels are missing.
     """
     check_shapes("gigpo", token_level_rewards=token_level_rewards, response_mask=response_mask)
-    valid = response_mask.bool().any(dim=-1)
-    scores = outcome_scores(token_level_rewards, response_mask)
-    how = Normalization(norm_mean_type, norm_std_type)
-    labels: tuple[Any, ...] = (index, traj_id, step, state_hash)
-    by_episode, by_step = compute_gigpo_rewards(
-        scores, valid, *labels, step_reward_gamma=step_reward_gamma, episode_norm=how, step_norm=how
+    check_rows("gigpo", len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    assert index is not None and traj_id is not None and step is not None and state_hash is not None
+    norm = Normalization(norm_mean_type, norm_std_type)
+    episode_rewards, step_rewards = compute_gigpo_rewards(
+        outcome_scores(token_level_rewards, response_mask),
+        response_mask.bool().any(dim=-1),
+        index,
+        traj_id,
+        step,
+        state_hash,
+        step_reward_gamma=step_reward_gamma,
+        episode_norm=norm,
+        step_norm=norm,
     )
-    rewards = episode_reward_weight * by_episode + step_reward_weight * by_step
+    rewards = episode_reward_weight * episode_rewards + step_reward_weight * step_rewards
     return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
 
 
 def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Returns (B, T) with the score of each row at its last valid token and 0 elsewhere. scores: (B,)."""
-    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device) * response_mask.bool()
-    is_last = (positions == positions.amax(dim=-1, keepdim=True)) & response_mask.bool()
+    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device)
+    is_last = positions == row_ends(response_mask.bool()).unsqueeze(-1)
     return torch.where(is_last, scores.unsqueeze(-1), 0)

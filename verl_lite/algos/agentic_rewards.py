@@ -5,13 +5,22 @@ including ROLL's older `method` names, to types and bounds; `agentic_reward_norm
 computes the two rewards whose weighted sum the estimator `gigpo` puts on the last token of a row.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_lite.algos.masked import Labels, at_least_fp32, backward_scan, check_rows, group_ids, group_sum, label_list
+from verl_lite.algos.masked import (
+    Labels,
+    at_least_fp32,
+    backward_scan,
+    check_rows,
+    group_ids,
+    group_sum,
+    label_list,
+    order_within_groups,
+)
 from verl_lite.algos.reward_norm import normalise_scores
 
 GROUPINGS = ("batch", "traj_group_id", "tags", "state_group_id")
@@ -21,13 +30,17 @@ that start from the same state."""
 METHODS = ("identity", "mean", "mean_std", "asym_clip")
 """ROLL's older names for normalisations."""
 
-_ASYMMETRIC = (-1.0, 3.0)
+_ASYMMETRIC_BOUNDS = (-1.0, 3.0)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """How rewards are normalised. norm_mean_type, norm_std_type: as in `normalise_scores`; a "group" is the rows with
-    equal labels. bounds: range to which results are clamped; None: not clamped."""
+    """How rewards are normalised.
+
+    Attributes:
+        norm_mean_type, norm_std_type: as in `normalise_scores`; a "group" is the rows with equal labels.
+        bounds: range to which results are clamped; None = not clamped.
+    """
 
     norm_mean_type: str | None = None
     norm_std_type: str | None = None
@@ -41,27 +54,47 @@ def normalization(
     *,
     is_grouped: bool = True,
 ) -> Normalization:
-    """Returns the normalisation that the options select. `method` sets the types that are None: mean, or mean and std
-    (mean_std, asym_clip), over the group, or over the batch if rows are not grouped. asym_clip also clamps results to
-    [-1, 3], as ROLL's first version did. Raises ValueError for an unknown method."""
+    """Returns the normalisation that the options select.
+
+    Args:
+        method: sets the types that are None. identity: to None. mean: the mean type. mean_std, asym_clip: both types.
+            asym_clip also clamps results to [-1, 3], as ROLL's first version did.
+        norm_mean_type, norm_std_type: as in `normalise_scores`.
+        is_grouped: whether `method` normalises over the group; else over the batch.
+
+    Raises:
+        ValueError: the method is unknown.
+    """
     if method not in METHODS:
         raise ValueError(f"reward normalisation: method={method!r}: expected one of {', '.join(METHODS)}.")
-    own = "group" if is_grouped else "batch"
-    mean = norm_mean_type or (None if method == "identity" else own)
-    std = norm_std_type or (own if method in ("mean_std", "asym_clip") else None)
-    return Normalization(mean, std, _ASYMMETRIC if method == "asym_clip" else None)
+    own_type = "group" if is_grouped else "batch"
+    default_mean_type = None if method == "identity" else own_type
+    default_std_type = own_type if method in ("mean_std", "asym_clip") else None
+    bounds = _ASYMMETRIC_BOUNDS if method == "asym_clip" else None
+    return Normalization(norm_mean_type or default_mean_type, norm_std_type or default_std_type, bounds)
 
 
 @torch.no_grad()
 def agentic_reward_norm(
     scores: Tensor, how: Normalization, *, valid: Tensor | None = None, groups: Labels | None = None
 ) -> Tensor:
-    """Returns the normalised scores (B,). valid: (B,) bool, None = all rows; invalid rows get 0. groups: (B,) labels,
-    None = all rows are one group."""
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
-    labels = [0] * len(scores) if groups is None else groups
-    result = normalise_scores(scores, valid, how.norm_mean_type, how.norm_std_type, groups=labels)
-    return result if how.bounds is None else torch.where(valid, result.clamp(*how.bounds), 0)
+    """Returns the normalised scores, (B,).
+
+    Args:
+        scores: (B,).
+        how: types and bounds.
+        valid: (B,) bool; invalid rows get 0. None = all rows are valid.
+        groups: (B,) labels; None = all rows are one group.
+    """
+    if valid is None:
+        valid = torch.ones_like(scores, dtype=torch.bool)
+    if groups is None:
+        groups = [0] * len(scores)
+    rewards = normalise_scores(scores, valid, how.norm_mean_type, how.norm_std_type, groups=groups)
+    if how.bounds is None:
+        return rewards
+    # masked once more, because bounds that exclude 0 would move the rewards of invalid rows
+    return torch.where(valid, rewards.clamp(*how.bounds), 0)
 
 
 @torch.no_grad()
@@ -70,27 +103,41 @@ def compute_discounted_returns(
 ) -> Tensor:
     """Returns the discounted return of each step, (B,): G = score + gamma (G of the episode's next step).
 
-    Rows may be in any order. traj_id: (B,) episode of each row. step: (B,) numbers that order the steps of an episode.
-    valid: (B,) bool, None = all rows; invalid rows get 0 and are not steps, so they add no discount.
+    Args:
+        scores: (B,), in any order of the rows.
+        traj_id: (B,) episode of each row.
+        step: (B,) numbers that order the steps of an episode.
+        valid: (B,) bool; invalid rows get 0 and are not steps, so they add no discount. None = all rows are valid.
     """
     check_rows("compute_discounted_returns", len(scores), traj_id=traj_id, step=step)
     scores = at_least_fp32(scores)
     if valid is not None:
-        kept = valid.nonzero().squeeze(-1)
-        columns = (label_list(traj_id), label_list(step))
-        trajectories, steps = ([column[row] for row in kept.tolist()] for column in columns)
-        part = compute_discounted_returns(scores[kept], trajectories, steps, gamma)
-        return torch.zeros_like(scores).index_copy(0, kept, part)
-    episodes, number = group_ids(traj_id, scores.device)
-    numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
-    by_step = torch.argsort(numbers, stable=True)
-    order = by_step[torch.argsort(episodes[by_step], stable=True)]
-    sizes = torch.bincount(episodes, minlength=number)
-    places = torch.arange(len(scores), device=scores.device) - (sizes.cumsum(0) - sizes)[episodes[order]]
-    table = torch.zeros(number, int(sizes.max()) if number else 0, dtype=scores.dtype, device=scores.device)
-    table[episodes[order], places] = scores[order]
+        valid_rows = valid.nonzero().squeeze(-1)
+        trajectories = label_list(traj_id)
+        steps = label_list(step)
+        returns = compute_discounted_returns(
+            scores[valid_rows],
+            [trajectories[row] for row in valid_rows.tolist()],
+            [steps[row] for row in valid_rows.tolist()],
+            gamma,
+        )
+        return torch.zeros_like(scores).index_copy(0, valid_rows, returns)
+
+    episodes, num_episodes = group_ids(traj_id, scores.device)
+    step_numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
+    order = order_within_groups(step_numbers, episodes)
+
+    # a table with the steps of one episode in each row, so that one scan serves all episodes
+    lengths = torch.bincount(episodes, minlength=num_episodes)
+    first_positions = lengths.cumsum(0) - lengths
+    table_rows = episodes[order]
+    table_columns = torch.arange(len(scores), device=scores.device) - first_positions[table_rows]
+    width = int(lengths.max()) if num_episodes else 0
+    table = scores.new_zeros(num_episodes, width)
+    table[table_rows, table_columns] = scores[order]
+    # the table is 0 behind the end of an episode, which adds nothing to its last return
     returns = backward_scan(table.new_tensor(gamma), table)
-    return torch.zeros_like(scores).index_copy(0, order, returns[episodes[order], places])
+    return torch.zeros_like(scores).index_copy(0, order, returns[table_rows, table_columns])
 
 
 @torch.no_grad()
@@ -107,25 +154,35 @@ def compute_gigpo_rewards(
     step_norm: Normalization,
     episode_groups: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes GiGPO's two rewards of each step, both (B,) (arXiv:2505.10978): the score of its episode, normalised
-    over the episodes of the task, and its return, normalised over the task's steps from the same state.
+    """Computes GiGPO's two rewards of each step, both (B,) (arXiv:2505.10978).
 
-    scores: (B,) step scores. valid: (B,) bool, rows that are steps. index: (B,) task of each row. episode_groups: (B,)
-    labels of the episodes that are compared with each other, None = `index`."""
+    Args:
+        scores: (B,) score of each step.
+        valid: (B,) bool, the rows that are steps.
+        index, traj_id, step, state_hash: (B,) task, episode, number and initial state of each step.
+        step_reward_gamma: discount factor from step to step.
+        episode_norm, step_norm: normalisations of the two rewards.
+        episode_groups: (B,) labels of the episodes that are compared with each other; None = `index`.
+
+    Returns:
+        The score of the step's episode, normalised over the episodes of the task; and the discounted return of the
+        step, normalised over the task's steps from the same state.
+    """
     check_rows("gigpo", len(scores), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
-    trajectories, number = group_ids(traj_id, scores.device)
     scores = torch.where(valid, scores, 0)
-    episodes = group_sum(scores, trajectories, number)[trajectories]
-    groups = index if episode_groups is None else episode_groups
+    trajectories, num_trajectories = group_ids(traj_id, scores.device)
+    episode_scores = group_sum(scores, trajectories, num_trajectories)[trajectories]
+    if episode_groups is None:
+        episode_groups = index
+    episode_rewards = agentic_reward_norm(episode_scores, episode_norm, valid=valid, groups=episode_groups)
+
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
     states = build_state_groups(index, state_hash)
-    return (
-        agentic_reward_norm(episodes, episode_norm, valid=valid, groups=groups),
-        agentic_reward_norm(returns, step_norm, valid=valid, groups=states),
-    )
+    step_rewards = agentic_reward_norm(returns, step_norm, valid=valid, groups=states)
+    return episode_rewards, step_rewards
 
 
-def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[Any, Any]]:
+def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[Hashable, Hashable]]:
     """Returns a label for each row, (traj_group_id, state_hash), that groups equal states within one task.
 
     ROLL labels rows with the hash alone, which also groups equal states of different tasks.

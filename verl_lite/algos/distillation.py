@@ -33,7 +33,8 @@ def sampled_reverse_kl(
     p / p_old as PPO does. As in the policy losses, log p - log p_old is clamped to +-20 before.
 
     Args:
-        log_probs: (b, R) of the policy p, with gradient. old_log_probs: before the update.
+        log_probs: (b, R) of the policy p, with gradient.
+        old_log_probs: (b, R) of the policy before the update.
         teacher_log_probs: (b, R) of the teacher q. Values below `MIN_LOG_PROB` count as that bound.
         max_advantage: bound of the absolute advantage; None = no bound.
         clip_low, clip_high: widths of the clip range below and above 1.
@@ -59,13 +60,21 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
         with_rest: True adds a bin with the remaining probability. False if the K tokens are the whole vocabulary.
 
     Returns:
-        (b, R) in nats. Raises ValueError for an unknown kind.
+        (b, R) in nats.
+
+    Raises:
+        ValueError: the kind is unknown.
     """
-    log_p, log_q = log_probs, teacher_log_probs.detach()
+    log_q = teacher_log_probs.detach()
+    log_p = log_probs
     if with_rest:
-        log_p, log_q = (torch.cat([each, _log_rest(each)], dim=-1) for each in (log_p, log_q))
-    log_p, log_q = log_p.clamp(min=MIN_LOG_PROB), log_q.clamp(min=MIN_LOG_PROB)
-    p, q = log_p.exp(), log_q.exp()
+        log_q = torch.cat([log_q, _log_rest(log_q)], dim=-1)
+        log_p = torch.cat([log_p, _log_rest(log_p)], dim=-1)
+    log_q = log_q.clamp(min=MIN_LOG_PROB)
+    log_p = log_p.clamp(min=MIN_LOG_PROB)
+    q = log_q.exp()
+    p = log_p.exp()
+
     if kind == "forward_kl":
         return (q * (log_q - log_p)).sum(-1)
     if kind == "reverse_kl":
@@ -78,5 +87,6 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
 
 def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
     """Returns log(1 - sum of the probabilities) (..., 1). Below MIN_REST it is constant, but keeps its gradient."""
+    # the bound applies to the value alone: a clamp would stop the gradient of a bin that is nearly empty
     rest = 1 - log_probs.exp().sum(-1, keepdim=True)
     return (rest + (rest.clamp(min=MIN_REST) - rest).detach()).log()

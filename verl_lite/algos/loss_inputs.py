@@ -12,18 +12,17 @@ Losses do not count tokens. The denominators are counted over the whole mini-bat
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from verl_lite.algos.masked import (
     LOG_RATIO_BOUND,
     Count,
     agg_loss,
-    at_least_fp32,
     bounded_log_ratio,
     check_shapes,
     compute_segment_masked_mean,
     masked_sum,
+    masked_values,
 )
 from verl_lite.metrics import Metric
 
@@ -141,20 +140,16 @@ class LossInputs:
             log_prob=self.log_prob,
             advantages=self.advantages,
         )
-        optional = {
-            "rollout_is_weights": self.rollout_is_weights,
-            "selected": self.selected,
-            "staleness": self.staleness,
-        }
-        for name, column in optional.items():
+        for name in ("rollout_is_weights", "selected", "staleness"):
+            column: Tensor | None = getattr(self, name)
             if column is not None:
                 check_shapes("policy loss", response_mask=self.response_mask, **{name: column})
 
-        self.log_prob = self._masked(self.log_prob)
-        self.old_log_prob = self._masked(self.old_log_prob)
-        self.advantages = self._masked(self.advantages)
+        self.log_prob = masked_values(self.log_prob, self.response_mask)
+        self.old_log_prob = masked_values(self.old_log_prob, self.response_mask)
+        self.advantages = masked_values(self.advantages, self.response_mask)
         if self.rollout_is_weights is not None:
-            self.rollout_is_weights = self._masked(self.rollout_is_weights)
+            self.rollout_is_weights = masked_values(self.rollout_is_weights, self.response_mask)
 
     @property
     def log_ratio(self) -> Tensor:
@@ -183,6 +178,7 @@ class LossInputs:
             loss_agg_mode: replaces `actor.loss_agg_mode` for a loss that is defined with a mode.
             weights: (b, R) or (b, 1), replace `rollout_is_weights`.
         """
+        # weighted here and not in each loss, so that every loss works with the rollout correction
         if weights is None:
             weights = self.rollout_is_weights
         if weights is not None:
@@ -196,15 +192,12 @@ class LossInputs:
     def token_means(self, **values: Tensor) -> dict[str, Metric]:
         """Returns metrics: the means of values (b, R) over the valid tokens, and the mean of -log_ratio as ppo_kl
         unless `values` has that name."""
-        ppo_kl = bounded_log_ratio(self.old_log_prob, self.log_prob)
-        tokens = self.response_mask.bool().sum()
+        values = {"ppo_kl": -self.log_ratio} | values
+        num_tokens = self.response_mask.bool().sum()
         metrics = {}
-        for name, column in ({"ppo_kl": ppo_kl} | values).items():
-            metrics[name] = Metric.mean(masked_sum(column.detach(), self.response_mask), tokens)
+        for name, column in values.items():
+            metrics[name] = Metric.mean(masked_sum(column.detach(), self.response_mask), num_tokens)
         return metrics
-
-    def _masked(self, column: Tensor) -> Tensor:
-        return torch.where(self.response_mask.bool(), at_least_fp32(column), 0)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float]:
@@ -213,6 +206,7 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
     Raises:
         ValueError: if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
     """
+    # in verl both have a default of 0.2, and clip_ratio alone has no effect
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     require_clip_range("clip_ratio", low, high)
@@ -220,7 +214,10 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
 
 
 def require_clip_range(name: str, low: float, high: float) -> None:
-    """Raises ValueError if a clip range is negative. name: option or argument that both fall back to."""
+    """Raises ValueError if a clip range is negative.
+
+    name: the option or argument to which both fall back, for the message.
+    """
     if low < 0 or high < 0:
         raise ValueError(
             f"{name}_low={low}, {name}_high={high} (each is {name} where it is not given): both are expected to be at "

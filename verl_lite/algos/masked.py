@@ -7,15 +7,16 @@ can be excluded.
 """
 
 import math
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Count = int | float | Tensor
-LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: larger ratios carry no information and soon overflow
-Labels = np.ndarray | Tensor | list[Any]
+# exp(20) = 4.9e8: larger ratios carry no information and soon overflow
+LOG_RATIO_BOUND = 20.0
+Labels = np.ndarray | Tensor | Sequence[Hashable]
 """Labels (B,), one for each row, of any hashable type."""
 
 # ---------------------------------------------------------------------------------------------------- arguments
@@ -24,6 +25,12 @@ Labels = np.ndarray | Tensor | list[Any]
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """Converts to fp32 unless the tensor is fp64: bf16 cannot count past 256, and integers do not divide exactly."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def masked_values(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the values in at least fp32, in a new tensor that is 0 under mask 0, also where a value is NaN."""
+    # not a product with the mask, because 0 * NaN is NaN, in the gradient too
+    return torch.where(mask.bool(), at_least_fp32(values), 0)
 
 
 def check_shapes(name: str, **tensors: Tensor | None) -> None:
@@ -45,8 +52,8 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
     for argument, column in labels.items():
         if column is None:
             raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
-        if len(column) != rows or (not isinstance(column, list) and column.ndim != 1):
-            shape = [len(column)] if isinstance(column, list) else list(column.shape)
+        shape = list(column.shape) if isinstance(column, np.ndarray | Tensor) else [len(column)]
+        if shape != [rows]:
             raise ValueError(f"{name}: {argument} has shape {shape}, expected one label for each of {rows} rows.")
 
 
@@ -55,14 +62,15 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the sum of the values under a nonzero mask. Other values, even NaN, affect no result and no gradient."""
-    kept = torch.where(mask.bool(), at_least_fp32(values), 0)
-    return kept.sum() if axis is None else kept.sum(dim=axis)
+    valid_values = masked_values(values, mask)
+    return valid_values.sum() if axis is None else valid_values.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the mean of the values under a nonzero mask; 0 if there are none (denominator + 1e-8, as in verl)."""
-    count = mask.bool().sum() if axis is None else mask.bool().sum(dim=axis)
-    return masked_sum(values, mask, axis) / (count + 1e-8)
+    is_valid = mask.bool()
+    count = is_valid.sum() if axis is None else is_valid.sum(dim=axis)
+    return masked_sum(values, is_valid, axis) / (count + 1e-8)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
@@ -71,10 +79,11 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     Raises ValueError if the mask keeps fewer than two values (fewer than one without the correction).
     """
     count = int(mask.bool().sum())
-    if count < 1 + unbiased:
-        raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + unbiased}.")
+    correction = 1 if unbiased else 0
+    if count < 1 + correction:
+        raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + correction}.")
     centred = at_least_fp32(values) - masked_mean(values, mask)
-    return masked_sum(centred**2, mask) / (count - unbiased)
+    return masked_sum(centred**2, mask) / (count - correction)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -84,7 +93,9 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     """
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
-    return whitened if shift_mean else whitened + mean
+    if not shift_mean:
+        whitened = whitened + mean
+    return whitened
 
 
 def masked_normalize(values: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -93,17 +104,18 @@ def masked_normalize(values: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e
     Uses the biased variance, clamped to at least `eps`. A row whose mask is all 0 becomes 0.
     """
     is_valid = mask.bool()
-    kept = torch.where(is_valid, at_least_fp32(values), 0)
+    valid_values = masked_values(values, is_valid)
     count = is_valid.sum(dim=dim, keepdim=True).clamp(min=1)
-    centred = torch.where(is_valid, kept - kept.sum(dim=dim, keepdim=True) / count, 0)
+    mean = valid_values.sum(dim=dim, keepdim=True) / count
+    centred = torch.where(is_valid, valid_values - mean, 0)
     variance = centred.square().sum(dim=dim, keepdim=True) / count
     return centred * torch.rsqrt(variance.clamp(min=eps))
 
 
 def compute_clip_fraction(values: Tensor, clip_max: float, clip_min: float) -> float:
-    """Returns the share of values, padding included, above `clip_max` or below `clip_min`; 0 for no values. (ROLL)"""
-    beyond = (values > clip_max) | (values < clip_min)
-    return float(beyond.sum()) / max(1, values.numel())
+    """Returns the fraction of entries outside [clip_min, clip_max]; 0 for no entries. Counts padding, as ROLL does."""
+    is_outside = (values > clip_max) | (values < clip_min)
+    return float(is_outside.sum()) / max(1, values.numel())
 
 
 def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
@@ -112,13 +124,16 @@ def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
     A step in which nearly all rewards failed can thus continue; verl raises an error. The result has no gradient.
     """
     is_valid = mask.bool()
-    kept = torch.where(is_valid, at_least_fp32(values.detach()), 0)
+    valid_values = masked_values(values.detach(), is_valid)
     count = int(is_valid.sum())
-    if count > 1:
-        kept.sub_(kept.sum(dtype=torch.float64) / count).masked_fill_(~is_valid, 0)
-        variance = torch.linalg.vector_norm(kept, dtype=torch.float64) ** 2 / (count - 1)
-        kept.mul_(torch.rsqrt(variance + 1e-8))
-    return kept
+    if count < 2:
+        return valid_values
+
+    mean = valid_values.sum(dtype=torch.float64) / count
+    centred = valid_values.sub_(mean).masked_fill_(~is_valid, 0)
+    # the norm sums in fp64 without a copy of all values in fp64
+    variance = torch.linalg.vector_norm(centred, dtype=torch.float64) ** 2 / (count - 1)
+    return centred.mul_(torch.rsqrt(variance + 1e-8))
 
 
 # ---------------------------------------------------------------------------------------------------- log-ratios
@@ -131,9 +146,7 @@ def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Returns log_prob - old_log_prob clamped to +-20, and 0 under mask 0, where NaN thus has no gradient."""
-    difference = at_least_fp32(log_prob) - at_least_fp32(old_log_prob)
-    log_ratio = torch.where(response_mask.bool(), difference, 0)
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bounded_log_ratio(masked_values(log_prob, response_mask), masked_values(old_log_prob, response_mask))
 
 
 # ---------------------------------------------------------------------------------------------------- along a row
@@ -145,11 +158,16 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
     values: (B, T). factors: (B, T), or () for a common factor. Not differentiable. The scan runs over contiguous
     columns, with one multiply-add over all rows per step.
     """
+    # always a copy, because the scan writes into it
     columns = at_least_fp32(values.detach()).t().clone(memory_format=torch.contiguous_format)
-    steps = factors.to(columns.dtype)
-    steps = steps.t().contiguous() if steps.dim() else steps.expand(len(columns))
-    for t in range(len(columns) - 2, -1, -1):
-        columns[t].addcmul_(steps[t], columns[t + 1])
+    factors_at = factors.to(columns.dtype)
+    if factors_at.dim() == 0:
+        factors_at = factors_at.expand(len(columns))
+    else:
+        factors_at = factors_at.t().contiguous()
+    # the last column is its own result
+    for t in reversed(range(len(columns) - 1)):
+        columns[t].addcmul_(factors_at[t], columns[t + 1])
     return columns.t().contiguous()
 
 
@@ -160,12 +178,28 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gap
     0.9.1. With `count_gaps` every column is a discounted step (ROLL).
     """
     is_valid = mask.bool()
-    kept = torch.where(is_valid, at_least_fp32(rewards), 0)
+    valid_rewards = masked_values(rewards, is_valid)
     if gamma == 1:
-        return kept.flip(-1).cumsum(dim=-1).flip(-1).masked_fill_(~is_valid, 0)
-    discount = kept.new_tensor(gamma)
-    factors = discount if count_gaps else torch.where(is_valid, discount, kept.new_ones(()))
-    return backward_scan(factors, kept).masked_fill_(~is_valid, 0)
+        # gaps make no difference without a discount, and a sum is faster than a scan
+        returns = valid_rewards.flip(-1).cumsum(dim=-1).flip(-1)
+        return torch.where(is_valid, returns, 0)
+
+    factors = valid_rewards.new_tensor(gamma)
+    if not count_gaps:
+        factors = torch.where(is_valid, factors, valid_rewards.new_ones(()))
+    return torch.where(is_valid, backward_scan(factors, valid_rewards), 0)
+
+
+def row_ends(is_valid: Tensor) -> Tensor:
+    """Returns the number of columns up to the last valid token of each row, (B,); 0 for a row without any."""
+    positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device)
+    return (positions * is_valid).amax(dim=-1)
+
+
+def run_starts(is_valid: Tensor) -> Tensor:
+    """Returns (B, T) bool: the first token of each run of consecutive valid tokens."""
+    is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
+    return is_valid & ~is_previous_valid
 
 
 def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -174,19 +208,21 @@ def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     values, mask: (B, T) -> (B, T), differentiable. An assistant turn is one run, so for log-ratios the result is GSPO's
     length-normalised log-ratio per turn (ROLL's name and semantics).
     """
-    is_valid, values = mask.bool(), at_least_fp32(values)
-    starts = is_valid & ~torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
-    runs = starts.cumsum(dim=-1)  # 0 before the first run; tokens between runs add 0 to the preceding run
-    zeros = values.new_zeros(len(values), values.shape[-1] + 1)
-    totals = zeros.scatter_add(1, runs, torch.where(is_valid, values, 0))
-    counts = zeros.scatter_add(1, runs, is_valid.to(values.dtype))
-    return torch.where(is_valid, (totals / counts.clamp(min=1)).gather(1, runs), 0)
+    is_valid = mask.bool()
+    # number of the run, 0 before the first one; tokens between two runs add 0 to the preceding one
+    runs = run_starts(is_valid).cumsum(dim=-1)
+    valid_values = masked_values(values, is_valid)
+    zeros = valid_values.new_zeros(len(values), values.shape[-1] + 1)
+    totals = zeros.scatter_add(1, runs, valid_values)
+    counts = zeros.scatter_add(1, runs, is_valid.to(valid_values.dtype))
+    means = totals / counts.clamp(min=1)
+    return torch.where(is_valid, means.gather(1, runs), 0)
 
 
 # ---------------------------------------------------------------------------------------------------- groups of rows
 
 
-def label_list(labels: Labels) -> list[Any]:
+def label_list(labels: Labels) -> list[Hashable]:
     """Converts labels to Python objects, so that equal labels compare and hash equal (tensors do not)."""
     if isinstance(labels, np.ndarray | Tensor):
         return labels.tolist()
@@ -195,10 +231,12 @@ def label_list(labels: Labels) -> list[Any]:
 
 def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
     """Returns dense group numbers (B,) int64 in 0..G-1 for labels of any hashable type (such as uids), and G."""
-    labels = label_list(index)
-    numbers: dict[Any, int] = {}
-    ids = [numbers.setdefault(label, len(numbers)) for label in labels]
-    return torch.tensor(ids, dtype=torch.int64, device=device), len(numbers)
+    # numbered in the order in which the labels first occur
+    numbers: dict[Hashable, int] = {}
+    groups = []
+    for label in label_list(index):
+        groups.append(numbers.setdefault(label, len(numbers)))
+    return torch.tensor(groups, dtype=torch.int64, device=device), len(numbers)
 
 
 def group_sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
@@ -209,32 +247,48 @@ def group_sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, standard deviation (Bessel) and row count of each group as three (G,) tensors in fp64.
 
-    scores, groups, weights: (B,); weight 1 includes a row, 0 excludes it. The two-pass computation is exact enough for
-    rewards that differ in the seventh digit. A group of fewer than two rows has mean 0 and std 1.
+    scores, groups, weights: (B,); weight 1 includes a row, 0 excludes it. A group of fewer than two rows has mean 0 and
+    std 1.
     """
-    scores, weights = scores.double(), weights.double()
+    scores = scores.double()
+    weights = weights.double()
     counts = group_sum(weights, groups, num_groups)
-    single = counts < 2
     means = group_sum(scores * weights, groups, num_groups) / counts.clamp(min=1)
-    squares = group_sum((scores - means[groups]) ** 2 * weights, groups, num_groups)
-    stds = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return means.masked_fill(single, 0.0), stds.masked_fill(single, 1.0), counts
+    # not the difference of two mean squares, which cancels for scores that differ in the seventh digit
+    squared_distances = (scores - means[groups]) ** 2
+    variances = group_sum(squared_distances * weights, groups, num_groups) / (counts - 1).clamp(min=1)
+
+    is_comparable = counts >= 2
+    means = torch.where(is_comparable, means, 0)
+    stds = torch.where(is_comparable, variances.sqrt(), 1)
+    return means, stds, counts
+
+
+def order_within_groups(keys: Tensor, groups: Tensor, *, descending: bool = False) -> Tensor:
+    """Returns the rows in the order of their groups, and of their keys within a group: (B,) int64.
+
+    keys, groups: (B,). Rows of a group with equal keys keep their order.
+    """
+    # two stable sorts, because torch sorts by one key
+    by_key = torch.argsort(keys, descending=descending, stable=True)
+    return by_key[torch.argsort(groups[by_key], stable=True)]
 
 
 def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the best row (G,) int64, its score (G,) and the second-best score (G,) of each group, using two sorts.
+    """Returns the best row (G,) int64, its score (G,) and the second-best score (G,) of each group.
 
     scores, groups: (B,); valid: (B,) bool. A score is -inf if the group has no valid row, or no second valid row. The
     earlier of two rows with equal scores is the best.
     """
-    ranked = torch.where(valid, scores.double(), -math.inf)
-    by_score = torch.argsort(ranked, descending=True, stable=True)
-    order = by_score[torch.argsort(groups[by_score], stable=True)]
-    counts = torch.bincount(groups, minlength=num_groups)
-    starts = counts.cumsum(0) - counts
-    first, following = order[starts], order[(starts + 1).clamp(max=len(order) - 1)]
-    second = torch.where(counts > 1, ranked[following], -math.inf)
-    return first, ranked[first], second
+    valid_scores = torch.where(valid, scores.double(), -math.inf)
+    order = order_within_groups(valid_scores, groups, descending=True)
+    sizes = torch.bincount(groups, minlength=num_groups)
+    starts = sizes.cumsum(0) - sizes
+    best_rows = order[starts]
+    # the last group may have one row only, and no row follows it
+    next_rows = order[(starts + 1).clamp(max=len(order) - 1)]
+    second_scores = torch.where(sizes > 1, valid_scores[next_rows], -math.inf)
+    return best_rows, valid_scores[best_rows], second_scores
 
 
 class RunningMoments:
@@ -256,24 +310,33 @@ class RunningMoments:
         nothing and returns the running mean and std. Computed in fp64.
         """
         values = xs.detach().double().flatten()
-        number = values.numel()
-        if number == 0:
+        batch_count = values.numel()
+        if batch_count == 0:
             return self.mean, self.std
         batch_mean = float(values.mean())
         batch_var = float(((values - batch_mean) ** 2).mean())
-        total = self.count + number
+        batch_std = 1.0
+        if batch_count > 1:
+            batch_std = math.sqrt(batch_var * batch_count / (batch_count - 1))
+
+        # sum of squared distances from the new mean: those of both parts, and of their means
+        count = self.count + batch_count
         delta = batch_mean - self.mean
-        squares = self.var * self.count + delta**2 * self.count * number / total + batch_var * number
-        self.mean += delta * number / total
-        self.var, self.count = squares / total, total
-        self.std = math.sqrt(squares / (total - 1)) if total > 1 else 1.0
-        return batch_mean, math.sqrt(batch_var * number / (number - 1)) if number > 1 else 1.0
+        squares = self.var * self.count + delta**2 * self.count * batch_count / count + batch_var * batch_count
+        self.mean += delta * batch_count / count
+        self.var = squares / count
+        self.count = count
+        self.std = math.sqrt(squares / (count - 1)) if count > 1 else 1.0
+        return batch_mean, batch_std
 
     def state_dict(self) -> dict[str, float]:
         return {"mean": self.mean, "std": self.std, "var": self.var, "count": self.count}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.mean, self.std, self.var, self.count = (state[name] for name in ("mean", "std", "var", "count"))
+        self.mean = state["mean"]
+        self.std = state["std"]
+        self.var = state["var"]
+        self.count = state["count"]
 
 
 # ---------------------------------------------------------------------------------------------------- aggregation
@@ -298,13 +361,19 @@ def agg_loss(
       seq-mean-token-sum        sum over rows of sum_t(l m) / S
       seq-mean-token-mean       sum over rows of (sum_t(l m) / sum_t m) / S
       seq-mean-token-sum-norm   as seq-mean-token-sum, divided by loss_scale_factor (default: the width of the mask)
-    The result is multiplied by dp_size, which cancels a mean of gradients over data-parallel ranks; pass 1 if gradients
-    are summed.
+    The result is multiplied by dp_size.
 
-    loss_mat, loss_mask: (B, T). N and S count the valid tokens, and the sequences with at least one, of the whole
-    mini-batch on all ranks; a part without tokens then has loss 0. If N or S is None, it is counted from loss_mask,
-    which is correct only for a whole mini-batch; that raises ValueError if dp_size > 1 or the mask keeps nothing. Also
-    raises ValueError for different shapes, an unknown mode, and a loss_scale_factor that is not above 0.
+    Args:
+        loss_mat, loss_mask: (B, T).
+        dp_size: number of data-parallel ranks over which gradients are averaged, which this factor cancels; 1 if they
+            are summed.
+        batch_num_tokens: N, number of valid tokens of the whole mini-batch on all ranks. A part without tokens then has
+            loss 0. None: counted from loss_mask, which is correct only for a whole mini-batch.
+        global_batch_size: S, number of sequences with a valid token, likewise.
+
+    Raises:
+        ValueError: the shapes differ, the mode is unknown, loss_scale_factor is not above 0, or a count that the mode
+            needs is None although dp_size is above 1 or the mask is all 0.
     """
     check_shapes("agg_loss", loss_mat=loss_mat, loss_mask=loss_mask)
     if loss_agg_mode not in LOSS_AGG_MODES:
@@ -312,32 +381,39 @@ def agg_loss(
     if loss_scale_factor is not None and loss_scale_factor <= 0:
         raise ValueError(f"agg_loss: loss_scale_factor={loss_scale_factor}: a number above 0 is expected, or None.")
     if loss_agg_mode == "token-sum":
+        # the only mode without a denominator
         return masked_sum(loss_mat, loss_mask) * dp_size
+
     is_valid = loss_mask.bool()
     lengths = is_valid.sum(dim=-1, dtype=torch.int32)
     if loss_agg_mode == "token-mean":
         tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
         return masked_sum(loss_mat, is_valid) / tokens * dp_size
+
     sequences = _denominator("global_batch_size", global_batch_size, (lengths > 0).sum(), dp_size, loss_agg_mode)
-    rows = masked_sum(loss_mat, is_valid, axis=-1)
+    row_losses = masked_sum(loss_mat, is_valid, axis=-1)
     if loss_agg_mode == "seq-mean-token-mean":
-        rows = rows / lengths.clamp(min=1)
+        row_losses = row_losses / lengths.clamp(min=1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
-        rows = rows / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    return rows.sum() / sequences * dp_size
+        row_losses = row_losses / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    return row_losses.sum() / sequences * dp_size
 
 
-def _denominator(name: str, given: Count | None, counted: Tensor, dp_size: int, mode: str) -> Count:
-    if given is None:
-        if dp_size > 1:
-            raise ValueError(
-                f"agg_loss: loss_agg_mode={mode!r} with dp_size={dp_size} needs {name}, counted over the whole "
-                "mini-batch on all ranks before it is split; this rank's own count would weigh its tokens wrongly."
-            )
-        if not counted:
-            raise ValueError(
-                f"agg_loss: loss_mask keeps no token and {name} is not given: loss_agg_mode={mode!r} is a mean over "
-                f"nothing. For a part of a mini-batch give {name}, counted over the whole."
-            )
-        return counted
-    return given.clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
+def _denominator(name: str, whole_count: Count | None, own_count: Tensor, dp_size: int, mode: str) -> Count:
+    """Returns the count over the whole mini-batch, at least 1, or `own_count` if the arguments are the mini-batch."""
+    # at least 1: the loss of a mini-batch without a valid token is 0 and not NaN
+    if isinstance(whole_count, Tensor):
+        return whole_count.clamp(min=1)
+    if whole_count is not None:
+        return max(whole_count, 1)
+    if dp_size > 1:
+        raise ValueError(
+            f"agg_loss: loss_agg_mode={mode!r} with dp_size={dp_size} needs {name}, counted over the whole "
+            "mini-batch on all ranks before it is split; this rank's own count would weigh its tokens wrongly."
+        )
+    if not own_count:
+        raise ValueError(
+            f"agg_loss: loss_mask keeps no token and {name} is not given: loss_agg_mode={mode!r} is a mean over "
+            f"nothing. For a part of a mini-batch give {name}, counted over the whole."
+        )
+    return own_count

@@ -9,20 +9,21 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from verl_lite.algos.loss_inputs import Aggregation, LossConfig, LossInputs, LossResult
 from verl_lite.algos.masked import Count
-from verl_lite.metrics import Metric, declared
+from verl_lite.metrics import Metric, Part, declared
 from verl_lite.registry import Registry, accepts, takes
 
 LOSS_COLUMNS = ("selected", "scores", "staleness")
 """The columns that a registration can request; see `LossInputs`."""
 _NUM_VERL_ARGUMENTS = 7  # from old_log_prob to rollout_is_weights
 
-PolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+DeclaredMetrics = Mapping[str, Metric | Part]
+PolicyLossFn = Callable[..., tuple[Tensor, DeclaredMetrics]]
 """A policy loss of `LossInputs` or with verl's arguments, whose metrics can be plain numbers."""
 Registered = TypeVar("Registered", bound=PolicyLossFn)
 
@@ -43,21 +44,25 @@ class PolicyLoss:
         else:
             loss, metrics = self.function(inputs)
 
-        if all(isinstance(metric, Metric) for metric in metrics.values()):
-            return loss, dict(metrics)
-        tokens = inputs.response_mask.bool().sum().double()
-        return loss, declared(metrics, tokens, inputs.aggregation.batch_num_tokens)
+        with_reduction = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
+        if len(with_reduction) == len(metrics):
+            return loss, with_reduction
+        num_tokens = inputs.response_mask.bool().sum().double()
+        return loss, declared(metrics, num_tokens, inputs.aggregation.batch_num_tokens)
 
-    def _call_with_verl_arguments(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Any]]:
+    def _call_with_verl_arguments(self, inputs: LossInputs) -> tuple[Tensor, DeclaredMetrics]:
         aggregation = inputs.aggregation
-        keywords = {name: getattr(inputs, name) for name in self.columns if getattr(inputs, name) is not None}
-        counts = {
-            "batch_num_tokens": aggregation.batch_num_tokens,
-            "global_batch_size": aggregation.global_batch_size,
-        }
-        keywords |= {name: count for name, count in counts.items() if accepts(self.function, name)}
-        config: Any = inputs.config
+        keywords: dict[str, object] = {}
+        for name in self.columns:
+            if getattr(inputs, name) is not None:
+                keywords[name] = getattr(inputs, name)
+        for name in ("batch_num_tokens", "global_batch_size"):
+            if accepts(self.function, name):
+                keywords[name] = getattr(aggregation, name)
+
+        config: LossConfig | _VerlConfig = inputs.config
         if "batch_num_tokens" not in keywords:
+            # verl's own losses pass **config.global_batch_info to agg_loss
             config = _VerlConfig(inputs.config, aggregation)
 
         return self.function(
@@ -125,11 +130,14 @@ def get_policy_loss(name: str | Enum) -> PolicyLoss:
 
 def policy_loss_of(function: PolicyLossFn) -> PolicyLoss:
     """Returns a loss with the columns that its registration declares."""
+    # a loss under verl's name has the columns of its function
     if isinstance(function, VerlPolicyLoss):
         return policy_loss_of(function.function)
     for name, facts in POLICY_LOSS_REGISTRY.facts.items():
         if POLICY_LOSS_REGISTRY.get(name) is function:
-            return PolicyLoss(function, facts["columns"])
+            columns = facts["columns"]
+            assert isinstance(columns, tuple)
+            return PolicyLoss(function, columns)
     return PolicyLoss(function, _named_columns(function))
 
 
@@ -143,6 +151,7 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
 def has_verl_signature(function: Callable[..., object]) -> bool:
     """Returns True if a policy loss accepts verl's arguments by position. A function of `LossInputs` does not."""
     try:
+        # bind_partial, because a loss may require further keywords
         inspect.signature(function).bind_partial(*range(_NUM_VERL_ARGUMENTS))
     except TypeError:
         return False
@@ -218,5 +227,6 @@ class _VerlConfig:
             "global_batch_size": aggregation.global_batch_size,
         }
 
-    def __getattr__(self, name: str) -> Any:
+    # called only for names that are not set above
+    def __getattr__(self, name: str) -> object:
         return getattr(self._config, name)

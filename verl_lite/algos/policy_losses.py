@@ -23,9 +23,9 @@ SEQUENCE_MEAN = "seq-mean-token-mean"
 
 @register_policy_loss("vanilla", bounds_ratio=True)
 def vanilla(inputs: LossInputs) -> LossResult:
-    """PPO with asymmetric and dual clip: see `clipped_surrogate`.
+    """PPO: max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A c where A < 0; see `clipped_surrogate`.
 
-    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c (ROLL's dual_clip_loss: 1 + 2 clip_ratio),
+    config: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c = c (ROLL's dual_clip_loss: 1 + 2 clip_ratio),
     loss_scale_factor, ratio_type (segment: one ratio per run of response tokens).
     Metrics: pg_clipfrac, pg_clipfrac_lower (shares of tokens).
     """
@@ -48,7 +48,8 @@ def a3po(inputs: LossInputs) -> LossResult:
     """
     low, high = clip_range(inputs.config)
     log_ratio = inputs.log_ratio
-    proximal = torch.zeros_like(log_ratio)  # log pi_prox - log pi_old
+    # log pi_prox - log pi_old, 0 as long as no weight update separates the two
+    proximal = torch.zeros_like(log_ratio)
     if inputs.staleness is not None:
         updates = inputs.staleness.clamp(min=1).to(log_ratio.dtype)
         proximal = log_ratio.detach() * (1 - 1 / updates)
@@ -69,15 +70,13 @@ def gspo(inputs: LossInputs) -> LossResult:
     loss_agg_mode).
     """
     low, high = clip_range(inputs.config)
-    log_prob, advantages = inputs.log_prob, inputs.advantages
     row_log_ratio = masked_mean(inputs.log_ratio.detach(), inputs.response_mask, axis=-1).unsqueeze(-1)
-    ratio = (log_prob - log_prob.detach() + row_log_ratio).clamp(max=10.0).exp()
+    # the value is that of the row, the gradient that of the token; the bound of 10 is verl's
+    zero_with_gradient = inputs.log_prob - inputs.log_prob.detach()
+    log_ratio = (zero_with_gradient + row_log_ratio).clamp(max=10.0)
 
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    losses = torch.maximum(plain, clipped)
-    metrics = inputs.token_means(pg_clipfrac=clipped > plain)
-    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), metrics
+    losses, is_clipped, _ = clipped_surrogate(log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
+    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means(pg_clipfrac=is_clipped)
 
 
 @register_policy_loss("sapo", loss_agg_mode=SEQUENCE_MEAN, bounds_ratio=True)
@@ -87,11 +86,13 @@ def sapo(inputs: LossInputs) -> LossResult:
     tau = config.tau_pos where A > 0, else config.tau_neg. The aggregation mode is always seq-mean-token-mean. There are
     no clip fractions, because nothing is clipped (verl reports 0).
     """
-    tau_pos, tau_neg = inputs.config.tau_pos, inputs.config.tau_neg
+    tau_pos = inputs.config.tau_pos
+    tau_neg = inputs.config.tau_neg
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos={tau_pos}, tau_neg={tau_neg}: sapo needs both above 0.")
     advantages = inputs.advantages
     ratio = inputs.log_ratio.exp()
+    # one of the two is a tensor, because torch.where of two numbers is fp32, also if the advantages are fp64
     tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
     losses = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
     return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means()
@@ -107,21 +108,25 @@ def geo_mean(inputs: LossInputs) -> LossResult:
     tokens out of range with A > 0 and with A < 0.
     """
     low, high = clip_range(inputs.config)
-    mask, advantages, log_ratio = inputs.response_mask, inputs.advantages, inputs.log_ratio
-    clamped = log_ratio.clamp(-low, high)
+    mask = inputs.response_mask
+    advantages = inputs.advantages
+    log_ratio = inputs.log_ratio
+    in_range = log_ratio.clamp(-low, high)
     sign = advantages.sign()
-    worse = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * in_range)
 
-    row_ratio = masked_mean(worse, mask, axis=-1).exp()
+    row_ratio = masked_mean(pessimistic, mask, axis=-1).exp()
     row_advantage = masked_mean(advantages, mask, axis=-1)
+    # the loss of a row on each of its tokens, whose mean over the row is that loss again
     losses = (-row_advantage * row_ratio).unsqueeze(-1).expand_as(log_ratio)
     row_weights = None
     if inputs.rollout_is_weights is not None:
+        # a weight of 0, which IcePop gives to tokens out of bounds, has no logarithm
         log_weights = torch.log(inputs.rollout_is_weights + 1e-10)
         row_weights = masked_mean(log_weights, mask, axis=-1).exp().unsqueeze(-1)
     loss = inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN, weights=row_weights)
 
-    is_out = log_ratio != clamped
+    is_out = log_ratio != in_range
     metrics = inputs.token_means(pg_clipfrac=is_out & (advantages > 0), pg_clipfrac_lower=is_out & (advantages < 0))
     return loss, metrics
 
@@ -136,23 +141,34 @@ def clipped_surrogate(
 
     With r = exp(log_ratio) the loss is max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv:1707.06347, eq. 7). Where A < 0
     it is at most -A c (dual clip, arXiv:1912.09729, eq. 5), so that bad actions that became very likely do not dominate
-    the batch; c = None disables the dual clip. All tensors are (B, T). Returns (loss, clip active, dual clip active),
-    the last two bool. Raises ValueError unless clip_ratio_c > 1.
+    the batch.
+
+    Args:
+        log_ratio, advantages: (B, T).
+        clip_ratio_low, clip_ratio_high: low and high.
+        clip_ratio_c: c, above 1; None = no dual clip.
+
+    Returns:
+        The loss, and whether the clip and the dual clip were active (bool), all (B, T).
+
+    Raises:
+        ValueError: clip_ratio_c is not above 1.
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c={clip_ratio_c}: the dual clip bounds ratios above 1; set it above 1.0.")
     advantages = at_least_fp32(advantages)
     ratio = log_ratio.exp()
-    cost = -advantages
-    plain = cost * ratio
-    clipped = cost * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    is_clipped = clipped > plain
     pessimistic = torch.maximum(plain, clipped)
     if clip_ratio_c is None:
-        return pessimistic, clipped > plain, torch.zeros_like(pessimistic, dtype=torch.bool)
-    bound = cost * clip_ratio_c
+        return pessimistic, is_clipped, torch.zeros_like(is_clipped)
+
+    bound = -advantages * clip_ratio_c
     is_bounded = (advantages < 0) & (pessimistic > bound)
-    loss = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
-    return loss, clipped > plain, is_bounded
+    losses = torch.where(advantages < 0, torch.minimum(pessimistic, bound), pessimistic)
+    return losses, is_clipped, is_bounded
 
 
 # ---------------------------------------------------------------------------------------------------- deprecated
@@ -171,9 +187,18 @@ def compute_policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the loss `vanilla` for a whole mini-batch. Deprecated, as in verl.
 
-    All tensors are (B, T). Returns scalars (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
-    Raises ValueError if a clip range is negative or missing (without a `cliprange` to fall back to), if clip_ratio_c is
-    not above 1, if shapes differ, and if the mask keeps nothing.
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: (B, T).
+        cliprange: the value of cliprange_low and cliprange_high where they are None.
+        clip_ratio_c: see `clipped_surrogate`.
+        loss_agg_mode: see `agg_loss`.
+
+    Returns:
+        The scalars pg_loss, pg_clipfrac, ppo_kl and pg_clipfrac_lower.
+
+    Raises:
+        ValueError: a clip range is negative or missing, clip_ratio_c is not above 1, shapes differ, or the mask keeps
+            nothing.
     """
     warnings.warn("compute_policy_loss is deprecated: compute_policy_loss_vanilla", DeprecationWarning, stacklevel=2)
     low = cliprange if cliprange_low is None else cliprange_low

@@ -21,5 +21,7 @@ def dpo_loss(logps: Tensor, ref_logps: Tensor, beta: float, label_smoothing: flo
     """
     rewards = beta * (logps - ref_logps)
     margins = rewards[:, 0] - rewards[:, 1]
-    losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+    as_labelled = -F.logsigmoid(margins)
+    as_swapped = -F.logsigmoid(-margins)
+    losses = (1 - label_smoothing) * as_labelled + label_smoothing * as_swapped
     return losses, rewards

@@ -20,14 +20,15 @@ def gpg(inputs: LossInputs) -> LossResult:
 
 @register_policy_loss("cispo", bounds_ratio=True)
 def cispo(inputs: LossInputs) -> LossResult:
-    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob: clipped tokens keep a gradient (arXiv:2506.13585).
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log_prob; clipped tokens keep a gradient (arXiv:2506.13585).
 
     config: clip ranges (ROLL's cispo_epsilon_low and _high), ratio_type. config.policy_loss.cispo_unified_mask drops
     the loss of tokens that PPO's clip would drop: r above the range with A > 0, or below it with A < 0.
     """
     low, high = clip_range(inputs.config)
     losses, is_truncated = _truncated(inputs, 1 - low, 1 + high)
-    if getattr(inputs.config.policy_loss, "cispo_unified_mask", False):  # verl's config has no such option
+    # verl's config has no such option
+    if getattr(inputs.config.policy_loss, "cispo_unified_mask", False):
         ratio = inputs.importance_log_ratio.exp()
         has_loss = torch.where(inputs.advantages > 0, ratio <= 1 + high, ratio >= 1 - low)
         losses = torch.where(has_loss, losses, 0)
@@ -40,7 +41,9 @@ def tis(inputs: LossInputs) -> LossResult:
 
     config.policy_loss: tis_lower_bound, tis_upper_bound; config.ratio_type.
     """
-    low, high = inputs.config.policy_loss.tis_lower_bound, inputs.config.policy_loss.tis_upper_bound
+    options = inputs.config.policy_loss
+    low = options.tis_lower_bound
+    high = options.tis_upper_bound
     if not low < high:
         raise ValueError(f"tis_lower_bound={low}, tis_upper_bound={high}: the lower is expected below the upper.")
     losses, is_truncated = _truncated(inputs, low, high)
@@ -62,15 +65,15 @@ def topr(inputs: LossInputs) -> LossResult:
     config.policy_loss.topr_positive_weight and topr_negative_weight; config.ratio_type applies to r. A response is good
     if its score is above 0, as in ROLL. Without scores a token is good if its advantage is above 0.
     """
-    options, advantages = inputs.config.policy_loss, inputs.advantages
-    is_good = advantages > 0
+    options = inputs.config.policy_loss
+    is_good = inputs.advantages > 0
     if inputs.scores is not None:
-        is_good = (inputs.scores > 0).unsqueeze(-1).expand_as(advantages)
+        is_good = (inputs.scores > 0).unsqueeze(-1).expand_as(inputs.advantages)
 
     ratio = inputs.importance_log_ratio.detach().exp()
     bad_weights = options.topr_negative_weight * ratio.clamp(0.0, 1.0)
     weights = torch.where(is_good, options.topr_positive_weight, bad_weights)
-    losses = -weights * advantages * inputs.log_prob
+    losses = -weights * inputs.advantages * inputs.log_prob
     return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=~is_good & (ratio > 1))
 
 
@@ -119,10 +122,13 @@ def dppo_kl(inputs: LossInputs) -> LossResult:
     the metrics are those of `dppo_tv`.
     """
     low, high = clip_range(inputs.config)
-    log_prob, old_log_prob = inputs.log_prob.detach(), inputs.old_log_prob
-    old, new = old_log_prob.exp(), log_prob.exp()
-    others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-    divergence = old * (old_log_prob - log_prob) + others
+    old_log_prob = inputs.old_log_prob
+    new_log_prob = inputs.log_prob.detach()
+    old = old_log_prob.exp()
+    new = new_log_prob.exp()
+    # 1e-8: a probability of 1 leaves 0 to the other tokens
+    of_other_tokens = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+    divergence = old * (old_log_prob - new_log_prob) + of_other_tokens
 
     is_inside_if_good = (divergence <= high) | (new <= old)
     is_inside_if_bad = (divergence <= low) | (new >= old)
@@ -131,7 +137,9 @@ def dppo_kl(inputs: LossInputs) -> LossResult:
 
 def _loss_inside(inputs: LossInputs, is_inside: Tensor) -> LossResult:
     """Computes the loss and the metrics of DPPO. is_inside: (b, R) bool."""
-    bound = math.inf if inputs.config.clip_ratio_c is None else inputs.config.clip_ratio_c
+    bound = inputs.config.clip_ratio_c
+    if bound is None:
+        bound = math.inf
     if bound <= 1.0:
         raise ValueError(f"clip_ratio_c={bound}: it bounds ratios above 1; set it above 1.0.")
     ratio = inputs.log_ratio.detach().exp()

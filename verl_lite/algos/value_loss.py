@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl_lite.algos.loss_inputs import Aggregation
-from verl_lite.algos.masked import at_least_fp32, check_shapes, masked_mean
+from verl_lite.algos.masked import check_shapes, masked_mean, masked_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,17 @@ class ValueLossInputs:
 def value_loss(inputs: ValueLossInputs) -> tuple[Tensor, Tensor]:
     """Computes the clipped value loss 1/2 max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2), aggregated.
 
-    v are the vpreds, G the returns, v_old the values, and c is cliprange_value. Returns the loss and the share of these
-    tokens whose clip was active.
+    v are the vpreds, G the returns, v_old the values, and c is cliprange_value (PPO's reference implementation,
+    arXiv:2005.12729). Returns the loss, and the share of the valid tokens whose clip was active.
     """
-    is_valid = inputs.response_mask.bool()
-    new = torch.where(is_valid, at_least_fp32(inputs.vpreds), 0)
-    target = torch.where(is_valid, at_least_fp32(inputs.returns), 0)
-    old = torch.where(is_valid, at_least_fp32(inputs.values), 0)
+    mask = inputs.response_mask
+    values = masked_values(inputs.vpreds, mask)
+    old_values = masked_values(inputs.values, mask)
+    targets = masked_values(inputs.returns, mask)
 
-    plain = (new - target).square()
-    clipped_values = torch.clamp(new, old - inputs.cliprange_value, old + inputs.cliprange_value)
-    clipped = (clipped_values - target).square()
-    loss = 0.5 * inputs.aggregation(torch.maximum(plain, clipped), inputs.response_mask)
-    return loss, masked_mean((clipped > plain).to(loss.dtype), inputs.response_mask)
+    cliprange = inputs.cliprange_value
+    clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
+    plain = (values - targets).square()
+    clipped = (clipped_values - targets).square()
+    loss = 0.5 * inputs.aggregation(torch.maximum(plain, clipped), mask)
+    return loss, masked_mean((clipped > plain).to(loss.dtype), mask)

@@ -14,7 +14,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -130,7 +130,7 @@ class Packed:
                 offsets = self._offsets[section.span]
                 arrays.append(array[offsets[start] : offsets[stop]])
         objects = {name: value[start:stop] for name, value in self.objects.items()}
-        return Packed(stop - start, self.columns, self.sections, arrays, objects, self.meta, self.schema)
+        return replace(self, rows=stop - start, arrays=arrays, objects=objects)
 
     def __reduce__(self) -> tuple[Callable[..., Packed], tuple[object, ...]]:
         """Copies all arrays into one buffer, each at its natural alignment."""
@@ -149,6 +149,7 @@ class Packed:
         """Returns the columns as CPU tensors that own their memory."""
         indices: dict[int, np.ndarray] = {}
         bits: dict[str, np.ndarray] = {}
+        # first the columns of which others are slices
         for column in self.columns:
             if not column.source:
                 bits[column.name] = self._unpack_column(column, indices)
@@ -166,10 +167,12 @@ class Packed:
     def _unpack_column(self, column: Column, indices: dict[int, np.ndarray]) -> np.ndarray:
         """Returns the bits of a column. indices: `_indices` by span, which the call adds to."""
         if column.span < 0:
-            return self.arrays[column.values].copy()  # arrays from Ray's object store are read-only
+            # arrays from Ray's object store are read-only
+            return self.arrays[column.values].copy()
 
         width = column.tail[0]
         dtype: torch.dtype = getattr(torch, column.dtype)
+        # bits as integers, so that a NaN keeps its payload and -0.0 its sign
         bits = np.full((self.rows, width), column.fill, f"i{dtype.itemsize}")
         if column.filled >= 0:
             is_fill = np.unpackbits(self.arrays[column.filled], axis=1, count=width)
@@ -196,7 +199,15 @@ def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Rows], meta: Meta,
     columns = [packer.encode(name) for name in tensors]
     # once for all slices; parts with equal bytes are concatenated without being unpacked
     schema = zlib.compress(pickle.dumps((columns, packer.sections), protocol=5))
-    return Packed(rows, columns, packer.sections, packer.arrays, objects, meta, schema)
+    return Packed(
+        rows=rows,
+        columns=columns,
+        sections=packer.sections,
+        arrays=packer.arrays,
+        objects=objects,
+        meta=meta,
+        schema=schema,
+    )
 
 
 def concat(parts: list[Packed]) -> Packed | None:
@@ -215,7 +226,7 @@ def concat(parts: list[Packed]) -> Packed | None:
     for name in first.objects:
         objects[name] = np.concatenate([part.objects[name] for part in parts])
     rows = sum(part.rows for part in parts)
-    return Packed(rows, first.columns, first.sections, arrays, objects, first.meta, first.schema)
+    return replace(first, rows=rows, arrays=arrays, objects=objects)
 
 
 class _Packer:
@@ -263,8 +274,9 @@ class _Packer:
             if encoded is not None:
                 return encoded
 
-        # 0.0 and -0.0 are both zero
-        own_span = _span_of(bits.view(f"f{bits.itemsize}") if dtype in _FLOATS else bits)
+        # 0.0 and -0.0 are both zero as floats, but not as bits
+        entries = bits.view(f"f{bits.itemsize}") if dtype in _FLOATS else bits
+        own_span = _span_of(entries)
         if own_span[:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size:
             return None
         return self._fit(column._replace(span=self._add_span(own_span, width)), bits)
@@ -334,15 +346,18 @@ class _Packer:
         span = self.arrays[column.span]
         row = int(np.argmax(span[:, 1] < bits.shape[1]))
         start, length = span[row]
-        fill = int(bits[row, 0 if start > 0 or length == 0 else length])
+        is_before_span = start > 0 or length == 0
+        fill = int(bits[row, 0 if is_before_span else length])
         if fill == 0:
-            fill = -1 << (8 * bits.itemsize - 1)  # the bits of -0.0
+            # this entry is 0.0, and others may be -0.0, of which only the sign bit is set
+            fill = -1 << (8 * bits.itemsize - 1)
         is_fill = bits == fill
         num_fill = np.count_nonzero(is_fill) - np.count_nonzero(inside == fill)
         if num_fill != num_nonzero:
             return None
         filled = -1
-        if num_fill != bits.size - inside.size:  # the others are 0
+        if num_fill != bits.size - inside.size:
+            # the other entries outside the span are 0
             filled = self._add(np.packbits(is_fill, axis=1))
         return column._replace(fill=fill, filled=filled)
 
@@ -385,6 +400,7 @@ def _span_of(values: np.ndarray) -> np.ndarray:
     start = is_set.argmax(axis=1)
     end = width - is_set[:, ::-1].argmax(axis=1)
     length = np.where(is_set.any(axis=1), end - start, 0)
+    # two numbers for each row and span are the cost of packing
     dtype = np.uint16 if width <= np.iinfo(np.uint16).max else np.int32
     return np.stack([start, length], axis=1).astype(dtype)
 
@@ -394,8 +410,9 @@ def _indices(span: np.ndarray, width: int) -> np.ndarray:
     start, length = span.astype(np.int64).T
     # without a loop over rows: the count over all tokens, plus a difference that is constant in each row
     first_index = np.arange(len(span)) * width + start
-    num_earlier = np.cumsum(length) - length  # real tokens of earlier rows
-    return np.repeat(first_index - num_earlier, length) + np.arange(int(length.sum()))
+    num_earlier_tokens = np.cumsum(length) - length
+    num_tokens = int(length.sum())
+    return np.repeat(first_index - num_earlier_tokens, length) + np.arange(num_tokens)
 
 
 def can_pack(tensor: torch.Tensor) -> bool:
@@ -406,6 +423,7 @@ def can_pack(tensor: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     """Returns the bits as signed integers of the same size, which compare exactly, including NaN and -0.0."""
+    # a conjugated or negated view has the bits of its source
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return plain.view(signed).numpy()
