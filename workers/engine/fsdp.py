@@ -129,7 +129,7 @@ class FSDPEngine:
 
     def _shard(self, policy: EngineNetwork, master_dtype: torch.dtype) -> None:
         """Applies `fully_shard` to each block with at least `min_num_params` parameters, then to the whole network."""
-        # None leaves the dtype as it is, and spares FSDP a cast
+        # None: FSDP neither casts the parameters nor the gradients
         cast_dtype = None
         if policy.is_cast and self.param_dtype != master_dtype:
             cast_dtype = self.param_dtype
@@ -383,7 +383,7 @@ class FSDPEngine:
         self.move_in_optimizer()
         Path(path).mkdir(parents=True, exist_ok=True)
 
-        # the saving thread runs on the host, at the same time as NCCL's collectives: gloo
+        # torch's `async_save` needs a group of the host
         if background and self._save_group is None:
             self._save_group = dist.new_group(backend="gloo")
         group = self._save_group if background else None
