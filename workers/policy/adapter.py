@@ -34,7 +34,7 @@ from workers.policy.vision import has_vision
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR = "all-linear"  # peft's name for all layers
 CHOOSERS = ("Indexer",)  # class names of modules that select tokens, as in DeepSeek's sparse attention
 STATE_SPACE = re.compile("Mamba|Mixer$")
 _PREFIX_IN_FILE = "base_model.model."
@@ -61,11 +61,15 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     if _has_experts(network):
         # for a transformers model peft would interpret layer names as names of experts, as in older model classes
         adapted = nn.ModuleDict({"network": network})
+    target_modules: str | list[str] = targets
+    if targets == [ALL_LINEAR]:
+        target_modules = ALL_LINEAR  # in a list, peft would take it for the name of a layer
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        target_modules=target_modules,
         exclude_modules=excluded or None,
+        # no dropout: a policy gradient needs the log-probs of the policy that sampled
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -77,6 +81,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is not a torch.nn.Linear, which an adapter needs")
+    # peft creates them in the dtype of the frozen layer, bf16, which would lose small updates
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -146,7 +151,8 @@ def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Pa
     for name, parameter in network.named_parameters():
         if is_adapter_parameter(name):
             parameters[_name_in_file(name)] = parameter
-    _require_same_layers(network, model, folder, tensors, str(entries.get("base_model_name_or_path") or ""))
+    base = str(entries.get("base_model_name_or_path") or "")
+    _require_same_layers(network, model, folder, tensors, base)
     _require_same_targets(network, model, parameters.keys(), tensors.keys())
 
     with torch.no_grad():
@@ -169,6 +175,7 @@ def _require_same_layers(
         layer, _, part = name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")
         if part not in ("A.weight", "B.weight"):
             raise refused_tensor(name, folder, "which is neither a matrix A nor a matrix B of a linear layer")
+        # such as an adapter of a run that diverged: every log-prob would be NaN
         if not bool(torch.isfinite(tensor).all()):
             raise UserError(f"model.lora_adapter_path={folder}: {name} in {WEIGHTS_FILE} has values NaN or infinite")
         if layer in layers:
@@ -197,27 +204,29 @@ def _require_same_targets(
 ) -> None:
     """Raises UserError if the options give other layers an adapter than a saved adapter has. The message contains
     options that give the same layers one."""
-    only_one = sorted(set(in_network) ^ set(in_file))
-    if not only_one:
+    in_one_of_them = sorted(set(in_network) ^ set(in_file))
+    if not in_one_of_them:
         return
 
     saved_layers = {name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")[0] for name in in_file}
     all_layers = {name.removesuffix(".base_layer") for name in linear_layers(network)}
     last_parts = {name.rpartition(".")[2] for name in saved_layers}
     with_these_parts = {name for name in all_layers if name.rpartition(".")[2] in last_parts}
-    # an adapter of some layers only needs their whole names
-    targets = sorted(last_parts if with_these_parts == saved_layers else saved_layers)
-    advice = f"Set model.target_modules=[{','.join(targets)}]"
+    targets = last_parts
+    if with_these_parts != saved_layers:
+        targets = saved_layers  # an adapter of some layers only needs their whole names
+    advice = f"Set model.target_modules=[{','.join(sorted(targets))}]"
     if model.exclude_modules:
         advice += " model.exclude_modules=[]"
 
     options = f"model.target_modules={model.target_modules}"
     if model.exclude_modules:
         options += f" with model.exclude_modules={model.exclude_modules}"
+    name = in_one_of_them[0]
     source = "in the options"
-    if only_one[0] in in_file:
+    if name in in_file:
         source = f"in the adapter of model.lora_adapter_path={model.lora_adapter_path}"
-    raise UserError(f"{options}: {only_one[0]} is only {source}. {advice}")
+    raise UserError(f"{options}: {name} is only {source}. {advice}")
 
 
 def _name_in_file(name: str) -> str:
@@ -282,12 +291,19 @@ def _require_linear_layers(network: PreTrainedModel, key: str, targets: list[str
 
 def sends_adapter(config: PPOConfig) -> bool:
     """True if weight updates after the first one send only the adapter to the rollout engines."""
+    if config.model.lora_rank == 0:
+        return False
+    # between processes the adapter is far less to send; within one, the kept base model would need memory of the host
     default = "merged" if config.hybrid_engine else "adapter"
-    return config.model.lora_rank > 0 and (config.rollout.lora_sync or default) == "adapter"
+    return (config.rollout.lora_sync or default) == "adapter"
 
 
 class KeptBase:
-    """The base model of an adapter, kept on the host to merge later adapters. tensors: by name; empty at first."""
+    """The base model of an adapter, kept on the host to merge later adapters.
+
+    Attributes:
+        tensors: the weights of the base model by name; empty at first.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -297,8 +313,13 @@ class KeptBase:
     def merged(
         self, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of the whole model on `device`. weights: those of `FSDPEngine.unmerged_params`; the base
-        weights among them are kept."""
+        """Yields the weights of the whole model.
+
+        Args:
+            weights: those of `FSDPEngine.unmerged_params`. Base weights among them replace `tensors`.
+            device: the device of the yielded weights.
+        """
+        # all of them first: a base weight can be merged when the adapter's parameters are there
         adapter = {}
         for name, tensor in weights:
             if is_adapter_parameter(name):
@@ -319,7 +340,15 @@ def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> 
 
 
 def save_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-    """Writes an adapter in the format of peft. adapter: the adapter's parameters by their names in the network."""
-    tensors = {_name_in_file(name): value.contiguous() for name, value in adapter.items()}
+    """Writes an adapter in the format of peft.
+
+    Args:
+        folder: the folder to write, which exists.
+        adapter: the adapter's parameters by their names in the network.
+        config: the adapter's config.
+    """
+    tensors = {}
+    for name, parameter in adapter.items():
+        tensors[_name_in_file(name)] = parameter.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE)
     config.save_pretrained(str(folder))
