@@ -293,7 +293,7 @@ def sends_adapter(config: PPOConfig) -> bool:
     """True if weight updates after the first one send only the adapter to the rollout engines."""
     if config.model.lora_rank == 0:
         return False
-    # between processes the adapter is far less to send; within one, the kept base model would need memory of the host
+    # between processes the adapter is far less to send; within one, a copy of the base model would be kept on the host
     default = "merged" if config.hybrid_engine else "adapter"
     return (config.rollout.lora_sync or default) == "adapter"
 

@@ -15,19 +15,24 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import ChatMessage, JsonMapping, JsonObject, KeywordArguments
 from verl_lite.machine.process_tree import ForkedProcess
 
-SECONDS, SECONDS_PER_CHAT = 10.0, 0.05
-"""Limits of processor time: seconds in total, plus seconds per chat. A chat usually takes 0.0002 s."""
+SECONDS = 10.0
+"""Limit of processor time of all calls of a child together, besides `SECONDS_PER_CHAT`."""
+SECONDS_PER_CHAT = 0.05
+"""Processor time that each chat adds to the limit. A chat usually takes 0.0002 s."""
 MEMORY_BYTES = 2 << 30
-MOST_CHARACTERS, MOST_GROWTH = 1 << 20, 8
-"""Limit of characters in all texts of a call: the larger of a constant and a multiple of the input's bytes."""
+MOST_CHARACTERS = 1 << 20
+"""Limit of characters in all texts of a call, unless `MOST_GROWTH` allows more."""
+MOST_GROWTH = 8
+"""Characters that a call may always write for each byte of its input."""
 
 
 class ChatTemplateError(UserError):
@@ -38,14 +43,19 @@ class _Child:
     """A fork of this process that renders with the current `tokenizer` and exits when the connection closes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.template, self.parent = tokenizer, tokenizer.chat_template, os.getpid()
-        self.connection, theirs = Pipe()
-        self.process = ForkedProcess(functools.partial(_serve, tokenizer, theirs))
-        theirs.close()
+        self.tokenizer = tokenizer
+        self.template = tokenizer.chat_template
+        self.parent = os.getpid()
+        self.connection, end_of_child = Pipe()
+        self.process = ForkedProcess(functools.partial(_serve, tokenizer, end_of_child))
+        # closed here, so that the connection ends with the child
+        end_of_child.close()
 
     def fits(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """True if the child renders with this tokenizer and its current template, and is a child of this process."""
-        return self.tokenizer is tokenizer and self.template == tokenizer.chat_template and self.parent == os.getpid()
+        # the process of a fork of this one is no child of it
+        is_own_child = self.parent == os.getpid()
+        return self.tokenizer is tokenizer and self.template == tokenizer.chat_template and is_own_child
 
     def end(self) -> int:
         """Kills the child if it is still running. Returns its exit code, or the negative number of a signal."""
@@ -54,12 +64,13 @@ class _Child:
         return self.process.wait()
 
 
+# The child stays for later calls, because a fork takes longer than most chats.
 _child: _Child | None = None
 _rendering = threading.Lock()
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, object]]], **arguments: Any
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, object]]], **arguments: object
 ) -> list[str]:
     """Renders chats to texts, with the result of `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)`.
 
@@ -71,10 +82,12 @@ def render_chats(
         UserError: the template takes too much time or memory, or writes too much.
     """
     global _child
-    message = pickle.dumps((list(chats), arguments))  # fails for deeply nested arguments, before a child is in use
+    # fails for deeply nested arguments, before a child is in use
+    message = pickle.dumps((list(chats), arguments))
     with _rendering:
+        # taken away: if this call is interrupted, no later call reads its reply
         child = _child
-        _child = None  # if this call is interrupted, no later call reads its reply
+        _child = None
         if child is not None and not child.fits(tokenizer):
             if child.parent == os.getpid():
                 child.end()
@@ -107,15 +120,20 @@ def render_chats(
 
 def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> int:
     """Runs the child: drops the parent's files, signal handlers and garbage, sets the limits, and renders chats."""
+    # objects of the parent stay as they are: collecting them would copy their pages and run their finalizers
     gc.freeze()
+    # all files but standard streams and the connection: the parent's sockets must close when the parent ends
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles these and ends this process
         signal.signal(number, signal.SIG_IGN)
+    # the kernel ends this process when the timer below runs out
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    most = psutil.Process().memory_info().vms + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    left = SECONDS
+    # the address space of the parent's copies counts, too
+    most_bytes = psutil.Process().memory_info().vms + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+
+    seconds_left = SECONDS
     forms: dict[str, CallForm] = {}
     while True:
         try:
@@ -123,10 +141,11 @@ def _serve(tokenizer: PreTrainedTokenizerBase, connection: Connection) -> int:
         except EOFError:
             return 0
         chats, arguments = pickle.loads(message)
-        signal.setitimer(signal.ITIMER_PROF, min(SECONDS, left) + SECONDS_PER_CHAT * len(chats))
+        signal.setitimer(signal.ITIMER_PROF, min(SECONDS, seconds_left) + SECONDS_PER_CHAT * len(chats))
         most_characters = max(MOST_CHARACTERS, MOST_GROWTH * len(message))
         reply = _rendered(tokenizer, chats, arguments, forms, most_characters)
-        left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+        # time that the chats of this call did not use is left for later calls
+        seconds_left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(reply)
 
 
@@ -146,8 +165,8 @@ class _Reply(NamedTuple):
 
 def _rendered(
     tokenizer: PreTrainedTokenizerBase,
-    chats: list[list[dict[str, Any]]],
-    arguments: dict[str, Any],
+    chats: list[list[ChatMessage]],
+    arguments: KeywordArguments,
     forms: dict[str, "CallForm"],
     most_characters: int,
 ) -> _Reply:
@@ -165,6 +184,7 @@ def _rendered(
     try:
         for chat in chats:
             messages = chat
+            # only these have several forms, which need some renderings to find out
             if any(message.get("tool_calls") for message in chat):
                 key = repr(arguments)
                 if key not in forms:
@@ -182,11 +202,12 @@ def _rendered(
     return _Reply(texts)
 
 
-def tool_arguments(arguments: Any) -> Any:
+def tool_arguments(arguments: str | JsonObject) -> str | JsonObject:
     """Returns the arguments of a tool call as a dict, which chat templates expect, if they are one as JSON text;
     returns all others unchanged."""
     if not isinstance(arguments, str):
         return arguments
+    # a model can write any text
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -213,7 +234,7 @@ class CallForm:
     arguments_are_text: bool
     writes_calls: bool = False
 
-    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, message: JsonMapping) -> ChatMessage:
         """Returns a message in this form. Messages without tool calls stay unchanged."""
         written = dict(message)
         if not message.get("tool_calls"):
@@ -227,30 +248,38 @@ class CallForm:
         written["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
         return written
 
-    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, call: JsonMapping) -> JsonObject:
+        """Returns a tool call, or its `function`, with the arguments in this form."""
+        written = dict(call)
         if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._call(call["function"])}
-        if "arguments" not in call:
-            return dict(call)
-        return {**call, "arguments": self._arguments(call["arguments"])}
+            written["function"] = self._call(call["function"])
+        elif "arguments" in call:
+            written["arguments"] = self._arguments(call["arguments"])
+        return written
 
-    def _arguments(self, arguments: Any) -> Any:
-        if self.arguments_are_text:
-            return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return tool_arguments(arguments)
+    def _arguments(self, arguments: str | JsonObject) -> str | JsonObject:
+        if not self.arguments_are_text:
+            return tool_arguments(arguments)
+        if isinstance(arguments, str):
+            return arguments
+        return json.dumps(arguments, ensure_ascii=False)
 
 
-def _written_call(call: Mapping[str, Any]) -> str:
+def _written_call(call: JsonMapping) -> str:
+    """Returns a tool call as text, in the notation of Hermes and Qwen."""
     function = call.get("function", call)
-    written = {"name": function["name"], "arguments": tool_arguments(function.get("arguments", {}))}
-    return f"<tool_call>{json.dumps(written)}</tool_call>"
+    arguments = tool_arguments(function.get("arguments", {}))
+    written = json.dumps({"name": function["name"], "arguments": arguments})
+    return f"<tool_call>{written}</tool_call>"
 
 
 _CALL_FORMS = (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True))
-_PROBE_NAME, _PROBE_KEY = "verlliteprobe", "verllitekey"
+# names that no template contains
+_PROBE_NAME = "verlliteprobe"
+_PROBE_KEY = "verllitekey"
 
 
-def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> CallForm:
+def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: KeywordArguments) -> CallForm:
     """Returns the first form of `_CALL_FORMS` that the template renders with the call's name, and without the word None
     or a Python dict. If there is none, the template does not show calls, and they become content.
 
@@ -264,17 +293,21 @@ def find_call_form(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     system = {"role": "system", "content": "s"}
     question = {"role": "user", "content": "q"}
     for beginning in ([question], [system, question]):  # few templates need a system message, some refuse it
-        without_calls = _probe(tokenizer, [*beginning, {"role": "assistant", "content": "a"}], arguments)
+        # a template may contain the word None itself, such as "Reasoning: None"
+        answer = {"role": "assistant", "content": "a"}
+        number_without_calls = _probe(tokenizer, [*beginning, answer], arguments).count("None")
         for form in _CALL_FORMS:
             message = form.apply({"role": "assistant", "content": "", "tool_calls": [call]})
             text = _probe(tokenizer, [*beginning, message], arguments)
-            shows_python = f"'{_PROBE_KEY}'" in text or text.count("None") > without_calls.count("None")
-            if _PROBE_NAME in text and not shows_python:
+            # a dict that is concatenated as a text has single quotes, which are no JSON
+            shows_dict = f"'{_PROBE_KEY}'" in text
+            shows_none = text.count("None") > number_without_calls
+            if _PROBE_NAME in text and not shows_dict and not shows_none:
                 return form
     return CallForm("", False, writes_calls=True)
 
 
-def _probe(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+def _probe(tokenizer: PreTrainedTokenizerBase, chat: list[ChatMessage], arguments: KeywordArguments) -> str:
     """Returns the text of a chat, or "" if the template fails on it."""
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, **arguments))

@@ -110,11 +110,13 @@ def scored_rows(columns: Mapping[str, torch.Tensor], pad_token_id: int | None) -
     next_columns = torch.arange(1, response_width + 1, device=is_scored.device)
     column_after_last = (next_columns * is_scored).amax(1)  # (b,)
 
-    response_mask = F.pad(torch.zeros_like(columns["response_mask"]), (0, 1))
-    has_response = columns["response_mask"].any(1)
+    original_mask = columns["response_mask"]
+    has_response = original_mask.any(1)
+    response_mask = F.pad(torch.zeros_like(original_mask), (0, 1))
     rows = torch.arange(len(response_mask), device=response_mask.device)
     response_mask[rows, column_after_last] = has_response.to(response_mask.dtype)
 
+    # the added column is only predicted, so that its content does not matter
     widened = {"response_mask": response_mask}
     for name in ("input_ids", "attention_mask", "position_ids", "responses"):
         widened[name] = F.pad(columns[name], (0, 1))
