@@ -365,6 +365,7 @@ class FSDPEngine:
                 the weights of `full_params` from both.
             bucket_bytes: size of the full tensors gathered at one time.
         """
+        # the base first: a receiver merges the adapter when it has it whole
         if with_base:
             yield from self.buffers.items()
             yield from gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)

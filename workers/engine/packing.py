@@ -234,9 +234,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
 
     # of the samples of a prompt, the first one owns it, and the packed row has only the owner's copy
     owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width], digests)
-    is_owner = owner == torch.arange(len(owner))
-    own = used.clone()
-    own[:, :prompt_width] &= is_owner.unsqueeze(1)
+    own = _without_repeated_prompts(used, owner, prompt_width)
     # attention gathers the copies again, which costs more than it saves if few tokens are shared
     shared = 1 - own.sum() / used.sum()
     shares_prompts = bool(shared >= MIN_SHARED)
@@ -266,6 +264,14 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         position_ids=columns["position_ids"][order][own].unsqueeze(0),
         sequences=sequences,
     )
+
+
+def _without_repeated_prompts(used: torch.Tensor, owner: torch.Tensor, prompt_width: int) -> torch.Tensor:
+    """Returns (n, P+R) bool, the used tokens without those of prompts that another sequence owns."""
+    is_owner = owner == torch.arange(len(owner))
+    own = used.clone()
+    own[:, :prompt_width] &= is_owner.unsqueeze(1)
+    return own
 
 
 def is_tree_cheaper(prompts: int, longest: int, scores_of_sequences: int) -> bool:
@@ -462,9 +468,11 @@ def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
     """Builds the boundaries from the lengths (n,) of the sequences in packing order."""
     lengths_of_runs, counts = torch.unique_consecutive(lengths, return_counts=True)
     runs = zip(counts.tolist(), lengths_of_runs.tolist(), strict=True)
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+    ends = lengths.cumsum(0)
     # int32, as the kernels of flash-attn expect
-    return PackedSequences(tuple(runs), cu_seqlens.to(torch.int32), max_length=int(lengths.max()))
+    cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return PackedSequences(tuple(runs), cu_seqlens, longest)
 
 
 def _placeholder_inputs(

@@ -93,6 +93,7 @@ class ActivationOffload(saved_tensors_hooks):
     def _unpack(self, saved: torch.Tensor | HostCopy) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        # a second backward pass, with retain_graph, reads it again
         self._unread.pop(saved.index, None)
         self._return_to_device(saved)
         # the backward pass reads the tensors in reverse order

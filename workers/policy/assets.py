@@ -39,6 +39,7 @@ def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: 
     Raises:
         UserError: one of the files cannot be read or written, with the key, the file and the remedy.
     """
+    # transformers can write these files only to a folder
     with tempfile.TemporaryDirectory(prefix="verl_lite-assets-") as name:
         folder = Path(name)
         _write_config(config, model, folder)

@@ -64,6 +64,7 @@ class CausalLMPolicy(Policy):
         self.chunk_tokens = chunk_tokens
         self.routers = routers
         self.functions = TILE_FUNCTIONS
+        # tokens that stand for images, and tokens that only a teacher has
         size = model.config.get_text_config().vocab_size
         self.excluded_tokens = (*placeholder_ids(model.config), *range(vocab_size or size, size))
 
@@ -496,7 +497,8 @@ def _input_gradients(
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
 
     for number, columns in enumerate(tiles.columns):
-        grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
+        # of an fp32 weight a view, into which the products are added; of a bf16 weight a copy, written back below
+        grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)
         for rows in tiles.rows:
             gradient = gradients.tile(tiles, number, rows, functions)
             if grad_bias is not None:  # its sum over the tokens needs fp32

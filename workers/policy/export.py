@@ -69,12 +69,14 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
         network.load_state_dict(converted, strict=False, assign=True)
         network.tie_weights()
     else:
+        # the checkpoint of an adapter does not contain the base model
         network = _base_network(path, adapter, auto_class, config, trust_remote_code)
         with torch.no_grad():
             for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
                 network.get_parameter(name).copy_(weight)
         network = network.to(target_dtype)
 
+    # the assets after the weights: a folder whose export was interrupted has no config, and nothing loads it
     _write_weights(network, folder)
     shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)
     _update_config(folder, network, target_dtype)

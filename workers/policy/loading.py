@@ -211,6 +211,7 @@ def check_network(
     Reads no weights, except to compare an output layer with the embedding. Options that depend on the number of devices
     are checked elsewhere.
     """
+    # the meta device, on which the dtypes do not matter
     meta = torch.device("meta")
     arguments = BuildArguments(torch.float32, torch.float32, trains=trains, with_weights=False, device=meta)
     policy = token_network(model, build_policy, chat_template=chat_template)(arguments)

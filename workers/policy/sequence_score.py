@@ -34,6 +34,7 @@ class SequenceScorePolicy(Policy):
 
     def __init__(self, model: PreTrainedModel, option: str = "reward_model.model.path") -> None:
         super().__init__()
+        # a head of several layers, or on a pooled state, would need more than the state of one token
         if not isinstance(getattr(model, HEAD, None), nn.Linear):
             raise UserError(
                 f"{option}: a {type(model).__name__} does not score by a linear layer on its last "
@@ -53,6 +54,7 @@ def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     try:
         network = build_network(classifier_of("SequenceClassification", spec.config), spec)
     except UserError as error:
+        # its message begins with the key model.path
         raise UserError(f"reward_model.{error}; {_REMEDY}") from error
     return SequenceScorePolicy(network)
 

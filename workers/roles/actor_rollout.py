@@ -263,6 +263,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             The loss and actor/* metrics under ROLL's names without the suffixes @sum, @max and @min, which its
             trackers remove.
         """
+        # numbers instead of `Metric`, as a loss of ROLL returns them
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
         return loss, values(_with_prefix(metrics))
 
@@ -304,6 +305,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.engine.move_in()
         bucket_mb = self.config.rollout.bucket_megabytes(self.device.type == "cpu")
         metrics = sync_weights(self.engine, self.rollout, version, bucket_mb, self._kept_base)
+        # the rollout engine has the device from here on
         self.engine.move_out()
         return metrics
 
@@ -312,6 +314,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         """Opens the store of a new channel to engines in separate pools. Returns its address."""
         # a run on several processes has a store, at an address that the other machines can reach
         host = "127.0.0.1" if self.slot.store is None else self.slot.store[0]
+        # kept, because a store ends with the object that hosts it
         self._channel_store = host_store(host)
         return host, self._channel_store.port
 

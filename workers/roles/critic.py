@@ -25,13 +25,15 @@ class CriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        critic = self.config.critic
-        ranks_per_sequence = self.config.sequence_parallel_size("critic")
-        chat_template = self.config.data.chat_template
+        config = self.config
         network = token_network(
-            critic_network(self.config), value_head, ranks_per_sequence, chat_template=chat_template
+            critic_network(config),
+            value_head,
+            config.sequence_parallel_size("critic"),
+            # written to the critic's checkpoints, which have a tokenizer as the policy's have
+            chat_template=config.data.chat_template,
         )
-        self.build_engine(network, critic.fsdp_config, critic.optim)
+        self.build_engine(network, config.critic.fsdp_config, config.critic.optim)
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

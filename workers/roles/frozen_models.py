@@ -26,9 +26,11 @@ class ReferenceWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine."""
-        build_policy = causal_lm(self.config.actor.log_prob_chunk_tokens)
-        network = token_network(self.config.model, build_policy, self.config.sequence_parallel_size("ref"))
-        self.build_engine(network, self.config.ref.fsdp_config)
+        # without options of an optimizer, the parameters stay in the dtype of the computation
+        config = self.config
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens)
+        network = token_network(config.model, build_policy, config.sequence_parallel_size("ref"))
+        self.build_engine(network, config.ref.fsdp_config)
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -86,6 +86,7 @@ class RolloutWorker(SamplingWorker):
         set_deterministic(trainer.deterministic)
         self.device = get_device(trainer.device)
         self.tokenizer = load_tokenizer(self.config.model, self.config.data.chat_template)
+        # only for the ranks of this engine: the weights come over a group of their own
         if self.world_size > 1:
             self.init_process_group(dist_backend(self.device))
         self.build_rollout()
@@ -101,6 +102,7 @@ class RolloutWorker(SamplingWorker):
         engine, None on the others."""
         if not self.runner.leads:
             return None
+        # in the thread of the call, while the engine's thread generates
         self._completed.wait(seconds)
         return self._run(lambda: self._take(with_metrics), together=False)
 
@@ -155,6 +157,7 @@ class RolloutWorker(SamplingWorker):
         if not (self.groups.is_idle or self.config.spans_updates):
             raise RuntimeError("groups are running, and new weights would change the policy within them")
         try:
+            # the ends of an engine's ranks have consecutive numbers
             if self._address != end.address:
                 self._channel = replace(end, rank=end.rank + self.rank).connect(self.device)
                 self._address = end.address
@@ -174,6 +177,7 @@ class RolloutWorker(SamplingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Ends the thread, closes the rollout engine and releases its resources."""
+        # a command, so that the thread ends between two slices
         self._run(self._end)
         self._thread.join()
         super().close()

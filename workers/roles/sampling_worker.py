@@ -205,5 +205,6 @@ class SamplingWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Ends environments or programs, closes the rollout engine and releases its resources."""
+        # first the processes that send requests to the engine
         self.groups.close()
         self.rollout.close()
