@@ -33,6 +33,7 @@ def batch_of_roll(data: DataProto) -> DataProto:
     ROLL's response_mask covers prompt and response, (b, S), while columns of predictions are (b, S - 1): no token
     predicts the first one.
     """
+    # a new batch, because the caller keeps the other one in ROLL's layout
     columns: dict[str, torch.Tensor] = {str(name): data.batch[name] for name in data.batch.keys()}
     for roll_name, name in COLUMNS.items():
         if roll_name in columns:
@@ -73,6 +74,7 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
     else:
         outputs = output_tensor
 
+    # with bypass_mode `actor_loss` corrects; a planned batch was corrected by the driver
     correction_metrics: dict[str, Metric] = {}
     corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
     if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():

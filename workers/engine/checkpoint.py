@@ -81,6 +81,7 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
         UserError: the checkpoint is incomplete or damaged, or belongs to other parameters (for example to an adapter
             with another LoRA rank) or to another optimizer.
     """
+    # rank 0 writes it last, after the files of all ranks
     index = Path(path) / ".metadata"
     if not index.is_file():
         raise _damaged(path, "it has no .metadata")
@@ -95,6 +96,7 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
                 f"{optimizer.config.optimizer} needs. Set the optim.optimizer of the checkpoint's run"
             )
 
+    # in place: the tensors of this state are those of the model and of the optimizer
     state = _state(parameters, optimizer, 0)
     _read(state, path)
     if optimizer is not None:
@@ -122,6 +124,7 @@ def _require_same_parameters(
 
 def _sizes(metadata: Metadata) -> dict[str, torch.Size]:
     """Returns the sizes of all tensors of a checkpoint by name."""
+    # other entries are numbers, such as scheduler_step
     sizes = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):

@@ -88,7 +88,7 @@ NetworkBuilder = Callable[[BuildArguments], EngineNetwork]
 
 
 def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
-    """Modules of these classes, in order of definition, that can be sharded separately.
+    """Returns the modules of these classes, in order of definition, that can be sharded separately.
 
     Excludes modules inside another module of these classes, and modules that share a parameter with another one.
     """

@@ -93,7 +93,8 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
 def _target_modules(network: PreTrainedModel, model: ModelConfig) -> list[str]:
     """Returns the targets of peft's config: ALL_LINEAR alone, or names of layers or ends of their names.
 
-    Raises UserError for a name that matches no linear layer.
+    Raises:
+        UserError: a name matches no linear layer.
     """
     targets = list(model.target_modules)
     layers = linear_layers(network)
@@ -137,8 +138,9 @@ def base_note(model: NetworkConfig) -> str:
 def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Path) -> None:
     """Copies a saved adapter into the adapter of `network`; on the meta device only checks that it fits.
 
-    Raises UserError if the folder has no readable adapter, or if its adapter has another rank, scale or kind, belongs
-    to other layers, or to a model of other sizes.
+    Raises:
+        UserError: the folder has no readable adapter, or its adapter has another rank, scale or kind, or belongs to
+            other layers or to a model of other sizes.
     """
     entries = read_adapter_config(folder)
     require_plain_lora(entries, folder)
@@ -166,9 +168,14 @@ def _require_same_layers(
     """Raises UserError if a tensor of a saved adapter belongs to no linear layer of the network, has other sizes than
     that layer, or holds values that are not finite.
 
-    base: the name of the adapter's base model; an empty string if its config has none.
+    Args:
+        network: the network, which already has its own adapter.
+        model: the options of the network.
+        folder: the folder of the saved adapter, for messages.
+        tensors: the tensors of the saved adapter, by their names in the file.
+        base: the name of the adapter's base model; an empty string if its config has none.
     """
-    # the network has its adapter already, so that each layer is a module with the former layer in `base_layer`
+    # an adapted layer is a module with the former layer in `base_layer`
     adapted = {name.removesuffix(".base_layer") for name in linear_layers(network)}
     layers = {name: network.get_submodule(name) for name in adapted}
     for name, tensor in tensors.items():
@@ -202,8 +209,16 @@ def _has_module(network: PreTrainedModel, name: str) -> bool:
 def _require_same_targets(
     network: PreTrainedModel, model: ModelConfig, in_network: Collection[str], in_file: Collection[str]
 ) -> None:
-    """Raises UserError if the options give other layers an adapter than a saved adapter has. The message contains
-    options that give the same layers one."""
+    """Raises UserError if the options give an adapter to other layers than a saved adapter has.
+
+    The message contains options that give one to the same layers.
+
+    Args:
+        network: the network with its adapter.
+        model: the options of the network.
+        in_network: names of the parameters of the network's adapter, as a file would have them.
+        in_file: names of the tensors of the saved adapter.
+    """
     in_one_of_them = sorted(set(in_network) ^ set(in_file))
     if not in_one_of_them:
         return

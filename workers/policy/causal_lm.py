@@ -369,7 +369,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of `token_log_probs` that are not tensors. transform: includes the division by the temperature."""
+    """The arguments of `token_log_probs` that are not tensors. `transform` includes the division by the temperature."""
 
     transform: LogitTransform
     chunk_tokens: int
@@ -401,7 +401,7 @@ class _TileResults(NamedTuple):
 
 
 def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: LogitTiles, options: _Options) -> _TileResults:
-    """Runs `tile_statistics` on each tile. targets: (N, M)."""
+    """Runs `tile_statistics` on each tile, with the targets (N, M) that it contains."""
     num_tokens, num_targets = targets.shape
     hidden = logits.hidden
     dtype = torch.promote_types(hidden.dtype, torch.float32)

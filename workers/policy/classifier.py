@@ -36,7 +36,8 @@ KINDS: dict[str, tuple[AutoClass, type]] = {
 def classifier_of(kind: str, config: PretrainedConfig) -> AutoClass:
     """Returns the Auto class of a kind of `KINDS`, after registering a class for the family of `config` if needed.
 
-    Raises UserError for a family without a causal language model.
+    Raises:
+        UserError: the family has no causal language model from which the class could be made.
     """
     auto_class, layers = KINDS[kind]
     classes_with_code = getattr(config, "auto_map", None) or {}  # their code comes with the model

@@ -262,8 +262,9 @@ def _apply_overrides(config: PretrainedConfig, model: NetworkConfig) -> None:
     """Sets the entries of `model.override_config`. Raises UserError for an entry that the config lacks or refuses."""
     for name, value in model.override_config.items():
         if not hasattr(config, name):
+            # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
             if value is None or value == 0:
-                continue  # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
+                continue
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
         problem = f"model.override_config.{name}={value!r} is not accepted"
         with user_error_on_failure(problem, f"a {config.model_type} config has {getattr(config, name)!r} there"):
@@ -281,6 +282,7 @@ def _refuse_adapter_folder(model: NetworkConfig) -> None:
 
 def _refuse_quantized_weights(config: PretrainedConfig, model: NetworkConfig) -> None:
     """Raises UserError for quantized weights: the engines compute with weights in fp32 or bf16."""
+    # a multimodal model can have the entry in either of them
     for part in (config, config.get_text_config()):
         quantization = getattr(part, "quantization_config", None)
         if quantization is None:
@@ -379,7 +381,10 @@ def packing_note(model: NetworkConfig) -> str:
 def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
     """Raises UserError if the model cannot be trained with this many ranks per sequence. Reads only its config.
 
-    role: prefix of the option, such as "actor.".
+    Args:
+        model: the network.
+        role: prefix of the option, such as "actor.".
+        size: number of ranks that share the tokens of a row.
     """
     if size == 1:
         return
@@ -389,7 +394,11 @@ def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
 
 
 def empty_network(model: NetworkConfig) -> PreTrainedModel:
-    """The causal language model on the meta device, built from its config. Raises UserError if it cannot be built."""
+    """Returns the causal language model on the meta device, built from its config alone.
+
+    Raises:
+        UserError: it cannot be built.
+    """
     config = load_model_config(model)
     remedy = "its config.json must describe a causal language model; correct it or the entries of model.override_config"
     with user_error_on_failure(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
@@ -470,6 +479,7 @@ def _load_network(auto_class: AutoClass, spec: NetworkSpec, new_head: bool) -> P
     finally:
         set_verbosity(verbosity)
 
+    # a new head is what is missing outside of the backbone
     backbone = f"{network.base_model_prefix}."
     head_parameters: set[str] = set()
     if new_head:

@@ -49,12 +49,15 @@ class Routes:
 
 
 class Routers:
-    """The routers of a network in layer order, patched to record and replay. Raises UserError as `find_routers`.
+    """The routers of a network in layer order, patched to record and replay.
 
     Attributes:
         layers: the layer of each router, see `router_layers`.
         top_k: number of experts that a router selects.
         extra_outputs: the column that a rollout engine fills with their routes (`RolloutEngine.extra_outputs`).
+
+    Raises:
+        UserError: see `find_routers`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -166,7 +169,11 @@ class _Watch(TorchFunctionMode):
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
-    """The routers of a network, one per mixture of experts. Raises UserError without experts or supported routers."""
+    """Returns the routers of a network, one per mixture of experts.
+
+    Raises:
+        UserError: the network has no experts, or not one supported router for each mixture.
+    """
     num_mixtures = 0
     routers = []
     for module in network.modules():
@@ -184,7 +191,7 @@ def find_routers(network: nn.Module) -> list[nn.Module]:
 
 
 def router_layers(network: nn.Module) -> list[int]:
-    """The number of the decoder layer of each router of `find_routers`; the other layers have no experts."""
+    """Returns the number of the decoder layer of each router of `find_routers`. Other layers have no experts."""
     names = {module: name for name, module in network.named_modules()}
     layers = []
     for router in find_routers(network):
@@ -195,7 +202,11 @@ def router_layers(network: nn.Module) -> list[int]:
 
 def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
     """Raises UserError if the model has no supported routers, or if override_config sets transformers' own router loss.
-    Reads only the model's config. options: the options that need routers, for the message."""
+
+    Args:
+        model: the network, of which only the config is read.
+        options: the options that need routers, for the message.
+    """
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if name in model.override_config:
             raise UserError(

@@ -49,7 +49,11 @@ class SequenceScorePolicy(Policy):
 
 
 def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
-    """Builds a `SequenceScorePolicy`. Raises UserError for a checkpoint without a trained head with one label."""
+    """Builds a `SequenceScorePolicy` from a saved reward model.
+
+    Raises:
+        UserError: the checkpoint has no trained head with one label.
+    """
     check_sequence_classifier(spec.config, str(spec.model.path))
     try:
         network = build_network(classifier_of("SequenceClassification", spec.config), spec)
@@ -63,7 +67,9 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     """Builds a `SequenceScorePolicy` for training, from a causal language model or from a saved reward model.
 
     A head that is missing from the checkpoint is initialised with zeros, for the reason in `workers.policy.value_head`.
-    Raises UserError for a sequence-classification model with several labels.
+
+    Raises:
+        UserError: the checkpoint is a sequence-classification model with several labels.
     """
     refusal = (
         "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "

@@ -28,10 +28,12 @@ KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", 
 
 
 def mixing_layers(model: PreTrainedModel) -> list[str]:
-    """Names the kinds of layers that prevent packing of a network; empty if the network can be packed.
+    """Returns the kinds of layers that prevent packing of a network; empty if the network can be packed.
 
-    The decoder of a family that is not in the table counts as such a layer. Raises UserError for attention that is not
-    causal: the log-prob of a token would depend on later tokens.
+    The decoder of a family that is not in the table counts as such a layer.
+
+    Raises:
+        UserError: the attention is not causal, so that the log-prob of a token would depend on later tokens.
     """
     _require_causal_attention(model)
     family = family_of(model)

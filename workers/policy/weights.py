@@ -81,6 +81,7 @@ def require_fitting_weights(
             f"model.override_config: {_listed(differences)}; correct the entry, or give the weights that belong to it"
         )
 
+    # a wrong class or a wrong number of layers leaves weights unread, and would silently compute something else
     beginnings = (*_FOREIGN_HEADS, *may_have)
     unexpected = sorted(name for name in report["unexpected_keys"] if not name.startswith(beginnings))
     if unexpected:

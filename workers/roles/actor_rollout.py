@@ -129,6 +129,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def snapshot_groups(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups; see `GroupRun.snapshot`. Empty except on the first rank of
         each engine."""
+        # no engine step, so that the other ranks of an engine need not take part and have no groups
         return self.groups.snapshot()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
@@ -163,6 +164,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         with self.runner.lead() as leads:
             if not leads:
                 return DataProto()  # only the first rank of an engine returns its rows
+            # a run of its own on the engine, whose completions must not reach the groups of the training
             if not self.groups.is_idle:
                 raise RuntimeError(
                     "groups are running, and generate_sequences would take their completions: end them first"
@@ -217,6 +219,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Computes ref_log_prob (n, R) of a planned batch as `ReferenceWorker` does, with the policy's adapter
         disabled."""
+        # the base model of the adapter is the initial policy, so that no second network is needed
         self.phases.enter(self.engine)
         with self.engine.adapter_off():
             return ref_log_prob(self.engine, data)
@@ -385,7 +388,7 @@ def sync_weights(
 
     whole = source.whole_params()
     if whole is not None:
-        # nothing to gather: an engine that computes in this process can use the parameters where they are
+        # nothing to gather: an engine in this process can use the parameters where they are
         rollout.load_weights(whole, version)
         sent = whole.nbytes
     elif kept is None:
