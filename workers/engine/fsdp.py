@@ -365,11 +365,13 @@ class FSDPEngine:
                 the weights of `full_params` from both.
             bucket_bytes: size of the full tensors gathered at one time.
         """
+        group = self.shard_group
         # the base first: a receiver merges the adapter when it has it whole
         if with_base:
             yield from self.buffers.items()
-            yield from gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)
-        yield from gather_full(self.trained, torch.float32, self.shard_group, bucket_bytes)
+            yield from gather_full(self._frozen, self.param_dtype, group, bucket_bytes)
+        # in fp32, because the receiver adds B A to the base in fp32
+        yield from gather_full(self.trained, torch.float32, group, bucket_bytes)
 
     def save(self, path: str, *, background: bool = False) -> None:
         """Writes model, optimizer, schedule, random states and the network's assets under `path`. Collective.

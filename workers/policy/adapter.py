@@ -78,6 +78,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     with user_error_on_failure(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
         inject_adapter_in_model(config, adapted)
 
+    # peft also adapts other classes, such as GPT-2's Conv1D, whose weight is stored transposed, unlike `merged` expects
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is not a torch.nn.Linear, which an adapter needs")
@@ -96,6 +97,7 @@ def _target_modules(network: PreTrainedModel, model: ModelConfig) -> list[str]:
     Raises:
         UserError: a name matches no linear layer.
     """
+    # the names that the user gave are checked here, because peft ignores a name that matches nothing beside others
     targets = list(model.target_modules)
     layers = linear_layers(network)
     if targets != [ALL_LINEAR]:
@@ -252,6 +254,7 @@ def _name_in_file(name: str) -> str:
 def linear_layers(network: PreTrainedModel) -> list[str]:
     """Returns the names of the layers that can have an adapter: all linear layers except the output layer and those of
     a vision tower."""
+    # log-probs are computed from the output layer's weight without a call of the layer
     excluded = {network.get_output_embeddings()}
     if has_vision(network.config):
         excluded.update(network.base_model.visual.modules())

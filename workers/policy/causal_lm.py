@@ -303,12 +303,14 @@ def _top_of_rows(logits: _Logits, rows: slice, tiles: list[slice], k: int) -> tu
         tile = logits.tile(rows, columns)
         normalizers.append(tile.logsumexp(dim=1))
         tile_logits, tile_columns = tile.topk(min(k, tile.shape[1]), dim=1)
+        tile_ids = tile_columns + columns.start
 
         # the best of this tile and of the tiles before it
-        best_logits = torch.cat([best_logits, tile_logits], dim=1)
-        best_ids = torch.cat([best_ids, tile_columns + columns.start], dim=1)
-        best_logits, order = best_logits.topk(min(k, best_logits.shape[1]), dim=1)
-        best_ids = best_ids.gather(1, order)
+        merged_logits = torch.cat([best_logits, tile_logits], dim=1)
+        merged_ids = torch.cat([best_ids, tile_ids], dim=1)
+        num_best = min(k, merged_logits.shape[1])
+        best_logits, order = merged_logits.topk(num_best, dim=1)
+        best_ids = merged_ids.gather(1, order)
 
     # of the vocabulary, from those of the tiles
     normalizer = torch.stack(normalizers).logsumexp(dim=0)

@@ -64,9 +64,12 @@ class LogitTiles:
         the targets in the tile."""
         if self.inside is not None:
             return self._index[number, rows], self.inside[number, rows]
-        columns_in_tile = self._targets[rows] - self.columns[number].start
+        first_column = self.columns[number].start
+        columns_in_tile = self._targets[rows] - first_column
         is_inside = (columns_in_tile >= 0) & (columns_in_tile < self._width)
-        return columns_in_tile.where(is_inside, 0), is_inside
+        # a column is needed in any case; 0 is in every tile
+        index = columns_in_tile.where(is_inside, 0)
+        return index, is_inside
 
 
 def _slices(length: int, size: int) -> list[slice]:

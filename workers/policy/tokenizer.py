@@ -58,6 +58,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         tokenizer.chat_template = own_templates[chat_template]
     elif chat_template == "none":
         tokenizer.chat_template = plain_template(tokenizer)
+    # a template without an expression or a statement would ignore the chat, so that such a text is a path
     elif "{{" in chat_template or "{%" in chat_template:
         tokenizer.chat_template = chat_template
     else:

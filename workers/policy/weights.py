@@ -65,6 +65,7 @@ def require_fitting_weights(
         may_have: beginnings of names that the files may contain besides the network's weights; "" permits all.
     """
     kind = type(network).__name__
+    # transformers would initialise them at random, with no more than a line in the log
     missing = sorted(set(report["missing_keys"]) - set(may_lack))
     if missing:
         raise UserError(
