@@ -70,6 +70,7 @@ def actor_loss(
 
     if distillation is not None:
         distilled, distillation_metrics = distillation_loss(data, outputs, inputs.old_log_prob, config, distillation)
+        # use_task_rewards=false leaves the teachers as the only signal; entropy and KL below remain
         loss = loss * distillation.use_task_rewards + distillation.distillation_loss_coef * distilled
         parts["distillation_loss"] = distilled
         metrics |= distillation_metrics
@@ -81,6 +82,7 @@ def actor_loss(
         changed, pairs = outputs["router_replay"].sum(0)
         metrics["router_replay_changed"] = Metric.mean(changed, pairs)
 
+    # the entropy is also a metric (actor.calculate_entropy) when it is no part of the loss
     if "entropys" in outputs:
         token_values["entropy"] = outputs["entropys"]
         parts["entropy_loss"] = inputs.aggregation(outputs["entropys"], inputs.response_mask)
@@ -96,8 +98,10 @@ def actor_loss(
 
     parts |= {"loss": loss, "total_loss": loss}
     metrics |= loss_metrics(parts, token_values, inputs)
+    # how far the engine that sampled is from the policy that learns
     if "rollout_log_probs" in data.batch.keys():
-        log_probs, rollout_log_probs = outputs["log_probs"].detach(), data.batch["rollout_log_probs"]
+        log_probs = outputs["log_probs"].detach()
+        rollout_log_probs = data.batch["rollout_log_probs"]
         metrics |= rollout_probs_diff(log_probs, rollout_log_probs, inputs.response_mask)
         metrics |= mismatch_metrics(log_probs, rollout_log_probs, inputs.response_mask)
     return loss, metrics
@@ -106,6 +110,8 @@ def actor_loss(
 def _policy_loss_inputs(data: DataProto, log_probs: torch.Tensor, config: ActorConfig) -> LossInputs:
     """Returns the inputs of the policy loss of a micro-batch, before the correction of bypass_mode."""
     batch = data.batch
+    # The counts are those of the mini-batch over all micro-batches and ranks. They are None for a batch that the driver
+    # did not plan, which is then a mini-batch of its own.
     aggregation = Aggregation(
         config.loss_agg_mode,
         batch_num_tokens=data.meta_info.get("num_tokens"),
@@ -114,6 +120,7 @@ def _policy_loss_inputs(data: DataProto, log_probs: torch.Tensor, config: ActorC
     )
     return LossInputs(
         log_prob=log_probs,
+        # on-policy, the ratio is 1 and its gradient that of the log-prob
         old_log_prob=batch.get("old_log_probs", log_probs.detach()),
         advantages=batch["advantages"],
         response_mask=batch["response_mask"],
@@ -142,8 +149,11 @@ def _policy_loss(inputs: LossInputs, config: ActorConfig, correction: RolloutCor
 
 
 def _corrected(inputs: LossInputs, correction: RolloutCorrectionConfig) -> tuple[LossInputs, dict[str, Metric]]:
-    """Applies the rollout correction to inputs whose old_log_prob is the rollout's. Returns the inputs with its weights
-    and without rejected tokens, and its metrics."""
+    """Applies the rollout correction to inputs whose old_log_prob is the rollout's.
+
+    Returns:
+        The inputs with the correction's weights and without rejected tokens, and its metrics.
+    """
     mask = inputs.response_mask
     log_prob = inputs.log_prob.detach()
     weights, kept_mask, metrics = correct_rollout(log_prob, inputs.old_log_prob, mask, correction)
@@ -164,17 +174,21 @@ def _corrected(inputs: LossInputs, correction: RolloutCorrectionConfig) -> tuple
 
 
 def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) -> None:
-    """Raises UserError if a user's policy loss depends on how a mini-batch is split. Checks a function once in each
-    process, as soon as its gradient is not zero."""
+    """Raises UserError if a user's policy loss depends on how a mini-batch is split.
+
+    Checks a function once in each process, as soon as its gradient is not zero.
+    """
     function = policy_loss.function
     is_checked = is_own(function) or function in _additive_losses
+    # a batch without the mini-batch's counts is not split, and a loss may divide by its own counts
     is_whole = inputs.aggregation.batch_num_tokens is None
     if is_checked or is_whole or not inputs.log_prob.requires_grad:
         return
 
+    # config and aggregation stay those of the micro-batch: both parts are divided by the same counts
     def loss_of_part(part: DataProto, outputs: Outputs) -> LossResult:
-        columns = {str(column): part.batch[column] for column in part.batch.keys()}
-        return policy_loss(replace(inputs, log_prob=outputs["log_probs"], **columns))
+        part_columns = {str(column): part.batch[column] for column in part.batch.keys()}
+        return policy_loss(replace(inputs, log_prob=outputs["log_probs"], **part_columns))
 
     columns = {
         "old_log_prob": inputs.old_log_prob,
@@ -192,14 +206,16 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
 
 def _router_aux_loss(data: DataProto, outputs: Outputs) -> torch.Tensor:
     """Returns the mean of the load balancing loss over the sequences of the mini-batch."""
-    sequences = data.meta_info.get("num_sequences")
-    if sequences is None:
-        sequences = int(data.batch["response_mask"].any(-1).sum())
-    return outputs["router_aux_loss"].sum() / max(1, sequences)
+    num_sequences = data.meta_info.get("num_sequences")
+    if num_sequences is None:
+        has_tokens = data.batch["response_mask"].any(-1)
+        num_sequences = int(has_tokens.sum())
+    return outputs["router_aux_loss"].sum() / max(1, num_sequences)
 
 
 def _kl_to_reference(data: DataProto, outputs: Outputs, config: ActorConfig) -> torch.Tensor | None:
     """Returns the KL to the reference (b, R): the policy's, else an estimate; None without a reference."""
+    # a policy of normal distributions (diffusion) knows it in closed form, without the noise of an estimate
     if "kl" in outputs:
         return outputs["kl"]
     if not config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
@@ -233,6 +249,7 @@ def distillation_loss(
     column = "teacher_log_probs" if options.loss_mode == SAMPLED else "teacher_topk_log_probs"
     check(data, [column, "has_teacher"], f"distillation.distillation_loss.loss_mode={options.loss_mode}")
     teacher = data.batch[column]
+    # rows without a teacher learn from their rewards alone
     mask = data.batch["response_mask"] * data.batch["has_teacher"].unsqueeze(1)
     tokens = mask.sum()
     metrics = {}
@@ -249,13 +266,16 @@ def distillation_loss(
         )
     else:
         student = outputs["log_probs_at_ids"]
-        values = divergence(student, teacher, options.loss_mode.removesuffix("_topk"), with_rest=options.topk != -1)
+        kind = options.loss_mode.removesuffix("_topk")
+        # topk=-1 compares the whole vocabulary, so that no probability remains for a further bin
+        values = divergence(student, teacher, kind, with_rest=options.topk != -1)
         for role, log_probs in (("teacher", teacher), ("student", student.detach())):
             mass = core_algos.masked_sum(log_probs.exp().sum(-1), mask)
             metrics[f"distillation/{role}_mass"] = Metric.mean(mass, tokens)
 
     distilled_tokens = data.meta_info.get("num_distilled", int(tokens))
-    return core_algos.masked_sum(values, mask) / max(1, distilled_tokens), metrics
+    loss = core_algos.masked_sum(values, mask) / max(1, distilled_tokens)
+    return loss, metrics
 
 
 @torch.no_grad()
@@ -281,7 +301,8 @@ def loss_metrics(
         range: ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac.
     """
     low, high = clip_range(inputs.config)
-    mask, aggregate = inputs.response_mask, inputs.aggregation
+    mask = inputs.response_mask
+    aggregate = inputs.aggregation
     ratio = inputs.importance_log_ratio.exp()
     is_clipped = ratio.clamp(1 - low, 1 + high) * inputs.advantages < ratio * inputs.advantages
     difference = inputs.log_prob - inputs.old_log_prob
@@ -304,8 +325,13 @@ def loss_metrics(
     for name, values in token_values.items():
         metrics[name] = Metric.mean(core_algos.masked_sum(values.to(ratio.dtype), mask), tokens)
 
+    # The shares of a mini-batch's micro-batches add up to 1, so that the sum of the parts over a step, divided by the
+    # sum of the shares, is the mean over its mini-batches.
     num_tokens = inputs.aggregation.batch_num_tokens
-    share = tokens.double() / (tokens.clamp(min=1) if num_tokens is None else max(1, num_tokens))
+    if num_tokens is None:
+        share = tokens.double() / tokens.clamp(min=1)
+    else:
+        share = tokens.double() / max(1, num_tokens)
     for name, value in parts.items():
         metrics[name] = Metric.mean(value, share)
     return metrics
@@ -315,12 +341,16 @@ def _ratio_metrics(ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]
     """Returns ratio_mean, ratio_max and ratio_min; see `loss_metrics`."""
     is_valid = mask != 0
     lengths = is_valid.sum(dim=-1)
-    tokens = lengths.sum()
+    num_tokens = lengths.sum()
+    num_sequences = (lengths > 0).sum()
     sequence_means = core_algos.masked_sum(ratio, mask, axis=-1) / lengths.clamp(min=1)
+    # without a valid token these are infinite, and the count of 0 leaves them out
+    largest = torch.where(is_valid, ratio, -torch.inf).amax()
+    smallest = torch.where(is_valid, ratio, torch.inf).amin()
     return {
-        "ratio_mean": Metric.mean(sequence_means.sum(), (lengths > 0).sum()),
-        "ratio_max": Metric.max(torch.where(is_valid, ratio, -torch.inf).amax(), tokens),
-        "ratio_min": Metric.min(torch.where(is_valid, ratio, torch.inf).amin(), tokens),
+        "ratio_mean": Metric.mean(sequence_means.sum(), num_sequences),
+        "ratio_max": Metric.max(largest, num_tokens),
+        "ratio_min": Metric.min(smallest, num_tokens),
     }
 
 
@@ -331,9 +361,11 @@ def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs,
     """Compares the gradient of a micro-batch's loss with that of the summed losses of its two parts.
 
     Args:
-        loss_fn: returns the loss first.
-        data, outputs: the micro-batch. A single row with a token is used as both parts.
-        name, remedy: texts for the message.
+        loss_fn: computes the loss and its metrics.
+        data: the micro-batch. A single row with a token is used as both parts.
+        outputs: the outputs of the forward for the micro-batch.
+        name: name of the loss, for the message.
+        remedy: advice to the author of the loss, for the message.
 
     Returns:
         False if the gradients are zero, which proves nothing.
@@ -342,7 +374,8 @@ def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs,
         UserError: if the gradients with respect to the outputs differ.
     """
     first_rows, second_rows = _two_parts_with_tokens(data.batch["response_mask"])
-    first, second = data[first_rows], data[second_rows]
+    first = data[first_rows]
+    second = data[second_rows]
 
     # new leaves, so that the check leaves no gradient in the graph of the training step
     leaves = {}
@@ -352,28 +385,33 @@ def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs,
     first_outputs = {output: leaf[: len(first)] for output, leaf in leaves.items()}
     second_outputs = {output: leaf[len(first) :] for output, leaf in leaves.items()}
 
-    whole_loss = loss_fn(DataProto.concat([first, second]), leaves)[0]
-    first_loss = loss_fn(first, first_outputs)[0]
-    second_loss = loss_fn(second, second_outputs)[0]
+    whole_loss, _ = loss_fn(DataProto.concat([first, second]), leaves)
+    first_loss, _ = loss_fn(first, first_outputs)
+    second_loss, _ = loss_fn(second, second_outputs)
 
     expected = _flat_gradient(whole_loss, leaves)
     actual = _flat_gradient(first_loss + second_loss, leaves)
-    if not torch.allclose(expected, actual, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+    # sums in another order differ by rounding; a loss with other denominators differs by a factor
+    largest = float(expected.abs().max())
+    if not torch.allclose(expected, actual, rtol=1e-3, atol=1e-4 * largest):
         raise UserError(f"the gradient of {name} depends on how the batch is split into micro-batches: {remedy}")
     return bool(expected.any())
 
 
 def _two_parts_with_tokens(response_mask: torch.Tensor) -> tuple[slice, slice]:
     """Returns the rows of two parts that both have a token; both are all rows if only one row has a token."""
-    rows = response_mask.any(-1).nonzero().flatten().tolist()
-    if len(rows) < 2:
+    has_tokens = response_mask.any(-1)
+    rows_with_tokens = has_tokens.nonzero().flatten().tolist()
+    if len(rows_with_tokens) < 2:
         return slice(None), slice(None)
-    return slice(rows[1]), slice(rows[1], None)
+    start_of_second = rows_with_tokens[1]
+    return slice(start_of_second), slice(start_of_second, None)
 
 
 def _flat_gradient(loss: torch.Tensor, leaves: Outputs) -> torch.Tensor:
     """Returns the gradients of all leaves that require one, as one vector."""
     trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    # zeros for a leaf that the loss does not use, such as the entropy without a bonus
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -407,6 +445,7 @@ def critic_loss(data: DataProto, outputs: Outputs, critic: CriticConfig, actor: 
     )
     loss, clipped_share = core_algos.value_loss(inputs)
 
+    # weighted by the micro-batch's share of the mini-batch, as in `loss_metrics`
     tokens = mask.sum().double()
     weighted_loss = Metric.mean(loss, tokens / max(1, num_tokens))
     return loss, {

@@ -33,14 +33,16 @@ def batch_of_roll(data: DataProto) -> DataProto:
     ROLL's response_mask covers prompt and response, (b, S), while columns of predictions are (b, S - 1): no token
     predicts the first one.
     """
+    # a new batch, because the caller keeps the other one in ROLL's layout
     columns: dict[str, torch.Tensor] = {str(name): data.batch[name] for name in data.batch.keys()}
     for roll_name, name in COLUMNS.items():
         if roll_name in columns:
             columns[name] = columns.pop(roll_name)
 
+    # only ROLL's mask is wider than the predictions by one token
     mask = columns.get("response_mask")
-    widths = [columns[name].shape[-1] for name in _PREDICTED if name in columns]
-    if mask is not None and widths and mask.shape[-1] == widths[0] + 1:
+    prediction_widths = [columns[name].shape[-1] for name in _PREDICTED if name in columns]
+    if mask is not None and prediction_widths and mask.shape[-1] == prediction_widths[0] + 1:
         columns["response_mask"] = mask[:, 1:]
 
     meta_info = dict(data.meta_info)
@@ -72,6 +74,7 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
     else:
         outputs = output_tensor
 
+    # with bypass_mode `actor_loss` corrects; a planned batch was corrected by the driver
     correction_metrics: dict[str, Metric] = {}
     corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
     if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
@@ -83,7 +86,8 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
         if weights is not None:
             batch["rollout_is_weights"] = weights
 
-    if actor.loss_scale_factor is None:  # the mask may be wider than a response
+    # the default is the width of the mask, which covers prompt and response in ROLL's layout
+    if actor.loss_scale_factor is None:
         actor = replace(actor, loss_scale_factor=float(config.data.max_response_length))
     loss, metrics = actor_loss(data, outputs, actor, correction, config.distillation.active_loss)
     return loss, metrics | correction_metrics
@@ -111,8 +115,10 @@ def _outputs_of_logits(data: DataProto, logits: torch.Tensor, actor: ActorConfig
             f"{tuple(input_ids.shape)}, the shape of input_ids."
         )
 
+    # the logits at a position predict the next token
     width = data.batch["response_mask"].shape[1]
-    predicting = logits[:, -width - 1 : -1] / data.meta_info.get("temperature", 1.0)
+    temperature = data.meta_info.get("temperature", 1.0)
+    predicting = logits[:, -width - 1 : -1] / temperature
     outputs = {"log_probs": core_algos.logprobs_from_logits(predicting, input_ids[:, -width:])}
     if actor.calculate_entropy or actor.entropy_coeff != 0:
         outputs["entropys"] = core_algos.entropy_from_logits(predicting)
@@ -120,13 +126,16 @@ def _outputs_of_logits(data: DataProto, logits: torch.Tensor, actor: ActorConfig
 
 
 def user_loss(loss_func: UserLoss, data: DataProto, outputs: Outputs) -> LossResult:
-    """Calls a user's `loss_func` on a micro-batch. meta_info has the mini-batch's counts under our names and ROLL's;
-    `declared` converts the metrics."""
+    """Calls a user's `loss_func` on a micro-batch, and converts its metrics with `declared`.
+
+    The meta_info of the micro-batch has the mini-batch's counts under our names and ROLL's.
+    """
     meta_info = dict(data.meta_info)
     for roll_name, name in COUNTS.items():
         meta_info[roll_name] = {"response_mask": data.meta_info[name]}
     roll_data = DataProto(data.batch, data.non_tensor_batch, meta_info)
 
     loss, metrics = loss_func(roll_data, outputs)
-    tokens = data.batch["response_mask"].bool().sum().double()
+    is_valid = data.batch["response_mask"].bool()
+    tokens = is_valid.sum().double()
     return loss, declared(metrics, tokens, data.meta_info["num_tokens"])

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from verl_lite.errors import UserError
 from verl_lite.machine.random_state import get_random_state, set_random_state
 from verl_lite.machine.safe_state import read_metadata, read_state, write_state
 from workers.engine.lora import load_adapter_config
 from workers.engine.optimizer import ShardedAdamW
-
-if TYPE_CHECKING:
-    pass
 
 
 def save(
@@ -41,7 +38,7 @@ def save(
     optimizer: ShardedAdamW | None,
     scheduler_step: int,
     background: dist.ProcessGroup | None = None,
-) -> Future[Any] | None:
+) -> Future[object] | None:
     """Writes the shards of all ranks under `path`. Collective: all ranks must call it.
 
     Args:
@@ -60,7 +57,9 @@ def save(
         with naming_the_cause():
             dcp.save(state, storage_writer=_Writer(path))
         return None
-    return cast("Future[Any]", dcp.async_save(state, storage_writer=_Writer(path), process_group=background))
+    saving = dcp.async_save(state, storage_writer=_Writer(path), process_group=background)
+    assert isinstance(saving, Future)
+    return saving
 
 
 @contextmanager
@@ -82,11 +81,13 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
         UserError: the checkpoint is incomplete or damaged, or belongs to other parameters (for example to an adapter
             with another LoRA rank) or to another optimizer.
     """
+    # rank 0 writes it last, after the files of all ranks
     index = Path(path) / ".metadata"
     if not index.is_file():
         raise _damaged(path, "it has no .metadata")
     saved_sizes = _sizes(read_metadata(index))
     _require_same_parameters(path, parameters, saved_sizes)
+    # AdamW and Muon have moments of different names
     if optimizer is not None:
         missing = optimizer.moments().keys() - saved_sizes.keys()
         if missing:
@@ -95,6 +96,7 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
                 f"{optimizer.config.optimizer} needs. Set the optim.optimizer of the checkpoint's run"
             )
 
+    # in place: the tensors of this state are those of the model and of the optimizer
     state = _state(parameters, optimizer, 0)
     _read(state, path)
     if optimizer is not None:
@@ -110,6 +112,7 @@ def _require_same_parameters(
         saved_size = saved_sizes.get(f"model.{name}")
         if saved_size == parameter.shape:
             continue
+        # most often another rank of the adapter, or an adapter instead of all parameters (rank 0)
         adapter = load_adapter_config(Path(path))
         rank = 0 if adapter is None else adapter.r
         raise UserError(
@@ -121,6 +124,7 @@ def _require_same_parameters(
 
 def _sizes(metadata: Metadata) -> dict[str, torch.Size]:
     """Returns the sizes of all tensors of a checkpoint by name."""
+    # other entries are numbers, such as scheduler_step
     sizes = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -128,15 +132,20 @@ def _sizes(metadata: Metadata) -> dict[str, torch.Size]:
     return sizes
 
 
-def _read(state: dict[str, Any], path: str | Path, *, no_dist: bool = False) -> None:
+def _read(
+    state: dict[str, torch.Tensor | int] | dict[str, torch.Tensor], path: str | Path, *, no_dist: bool = False
+) -> None:
     """Loads the checkpoint into the tensors of `state` in place, and replaces the other values of `state`."""
     try:
         dcp.load(state, storage_reader=_Reader(path), planner=_Planner(), no_dist=no_dist)
     except UserError:
         raise
+    # what torch raises for files that are missing, cut or overwritten
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        cause = repr(error)
         lines = str(error).strip().splitlines()
-        cause = lines[-1].strip() if lines else repr(error)
+        if lines:
+            cause = lines[-1].strip()  # the first lines of a CheckpointException only name the ranks
         raise _damaged(path, cause) from error
 
 
@@ -150,10 +159,11 @@ def _damaged(path: str | Path, cause: str) -> UserError:
 class _Writer(_FileSystemWriter):
     """Writer that raises the operating system's error ("File too large") instead of torch's "unexpected pos"."""
 
-    def write_data(self, *args: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
-            return super().write_data(*args)
+            return super().write_data(plan, planner)
         except RuntimeError as error:
+            # torch.save fails again while it closes the file that it could not write
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise error from None
@@ -162,8 +172,9 @@ class _Writer(_FileSystemWriter):
 class _Reader(dcp.FileSystemReader):
     """Reader that unpickles the checkpoint's index with an allow list."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         metadata: Metadata = read_metadata(Path(self.path) / ".metadata")
+        # as torch's reader does
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -173,6 +184,7 @@ class _Planner(DefaultLoadPlanner):
     """Load planner that reads non-tensor entries with `weights_only=True`; torch's planner would run any pickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # refuses a pickle with code before torch's planner unpickles it
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
@@ -206,8 +218,10 @@ def load_random_state(path: str, rank: int) -> None:
 
 def read_weights(source: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's model tensors by name, unsharded."""
+    metadata = read_metadata(source / ".metadata")
+    # fp32, the dtype of the checkpoint; the moments are left out, which need twice the memory of the weights
     state: dict[str, torch.Tensor] = {}
-    for name, size in _sizes(read_metadata(source / ".metadata")).items():
+    for name, size in _sizes(metadata).items():
         if name.startswith("model."):
             state[name] = torch.empty(size)
     with warnings.catch_warnings():

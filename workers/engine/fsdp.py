@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,15 +88,17 @@ class FSDPEngine:
             self.optimizer = self._build_optimizer(optim_config)
 
         self.interleave: Interleave = lambda: None  # other work of this process, called between micro-batches
-        self._forward_arguments: dict[str, Any] = {}
-        self._saving: Future[Any] | None = None
+        self._forward_arguments: dict[str, object] = {}
+        self._saving: Future[object] | None = None
         # a separate group, because the collectives of the saving thread must not mix with those of training
         self._save_group: dist.ProcessGroup | None = None
 
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _build_policy(self, build_network: NetworkBuilder) -> EngineNetwork:
+        """Builds the network, shards it, and copies the weights of rank 0 to all ranks."""
         trains = self.optim_config is not None
+        # small updates would be lost in bf16
         master_dtype = torch.float32 if trains else self.param_dtype
         arguments = BuildArguments(
             compute_dtype=self.param_dtype,
@@ -109,9 +111,10 @@ class FSDPEngine:
         if not trains:
             policy.requires_grad_(False)
 
-        full_parameters = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-        if dist.get_rank() != 0:
-            full_parameters = {}  # not initialised
+        # before sharding, which replaces the parameters; those of the other ranks are not initialised
+        full_parameters = {}
+        if dist.get_rank() == 0:
+            full_parameters = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         self._shard(policy, master_dtype)
         # on a CPU, freed memory would grow with every layer of a pass, see `release_freed_memory`
         if self.device.type == "cpu":
@@ -126,20 +129,26 @@ class FSDPEngine:
 
     def _shard(self, policy: EngineNetwork, master_dtype: torch.dtype) -> None:
         """Applies `fully_shard` to each block with at least `min_num_params` parameters, then to the whole network."""
-        casts_parameters = policy.is_cast and self.param_dtype != master_dtype
-        reduce_dtype = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
-        precision = MixedPrecisionPolicy(
-            param_dtype=self.param_dtype if casts_parameters else None,
-            reduce_dtype=None if reduce_dtype == self.param_dtype else reduce_dtype,
-        )
+        # None: FSDP neither casts the parameters nor the gradients
+        cast_dtype = None
+        if policy.is_cast and self.param_dtype != master_dtype:
+            cast_dtype = self.param_dtype
+        reduce_dtype: torch.dtype | None = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
+        if reduce_dtype == self.param_dtype:
+            reduce_dtype = None
+        precision = MixedPrecisionPolicy(param_dtype=cast_dtype, reduce_dtype=reduce_dtype)
         reshards = self.fsdp_config.reshard_after_forward
 
         min_num_params = max(1, self.fsdp_config.wrap_policy.min_num_params)
         self._blocks = policy.blocks()  # fully_shard changes the names of their classes
+        # the network after its blocks: FSDP puts the parameters that are left into the group of the outer module
         for block in self._blocks:
-            if sum(parameter.numel() for parameter in block.parameters()) >= min_num_params:
+            num_params = sum(parameter.numel() for parameter in block.parameters())
+            if num_params >= min_num_params:
                 fully_shard(block, mesh=self.mesh, reshard_after_forward=reshards, mp_policy=precision)
         fully_shard(policy, mesh=self.mesh, reshard_after_forward=reshards, mp_policy=precision)
+
+        # the losses are divided by the counts over all ranks, so that their gradients are added and not averaged
         for module in self._fsdp_modules(policy):
             if dist.get_world_size() > 1:  # a single rank has no mean to replace, but would divide a copy by 1
                 module.set_gradient_divide_factor(1.0)
@@ -157,6 +166,7 @@ class FSDPEngine:
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
         """The sharded parameters by the network's own names; a tied parameter appears once."""
+        # gathered weights take the place of the shards until the network is resharded
         self._reshard()
         self._whole = None
         parameters: dict[str, DTensor] = {}
@@ -199,7 +209,7 @@ class FSDPEngine:
 
     # -- training and inference ----------------------------------------------------------------------------------------
 
-    def train(self, data: DataProto, loss_fn: LossFunction, **forward_arguments: Any) -> dict[str, Metric]:
+    def train(self, data: DataProto, loss_fn: LossFunction, **forward_arguments: object) -> dict[str, Metric]:
         """Trains on a planned batch, one optimizer step per mini-batch; the learning rate advances once per call.
 
         Args:
@@ -214,22 +224,27 @@ class FSDPEngine:
             raise ValueError("this engine was built without an optimizer and cannot train")
         self.move_in_optimizer()
         self.policy.train()
+        # the loops call `forward` with a micro-batch alone
         self._forward_arguments = forward_arguments
         with self._kernels(deterministic=True):
             metrics = train_epochs(self, data, loss_fn, self._run_interleaved)
         metrics["lr"] = Metric.last(self.lr)
+        # once per training step of the run and not per optimizer step, as `total_training_steps` counts
         self.scheduler_step += 1
         return metrics
 
-    def infer(self, data: DataProto, **forward_arguments: Any) -> dict[str, torch.Tensor]:
+    def infer(self, data: DataProto, **forward_arguments: object) -> dict[str, torch.Tensor]:
         """Computes the policy's outputs (n, R) by name for a planned batch, on the CPU, zero in padding rows.
 
-        forward_arguments: options of the policy's forward.
+        Args:
+            data: a batch of `BatchPlan.apply`.
+            forward_arguments: options of the policy's forward.
         """
         self.policy.eval()
         self._forward_arguments = forward_arguments
         with self._kernels(deterministic=True):
             outputs = infer_batch(self, data, self._run_interleaved)
+        # no backward pass follows, which would free the gathered weights
         self._reshard()
         return outputs
 
@@ -248,7 +263,11 @@ class FSDPEngine:
     def copy_trained(self) -> dict[str, torch.Tensor]:
         """Returns a copy, on the host, of this rank's shards of the trained parameters."""
         self._reshard()
-        return {name: value.to_local().detach().to("cpu", copy=True) for name, value in self.trained.items()}
+        copies = {}
+        for name, parameter in self.trained.items():
+            shard = parameter.to_local().detach()
+            copies[name] = shard.to("cpu", copy=True)
+        return copies
 
     @contextmanager
     def trained_replaced(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -258,32 +277,37 @@ class FSDPEngine:
         try:
             yield
         finally:
+            # weights that the inference gathered are those of `shards`
             self._reshard()
             self._set_trained(current)
 
     @torch.no_grad()
     def _set_trained(self, shards: Mapping[str, torch.Tensor]) -> None:
-        for name, value in self.trained.items():
-            value.to_local().copy_(shards[name])
+        for name, parameter in self.trained.items():
+            parameter.to_local().copy_(shards[name])
 
     @property
     def lr(self) -> float:
         """Learning rate of the current training step."""
         assert self.optim_config is not None
-        return self.optim_config.lr * lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
+        factor = lr_factor(self.scheduler_step, self.optim_config, self.total_training_steps)
+        return self.optim_config.lr * factor
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
         """Outputs (b, ...) of one micro-batch, and True if any of their entries counts (see
         `workers.engine.update`)."""
         inputs, is_counting = self.policy.prepare_inputs(micro_batch, self.device)
+        # in place and only now: inputs are arranged on the host, and the loss needs the columns on the device
         micro_batch.to(self.device)
-        return self.policy(inputs, **self._forward_arguments), is_counting
+        outputs = self.policy(inputs, **self._forward_arguments)
+        return outputs, is_counting
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Accumulates the gradients of `loss`. With is_last, or always with `reduce_every_micro_batch`, also sums the
         gradients over the ranks."""
         root = self.policy
         assert isinstance(root, FSDPModule)
+        # without a reduction a rank keeps the whole gradients, unsharded, until the last micro-batch
         reduces = is_last or bool(self.fsdp_config.reduce_every_micro_batch)
         root.set_requires_gradient_sync(reduces)
         root.set_is_last_backward(is_last)
@@ -313,6 +337,7 @@ class FSDPEngine:
             yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
             return
 
+        # the whole adapter first, because each base weight is merged as soon as it is gathered
         adapter = dict(gather_full(self.trained, torch.float32, self.shard_group, bucket_bytes))
         base = gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)
         with torch.no_grad():
@@ -325,10 +350,11 @@ class FSDPEngine:
             return None
         if self._whole is None:
             parameters = {name: value.to_local().detach() for name, value in self.parameters.items()}
-            num_parameters = sum(parameter.numel() for parameter in parameters.values())
-            buffer_bytes = sum(buffer.nbytes for buffer in self.buffers.values())
-            nbytes = num_parameters * self.param_dtype.itemsize + buffer_bytes
-            self._whole = WholeWeights(self.buffers, parameters, self.param_dtype, nbytes)
+            buffers = self.buffers
+            nbytes = sum(buffer.nbytes for buffer in buffers.values())
+            for parameter in parameters.values():
+                nbytes += parameter.numel() * self.param_dtype.itemsize
+            self._whole = WholeWeights(buffers, parameters, self.param_dtype, nbytes)
         return self._whole
 
     def unmerged_params(self, with_base: bool, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
@@ -339,10 +365,13 @@ class FSDPEngine:
                 the weights of `full_params` from both.
             bucket_bytes: size of the full tensors gathered at one time.
         """
+        group = self.shard_group
+        # the base first: a receiver merges the adapter when it has it whole
         if with_base:
             yield from self.buffers.items()
-            yield from gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)
-        yield from gather_full(self.trained, torch.float32, self.shard_group, bucket_bytes)
+            yield from gather_full(self._frozen, self.param_dtype, group, bucket_bytes)
+        # in fp32, because the receiver adds B A to the base in fp32
+        yield from gather_full(self.trained, torch.float32, group, bucket_bytes)
 
     def save(self, path: str, *, background: bool = False) -> None:
         """Writes model, optimizer, schedule, random states and the network's assets under `path`. Collective.
@@ -352,22 +381,25 @@ class FSDPEngine:
             background: return as soon as model and optimizer are copied to the host, which needs memory for one more
                 copy. The files are written during further training; `finish_save` waits for them.
         """
-        self.finish_save()  # one save at a time: a second copy of the state may not fit on the host
+        # one save at a time: a second copy of the state may not fit on the host
+        self.finish_save()
         self.move_in_optimizer()
         Path(path).mkdir(parents=True, exist_ok=True)
-        group = None
-        if background:
-            if self._save_group is None:
-                self._save_group = dist.new_group(backend="gloo")
-            group = self._save_group
+
+        # torch's `async_save` needs a group of the host
+        if background and self._save_group is None:
+            self._save_group = dist.new_group(backend="gloo")
+        group = self._save_group if background else None
         self._saving = checkpoint.save(path, self._state, self.optimizer, self.scheduler_step, group)
         checkpoint.save_random_state(path, dist.get_rank())
         if dist.get_rank() == 0:
             self.policy.save_assets(path)
+        # when a rank returns, the small files of all ranks are written
         dist.barrier()
 
     def finish_save(self) -> None:
         """Waits for a running save in the background and raises its error if it failed."""
+        # cleared first, so that a failed save raises its error once
         saving = self._saving
         self._saving = None
         if saving is not None:
@@ -408,12 +440,14 @@ class FSDPEngine:
         self.policy.to(device)
         self.parameters = self._sharded_parameters()
         count_moved(sum(parameter.to_local().nbytes for parameter in self.parameters.values()))
+        # moving replaces the parameters' storage
         if self.optimizer is not None:
-            self.optimizer.bind(self.trained)  # moving replaces the parameters' storage
+            self.optimizer.bind(self.trained)
+        # memory that torch caches is missing to the next tenant of the device, such as vLLM
         empty_cache()
 
 
-def _release_before_layer(*_: Any) -> None:
+def _release_before_layer(*_: object) -> None:
     """Gives freed memory back before a layer computes.
 
     The layer calls this hook in the forward pass and, with gradient checkpointing, again in the backward pass.
@@ -460,7 +494,7 @@ def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments)
     results = [result] * dist.get_world_size()
     dist.all_gather_object(results, result)
     if failure is not None:
-        raise failure
+        raise failure  # with its traceback, which the other ranks do not have
     for rank, other in enumerate(results):
         if other.message and other.is_user_error:
             raise UserError(other.message)
@@ -476,8 +510,10 @@ def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments)
 
 def ensure_process_group(device: torch.device) -> None:
     """Creates a process group with this process alone if there is none: FSDP2 needs a group even for one rank."""
-    if not dist.is_initialized():
-        dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized():
+        return
+    # a store in memory: no port that another process could take or reach
+    dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
@@ -492,4 +528,7 @@ def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
     if fsdp_size == 0 or world % fsdp_size:
         divisors = [size for size in range(1, world + 1) if world % size == 0]
         raise ValueError(f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)")
-    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+    # shards in the last dimension: consecutive ranks, usually on one machine, gather from each other
+    num_replicas = world // fsdp_size
+    return init_device_mesh(device.type, (num_replicas, fsdp_size), mesh_dim_names=("replicate", "shard"))

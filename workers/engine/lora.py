@@ -28,7 +28,8 @@ def adapter_off(network: nn.Module) -> Iterator[None]:
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
-    for parameter in trained:  # peft froze them, but FSDP2 records in its first forward which parameters get gradients
+    # peft froze them, but FSDP2 records in its first forward which parameters get gradients
+    for parameter in trained:
         parameter.requires_grad_(True)
     try:
         yield
@@ -64,11 +65,13 @@ def merged(
         name = adapted_name.replace(".base_layer.", ".")
         layer = name.removesuffix(".weight")
         down = adapter.get(f"{layer}.lora_A{IN_NETWORK}weight")
-        if down is None or layer == name:
+        if down is None or layer == name:  # no adapter, or the bias of a layer that has one
             yield name, weight
             continue
         up = adapter[f"{layer}.lora_B{IN_NETWORK}weight"]
-        yield name, torch.addmm(weight.float(), up.float(), down.float(), alpha=scale).to(weight.dtype)
+        # one rounding to bf16, of the sum: a small change would vanish in a sum of bf16 numbers
+        merged_weight = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
+        yield name, merged_weight.to(weight.dtype)
 
 
 def load_adapter_config(folder: Path) -> LoraConfig | None:

@@ -66,7 +66,7 @@ class EngineNetwork(nn.Module):
     prefix: str = ""
     sequence_group: SequenceGroup | None = None
     is_cast: bool = True
-    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    functions: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType({})
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
@@ -88,7 +88,7 @@ NetworkBuilder = Callable[[BuildArguments], EngineNetwork]
 
 
 def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
-    """Modules of these classes, in order of definition, that can be sharded separately.
+    """Returns the modules of these classes, in order of definition, that can be sharded separately.
 
     Excludes modules inside another module of these classes, and modules that share a parameter with another one.
     """
@@ -99,7 +99,13 @@ def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
             outermost.append(module)
             inside.update(module.modules())
 
-    users: Counter[nn.Parameter] = Counter()
+    num_users: Counter[nn.Parameter] = Counter()
     for block in outermost:
-        users.update(block.parameters())
-    return [block for block in outermost if all(users[parameter] == 1 for parameter in block.parameters())]
+        num_users.update(block.parameters())
+
+    # FSDP shards each parameter in one group; a parameter of two blocks stays with the root
+    separate = []
+    for block in outermost:
+        if max((num_users[parameter] for parameter in block.parameters()), default=1) == 1:
+            separate.append(block)
+    return separate

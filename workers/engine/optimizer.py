@@ -62,20 +62,26 @@ class ShardedAdamW:
             ValueError: a parameter has no gradient.
         """
         gradients = []
+        # an error of the network's forward: leaving the parameter out would hide that it is not trained
         for name, parameter in self.parameters.items():
             if not isinstance(parameter.grad, DTensor):
                 raise ValueError(f"parameter {name} got no gradient; the forward must use every trained parameter")
             gradients.append(parameter.grad.to_local())
 
-        square = torch.nn.utils.get_total_norm(gradients).float().square()  # of this rank only, before the all-reduce
+        # the squares of the shards' norms add up to the square of the whole norm
+        shard_norm = torch.nn.utils.get_total_norm(gradients)
+        square = shard_norm.float().square()
         if dist.get_world_size(self.shard_group) > 1:
             dist.all_reduce(square, group=self.shard_group)
+
+        # after the all-reduce all ranks have the same square, and skip the same steps
         norm = 0.0
         is_finite = bool(square.isfinite())
         if is_finite:
             norm = math.sqrt(square.item())
             self._update(gradients, norm, lr)
-        self.zero_grad()  # also after a skipped step, whose gradients must not enter the next one
+        # also after a skipped step, whose gradients must not enter the next one
+        self.zero_grad()
         return {
             "grad_norm": Metric.mean(norm, float(is_finite)),
             "grad_norm_nonfinite": Metric.mean(float(not is_finite), 1),
@@ -85,6 +91,7 @@ class ShardedAdamW:
     def _update(self, gradients: list[torch.Tensor], norm: float, lr: float) -> None:
         config = self.config
         if norm > config.clip_grad > 0:
+            # with the 1e-6 of torch's clip_grad_norm_
             torch._foreach_mul_(gradients, config.clip_grad / (norm + 1e-6))
         self._update_parameters(gradients, lr)
         self.steps_taken += 1
@@ -92,22 +99,23 @@ class ShardedAdamW:
     def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
         config = self.config
         beta1, beta2 = config.betas
-        shards, shard_gradients, means, squares, counters = [], [], [], [], []
+        device = self.shards[0].device
+
+        indices = []  # of the parameters with rows on this rank: some have fewer rows than there are ranks
+        squares = []
         for index, square in zip(self._adamw_indices(), self.exp_avg_sq, strict=True):
-            if square.numel() == 0:  # the parameter has fewer rows than there are ranks
-                continue
-            shards.append(self.shards[index])
-            shard_gradients.append(gradients[index])
-            means.append(self.exp_avg[index])
-            squares.append(square)
-            counters.append(torch.tensor(float(self.steps_taken), device=self.shards[0].device))
+            if square.numel() > 0:
+                indices.append(index)
+                squares.append(square)
+
         adamw(
-            shards,
-            shard_gradients,
-            means,
-            squares,
-            [],
-            counters,
+            params=[self.shards[index] for index in indices],
+            grads=[gradients[index] for index in indices],
+            exp_avgs=[self.exp_avg[index] for index in indices],
+            exp_avg_sqs=squares,
+            max_exp_avg_sqs=[],
+            # `adamw` increments each counter, so that every parameter needs one of its own
+            state_steps=[torch.tensor(float(self.steps_taken), device=device) for _ in indices],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -195,8 +203,11 @@ class ShardedMuon(ShardedAdamW):
             mean = self.exp_avg[index].lerp_(gradients[index], 1.0 - momentum)
             nesterov_shard = gradients[index].lerp(mean, momentum)
             nesterov_momentum = self._as_dtensor(name, nesterov_shard).full_tensor()
-            change = DTensor.from_local(_muon_change(nesterov_momentum, lr), parameter.device_mesh, run_check=False)
-            change_of_shard = change.redistribute(placements=parameter.placements).to_local()
+            change = _muon_change(nesterov_momentum, lr)
+
+            # every rank has the whole change, of which it keeps its rows; this sends nothing
+            replicated = DTensor.from_local(change, parameter.device_mesh, run_check=False)
+            change_of_shard = replicated.redistribute(placements=parameter.placements).to_local()
             self.shards[index].mul_(1.0 - lr * self.config.weight_decay).add_(change_of_shard)
 
     def moments(self) -> dict[str, DTensor]:
@@ -212,11 +223,13 @@ class ShardedMuon(ShardedAdamW):
 
 def _muon_change(momentum: torch.Tensor, lr: float) -> torch.Tensor:
     """Returns the change of a parameter that torch's Muon makes for `momentum` (m, n), without weight decay."""
+    # A step from zero leaves the change in the parameter. Momentum and decay are already applied to the shards.
     change = nn.Parameter(torch.zeros_like(momentum))
     change.grad = momentum
-    torch.optim.Muon(
+    muon = torch.optim.Muon(
         [change], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
-    ).step()
+    )
+    muon.step()
     return change.detach()
 
 
@@ -227,6 +240,7 @@ def hidden_matrices(blocks: Collection[nn.Module], parameters: Mapping[str, DTen
     Raises:
         UserError: no block has a trained linear layer.
     """
+    # by identity: the names in `parameters` lack the policy's prefix
     weights = set()
     for block in blocks:
         for module in block.modules():
@@ -245,7 +259,7 @@ def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
     learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.
     """
     warmup = config.lr_warmup_steps
-    if warmup < 0:
+    if warmup < 0:  # verl's default, which leaves the number to the ratio
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
         return (step + 1) / warmup

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from workers.engine.packed_sequences import PackedSequences, PromptTrees
 
 PACKED_ATTENTION = "verl_lite_packed"
 HALF = (torch.float16, torch.bfloat16)
+LayerOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
 def packed_attention(
@@ -35,7 +36,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Computes causal attention within each packed sequence; an attention function of transformers.
 
@@ -79,17 +80,20 @@ def packed_attention(
         if s_aux is not None:
             s_aux = s_aux[group.own_heads(len(s_aux))]
 
+    # a window that holds every sequence changes nothing, and without one faster functions apply
     window = sliding_window
     if window is not None and window >= packed_sequences.max_length:
-        window = None  # every sequence fits into it
+        window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = _attention_within_sequences(query, key, value, Scores(scale, window, softcap, s_aux), packed_sequences)
+    scores = Scores(scale, window, softcap, s_aux)
+    output = _attention_within_sequences(query, key, value, scores, packed_sequences)
 
     if group is not None:
         output = group.shards_of_tokens(output)
     return output.unsqueeze(0), None
 
 
+# transformers' networks find the function by this name, which `set_attn_implementation` sets
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -132,16 +136,17 @@ def _tokens_at(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor
     if index is None:
         return tensor
     # index_select and its backward are faster on flattened rows
-    return tensor.flatten(1).index_select(0, index).unflatten(1, tensor.shape[1:])
+    tokens = tensor.flatten(1).index_select(0, index)
+    return tokens.unflatten(1, tensor.shape[1:])
 
 
 def by_sequences(
-    forward: Callable[..., Any],
+    forward: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
     sequences: PackedSequences,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     borders: dict[str, torch.Tensor] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+) -> LayerOutput:
     """Applies a causal layer to a packed row so that each sequence is processed separately.
 
     Calls the layer's `forward` once per group of sequences of similar length, with one row per sequence, padded by
@@ -164,15 +169,17 @@ def by_sequences(
     num_results = 1
     returns_tuple = False
     for positions, real in row_groups:
+        arguments = [_in_rows(value, positions, num_tokens) for value in args]
         keywords = {name: _in_rows(value, positions, num_tokens) for name, value in kwargs.items()}
         if borders is not None:
             keywords |= borders
-        result = forward(*_in_rows(args, positions, num_tokens), **keywords)
-        returns_tuple = isinstance(result, tuple)
-        output = result
-        if returns_tuple:
-            output = result[0]
+        result = forward(*arguments, **keywords)
+        if isinstance(result, tuple):
+            returns_tuple = True
             num_results = len(result)
+            output = result[0]
+        else:
+            output = result
         outputs.append(output.flatten(0, 1).index_select(0, real))
 
     packed_output = torch.cat(outputs)
@@ -184,13 +191,15 @@ def by_sequences(
     return packed_output, *[None] * (num_results - 1)
 
 
-def _in_rows(value: Any, positions: torch.Tensor, num_tokens: int) -> Any:
+def _in_rows(value: object, positions: torch.Tensor, num_tokens: int) -> object:
     """Arranges the tokens of an argument (1, T, ...), or of such arguments in a tuple, in rows (n, L) of positions.
     Returns every other argument unchanged."""
+    # a tuple: the cosines and sines of rotary positions
     if isinstance(value, tuple):
         return tuple(_in_rows(entry, positions, num_tokens) for entry in value)
     if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
-        return value[0].index_select(0, positions.flatten()).unflatten(0, positions.shape)
+        tokens = value[0].index_select(0, positions.flatten())
+        return tokens.unflatten(0, positions.shape)
     return value
 
 
@@ -200,8 +209,9 @@ def _tree_attention(
     """Computes attention with one call of SDPA for all prompts. query and output: (T, H, D); key, value: (T, K, D)."""
 
     def rows_of_heads(tensor: torch.Tensor) -> torch.Tensor:
-        """(G, heads, L, D)"""
-        return _tokens_at(tensor, trees.index.flatten()).unflatten(0, trees.index.shape).transpose(1, 2)
+        """Arranges tokens (T, heads, D) in the rows of the trees: (G, heads, L, D)."""
+        flat_rows = _tokens_at(tensor, trees.index.flatten())
+        return flat_rows.unflatten(0, trees.index.shape).transpose(1, 2)
 
     output = F.scaled_dot_product_attention(
         rows_of_heads(query),
@@ -211,7 +221,8 @@ def _tree_attention(
         scale=scale,
         enable_gqa=_has_groups(query.shape[1], key.shape[1]),
     )  # (G, H, L, D)
-    return _tokens_at(output.transpose(1, 2).flatten(0, 1), trees.places)
+    flat_output = output.transpose(1, 2).flatten(0, 1)  # (G * L, H, D)
+    return _tokens_at(flat_output, trees.flat_positions)
 
 
 def _sdpa_runs(
@@ -219,13 +230,18 @@ def _sdpa_runs(
 ) -> torch.Tensor:
     """Computes attention with one call of SDPA per run of equally long sequences, without copies before the final
     `cat`. Inputs and output: (U, heads, D)."""
+    # `split` joins the gradients of all runs in one step; a slice would fill a gradient of U tokens for each run
     sizes = [count * length for count, length in sequences.runs]
+    query_runs = query.split(sizes)
+    key_runs = key.split(sizes)
+    value_runs = value.split(sizes)
+
     outputs = []
-    tokens_of_runs = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    for run, (query_tokens, key_tokens, value_tokens) in zip(sequences.runs, tokens_of_runs, strict=True):
-        queries = query_tokens.unflatten(0, run).transpose(1, 2)
-        keys = key_tokens.unflatten(0, run).transpose(1, 2)
-        values = value_tokens.unflatten(0, run).transpose(1, 2)
+    for number, run in enumerate(sequences.runs):
+        # (count, heads, length, D)
+        queries = query_runs[number].unflatten(0, run).transpose(1, 2)
+        keys = key_runs[number].unflatten(0, run).transpose(1, 2)
+        values = value_runs[number].unflatten(0, run).transpose(1, 2)
         output = _causal_attention(queries, keys, values, scores)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -271,11 +287,14 @@ def _capped_attention(
     keys = keys.repeat_interleave(heads_per_key, dim=1)
     values = values.repeat_interleave(heads_per_key, dim=1)
 
-    weights = torch.tanh(queries @ keys.transpose(2, 3) * (scale / cap)) * cap
+    products = queries @ keys.transpose(2, 3)
+    scores = torch.tanh(products * (scale / cap)) * cap
     mask = _window_mask(queries.shape[2], window, queries.device)
-    weights = weights.masked_fill(~mask, -torch.inf)
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    probabilities = torch.softmax(weights, dim=-1, dtype=dtype)
+    scores = scores.masked_fill(~mask, -torch.inf)
+
+    # the softmax in fp32, as in transformers' eager attention
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = torch.softmax(scores, dim=-1, dtype=dtype)
     return probabilities.to(values) @ values
 
 
@@ -286,16 +305,25 @@ def _sink_attention(
     # A sink is a first key with value 0. One more dimension makes its product with a query equal to the head's sink;
     # seven more of zeros keep the size a multiple of 8 for fast kernels.
     count, heads, length, size = queries.shape
-    products = (sinks / scale).to(queries).view(1, -1, 1, 1).expand(count, heads, length, 1)
-    sink_key = F.pad(keys.new_ones(count, keys.shape[1], 1, 1), (size, 7))
+    key_value_heads = keys.shape[1]
+    sink_products = (sinks / scale).to(queries).view(1, -1, 1, 1)
+    sink_dimension = sink_products.expand(count, heads, length, 1)
+    wide_queries = F.pad(torch.cat([queries, sink_dimension], dim=3), (0, 7))
+
+    # only the sink's key has a 1 in this dimension
+    sink_key = F.pad(keys.new_ones(count, key_value_heads, 1, 1), (size, 7))
+    wide_keys = torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2)
+    wide_values = F.pad(values, (0, 8, 1, 0))
+
+    # every token sees the sink, also outside its window
     mask = _window_mask(length, window, queries.device)
     output = F.scaled_dot_product_attention(
-        F.pad(torch.cat([queries, products], dim=3), (0, 7)),
-        torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2),
-        F.pad(values, (0, 8, 1, 0)),
+        wide_queries,
+        wide_keys,
+        wide_values,
         attn_mask=F.pad(mask, (1, 0), value=True),
         scale=scale,
-        enable_gqa=_has_groups(heads, keys.shape[1]),
+        enable_gqa=_has_groups(heads, key_value_heads),
     )
     return output[..., : values.shape[3]]
 
@@ -311,13 +339,14 @@ def _varlen_attention(
     """Variable-length attention, (U, heads, D): flash-attn if installed, otherwise PyTorch's own, then `_sdpa_runs`."""
     bounds = sequences.cu_seqlens
     longest = sequences.max_length
-    window_size = (-1 if scores.window is None else scores.window - 1, 0)  # tokens before and after
+    tokens_before = -1 if scores.window is None else scores.window - 1  # -1: all
+    window_size = (tokens_before, 0)  # tokens before and after
 
     flash_attn = _flash_attn_varlen()
     if flash_attn is not None:
-        options: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
-        if scores.softcap is not None:
-            options["softcap"] = scores.softcap
+        caps = {}
+        if scores.softcap is not None:  # flash-attn before 2.6 does not have this argument
+            caps["softcap"] = scores.softcap
         return flash_attn(
             query,
             key,
@@ -329,7 +358,8 @@ def _varlen_attention(
             softmax_scale=scores.scale,
             causal=True,
             window_size=window_size,
-            **options,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **caps,
         )
 
     torch_varlen = _torch_varlen()
@@ -343,9 +373,11 @@ def _varlen_attention(
     elif heads_per_key > 1:
         key = key.repeat_interleave(heads_per_key, dim=1)
         value = value.repeat_interleave(heads_per_key, dim=1)
-    return torch_varlen(
+    output = torch_varlen(
         query, key, value, bounds, bounds, longest, longest, scale=scores.scale, window_size=window_size, **options
     )
+    assert isinstance(output, torch.Tensor)  # a tuple only with `return_aux`
+    return output
 
 
 @cache
@@ -359,7 +391,7 @@ def _flash_attn_varlen() -> Callable[..., torch.Tensor] | None:
 
 
 @cache
-def _torch_varlen() -> Callable[..., Any] | None:
+def _torch_varlen() -> Callable[..., object] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before PyTorch 2.11

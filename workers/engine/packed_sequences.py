@@ -26,16 +26,16 @@ class PromptTrees:
     Attributes:
         index: (G, L) position in the packed row of each token; rows are filled up with the packed row's first token.
         mask: (G, 1, L, L) bool, True where a token (third dimension) attends to another one (fourth dimension).
-        places: (T,) position of each token of the packed row in the flattened rows.
+        flat_positions: (T,) position of each token of the packed row in the flattened rows.
     """
 
     index: torch.Tensor
     mask: torch.Tensor
-    places: torch.Tensor
+    flat_positions: torch.Tensor
 
     def to(self, device: torch.device) -> PromptTrees:
         """Returns a copy on `device`."""
-        return PromptTrees(self.index.to(device), self.mask.to(device), self.places.to(device))
+        return PromptTrees(self.index.to(device), self.mask.to(device), self.flat_positions.to(device))
 
 
 class SequenceRows(NamedTuple):
@@ -125,7 +125,8 @@ class PackedSequences:
         first_tokens = first_token + lengths.cumsum(0) - lengths
         # a causal layer does not see the repetitions of the last token when it computes the tokens before them
         index = first_tokens + torch.minimum(columns, lengths - 1)
-        real = (columns < lengths).flatten().nonzero().squeeze(1)
+        is_real = columns < lengths
+        real = is_real.flatten().nonzero().squeeze(1)
 
         # the lengths are on the host, so that nothing waits for the device
         device = self.cu_seqlens.device
@@ -134,8 +135,9 @@ class PackedSequences:
     @cached_property
     def row(self) -> list[SequenceRows]:
         """All sequences concatenated in one row, as the only entry of a list like `groups`: (1, U) and (U,)."""
-        positions = torch.arange(self._num_expanded_tokens, device=self.cu_seqlens.device)
-        return [SequenceRows(self._in_packed_row(positions).unsqueeze(0), positions)]
+        expanded = torch.arange(self._num_expanded_tokens, device=self.cu_seqlens.device)
+        packed = self._in_packed_row(expanded)
+        return [SequenceRows(packed.unsqueeze(0), expanded)]
 
     def _in_packed_row(self, positions: torch.Tensor) -> torch.Tensor:
         """Converts positions in the expanded row to positions in the packed row."""
@@ -148,8 +150,9 @@ class PackedSequences:
         flash-linear-attention names cu_seqlens."""
         [(_, positions)] = self.row
         bounds = self.cu_seqlens
-        seq_idx = torch.bucketize(positions.int(), bounds[1:], right=True, out_int32=True).unsqueeze(0)
-        return {"seq_idx": seq_idx, "cu_seq_lens_q": bounds, "cu_seqlens": bounds}
+        # a token at the end of a sequence is the first token of the next one: right=True
+        sequence_numbers = torch.bucketize(positions.int(), bounds[1:], right=True, out_int32=True)
+        return {"seq_idx": sequence_numbers.unsqueeze(0), "cu_seq_lens_q": bounds, "cu_seqlens": bounds}
 
 
 def _end_of_group(lengths: list[int], start: int) -> int:

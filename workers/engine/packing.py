@@ -23,7 +23,9 @@ from workers.engine.sequence_parallel import SequenceGroup
 
 MIN_SHARED = 0.05  # minimum share of tokens saved for which sharing prompts pays for the extra gathers in attention
 MAX_TREE = 1024  # maximum tokens of a row of `PromptTrees`, whose mask takes the square of this number
-_PROMPT, _FILLING = -1, -2  # in place of the number of a token's sequence: tokens of a prompt, and after the last token
+# In place of the number of a token's sequence: for tokens of a prompt, and for what fills a row after its last token.
+_PROMPT = -1
+_FILLING = -2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +69,17 @@ class ModelInputs:
 
     def to(self, device: torch.device) -> ModelInputs:
         """Returns a copy on `device`."""
-        images = None
-        if self.images is not None:
-            images = {name: values.to(device) for name, values in self.images.items()}
+        sequences = self.sequences
+        if sequences is not None:
+            sequences = sequences.to(device)
+        images = self.images
+        if images is not None:
+            images = {name: values.to(device) for name, values in images.items()}
         return replace(
             self,
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
-            sequences=None if self.sequences is None else self.sequences.to(device),
+            sequences=sequences,
             attention_mask=moved(self.attention_mask, device),
             predict_index=self.predict_index.to(device),
             targets=self.targets.to(device),
@@ -91,7 +96,9 @@ class ModelInputs:
         and b * (P+R) if it influences no prediction."""
         positions = self.token_index.flatten()
         used = (positions >= 0).nonzero().squeeze(1)
-        origin = torch.full((self.input_ids.numel(),), len(positions))
+        no_row = len(positions)
+        origin = torch.full((self.input_ids.numel(),), no_row)
+        # the minimum, so that the order in which the rows of a shared prompt are written does not matter
         return origin.scatter_reduce(0, positions[used], used, "amin")
 
     def with_column(self, name: str, values: torch.Tensor) -> ModelInputs:
@@ -114,8 +121,10 @@ class ModelInputs:
 
     def _of_predicted_tokens(self, entry: Column, values: torch.Tensor) -> torch.Tensor:
         """Selects the values (N, ...) of the predicted tokens from a column (b, R, ...)."""
-        if self.num_active == 0:  # a placeholder has one prediction
-            return values.new_full((1, *values.shape[2:]), entry.absent or 0)
+        # a placeholder has one prediction, and no row for it
+        if self.num_active == 0:
+            shape = (1, *values.shape[2:])
+            return values.new_full(shape, entry.absent or 0)
         return values[self.rows, self.columns]
 
     def _of_input_tokens(self, entry: Column, values: torch.Tensor) -> torch.Tensor:
@@ -128,7 +137,8 @@ class ModelInputs:
 
         origin = self.origin
         has_origin = origin < len(flat_values)
-        arranged = values.new_full((len(origin), *flat_values.shape[1:]), entry.absent or 0)
+        shape = (len(origin), *flat_values.shape[1:])
+        arranged = values.new_full(shape, entry.absent or 0)
         arranged[has_origin] = flat_values[origin[has_origin]]
         return arranged
 
@@ -143,17 +153,21 @@ class ModelInputs:
         end = start + size
 
         def own_tokens(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+            # all shards have the same size, which the all-to-all around attention needs
             part = values[start:end]
-            filling = part.new_full((size - len(part), *part.shape[1:]), fill)
-            return torch.cat([part, filling])
+            filling_shape = (size - len(part), *part.shape[1:])
+            return torch.cat([part, part.new_full(filling_shape, fill)])
 
         own_predictions = (self.predict_index >= start) & (self.predict_index < end)
-        rows, columns = self.rows, self.columns
+        rows = self.rows
+        columns = self.columns
         if self.num_active:  # a placeholder has one prediction and no row for it
-            rows, columns = rows[own_predictions], columns[own_predictions]
+            rows = rows[own_predictions]
+            columns = columns[own_predictions]
         # the shared prompt of a sequence may be on another rank
         is_elsewhere = (self.token_index < start) | (self.token_index >= end)
 
+        # columns of input tokens and of predicted tokens have different lengths
         extra = {}
         for name, values in self.extra.items():
             entry = column(name)
@@ -188,7 +202,9 @@ class ModelInputs:
         if self.num_active == 0:
             # depends on the values, so that this rank's backward runs through the same layers as the others'
             return matrix + 0 * values.sum(dtype=values.dtype)
-        return self.total(matrix.index_put((self.rows, self.columns), values))
+        matrix = matrix.index_put((self.rows, self.columns), values)
+        # with sequence parallelism each rank has put only its predictions into it
+        return self.total(matrix)
 
 
 def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
@@ -218,11 +234,10 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
 
     # of the samples of a prompt, the first one owns it, and the packed row has only the owner's copy
     owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width], digests)
-    is_owner = owner == torch.arange(len(owner))
-    own = used.clone()
-    own[:, :prompt_width] &= is_owner.unsqueeze(1)
+    own = _without_repeated_prompts(used, owner, prompt_width)
     # attention gathers the copies again, which costs more than it saves if few tokens are shared
-    shares_prompts = bool(1 - own.sum() / used.sum() >= MIN_SHARED)
+    shared = 1 - own.sum() / used.sum()
+    shares_prompts = bool(shared >= MIN_SHARED)
     if not shares_prompts:
         own = used
         owner = torch.arange(len(owner))
@@ -251,6 +266,14 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     )
 
 
+def _without_repeated_prompts(used: torch.Tensor, owner: torch.Tensor, prompt_width: int) -> torch.Tensor:
+    """Returns (n, P+R) bool, the used tokens without those of prompts that another sequence owns."""
+    is_owner = owner == torch.arange(len(owner))
+    own = used.clone()
+    own[:, :prompt_width] &= is_owner.unsqueeze(1)
+    return own
+
+
 def is_tree_cheaper(prompts: int, longest: int, scores_of_sequences: int) -> bool:
     """Returns True if attention uses `PromptTrees`.
 
@@ -275,31 +298,40 @@ def _prompt_trees(
         prompt_width: P.
         position: (n, P+R) position of each token in the packed row.
     """
-    owners, tree_of = owner.unique(return_inverse=True)
-    sizes = torch.zeros(len(owners), dtype=torch.long).index_add_(0, tree_of, own.sum(dim=1))
+    owners, tree_of_sequence = owner.unique(return_inverse=True)
+    num_trees = len(owners)
+    sizes = torch.zeros(num_trees, dtype=torch.long)
+    sizes.index_add_(0, tree_of_sequence, own.sum(dim=1))
     longest = int(sizes.max())
     scores_of_sequences = int(used.sum(dim=1).square().sum())
-    if not is_tree_cheaper(len(owners), longest, scores_of_sequences):
+    if not is_tree_cheaper(num_trees, longest, scores_of_sequences):
         return None
 
-    # the owner of a prompt is the first of its sequences, so that a stable order puts the prompt before all answers
+    # The tokens of the packed row, tree by tree. The owner of a prompt is the first of its sequences, so that a stable
+    # order puts the prompt before all answers.
     sequence, token_column = own.nonzero(as_tuple=True)
-    order = torch.argsort(tree_of[sequence], stable=True)
-    tree = tree_of[sequence][order]
+    tree_of_token = tree_of_sequence[sequence]
+    order = torch.argsort(tree_of_token, stable=True)
+    tree = tree_of_token[order]
     branch = torch.where(token_column < prompt_width, _PROMPT, sequence)[order]
-    column = torch.arange(len(tree)) - (sizes.cumsum(0) - sizes)[tree]
-
-    index = torch.zeros(len(owners), longest, dtype=torch.long)
     packed_position = position[own][order]
-    index[tree, column] = packed_position
-    places = torch.empty(len(tree), dtype=torch.long)
-    places[packed_position] = tree * longest + column
 
-    branches = torch.full((len(owners), longest), _FILLING)
+    # where each of them is in the rows of the trees
+    first_of_tree = sizes.cumsum(0) - sizes
+    column = torch.arange(len(tree)) - first_of_tree[tree]
+    index = torch.zeros(num_trees, longest, dtype=torch.long)
+    index[tree, column] = packed_position
+    flat_positions = torch.empty(len(tree), dtype=torch.long)
+    flat_positions[packed_position] = tree * longest + column
+
+    # a token sees the tokens before it of its own answer and of the prompt
+    branches = torch.full((num_trees, longest), _FILLING)
     branches[tree, column] = branch
-    is_visible = (branches.unsqueeze(2) == branches.unsqueeze(1)) | (branches == _PROMPT).unsqueeze(1)
-    mask = is_visible & torch.ones(longest, longest, dtype=torch.bool).tril()
-    return PromptTrees(index, mask.unsqueeze(1), places)
+    is_of_same_branch = branches.unsqueeze(2) == branches.unsqueeze(1)
+    is_of_prompt = (branches == _PROMPT).unsqueeze(1)
+    is_before = torch.ones(longest, longest, dtype=torch.bool).tril()
+    mask = (is_of_same_branch | is_of_prompt) & is_before
+    return PromptTrees(index, mask.unsqueeze(1), flat_positions)
 
 
 def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -308,7 +340,8 @@ def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> t
     response_width = response_mask.shape[1]
     prompt_width = width - response_width
     # response column after the last token that counts
-    after_last = torch.arange(1, response_width + 1).mul(response_mask).amax(dim=1, keepdim=True)
+    next_columns = torch.arange(1, response_width + 1)
+    after_last = (next_columns * response_mask).amax(dim=1, keepdim=True)
     # without the last predicted token itself, which predicts nothing
     is_before_last = torch.arange(width) < prompt_width + after_last - 1
     return attention_mask.bool() & is_before_last
@@ -322,14 +355,17 @@ def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor, digests: torch.
         real: (n, P) bool, False in the padding.
         digests: (n,) numbers that are also equal for the same prompt.
     """
-    keys = prompt_ids.masked_fill(~real, -1)  # padding may contain any token
+    # padding may contain any token
+    keys = prompt_ids.masked_fill(~real, -1)
+    # prompts with different images can have equal tokens
     if digests is not None:
         keys = torch.cat([keys, digests.unsqueeze(1)], dim=1)
 
-    first_row: dict[bytes, int] = {}
+    first_row_with: dict[bytes, int] = {}
     owners = []
     for row, key in enumerate(keys.cpu().numpy()):
-        owners.append(first_row.setdefault(key.tobytes(), row))
+        owner = first_row_with.setdefault(key.tobytes(), row)
+        owners.append(owner)
     return torch.tensor(owners)
 
 
@@ -361,17 +397,18 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         return _placeholder_inputs(columns, mask)
 
     used = _used_tokens(columns["attention_mask"], mask)[active]
+    num_rows = len(active)
     # the used tokens of a row move to its beginning
     new_column = used.cumsum(dim=1) - 1
     longest = int(new_column.max()) + 1
-    new_places = used.nonzero()[:, 0], new_column[used]
-    input_ids = columns["input_ids"].new_zeros(len(active), longest)
-    input_ids[new_places] = columns["input_ids"][active][used]
-    position_ids = torch.arange(longest).repeat(len(active), 1)  # also consecutive in the padding
-    position_ids[new_places] = columns["position_ids"][active][used]
-
-    first_of_row = torch.arange(len(active)).unsqueeze(1) * longest
+    first_of_row = torch.arange(num_rows).unsqueeze(1) * longest
     position = first_of_row + new_column
+
+    new_positions = position[used]  # in the flattened input
+    input_ids = columns["input_ids"].new_zeros(num_rows, longest)
+    input_ids.view(-1)[new_positions] = columns["input_ids"][active][used]
+    position_ids = torch.arange(longest).repeat(num_rows, 1)  # also consecutive in the padding
+    position_ids.view(-1)[new_positions] = columns["position_ids"][active][used]
     return _model_inputs(columns, mask, active, used, position, input_ids=input_ids, position_ids=position_ids)
 
 
@@ -397,8 +434,11 @@ def _model_inputs(
         position: (n, P+R) their positions in the flattened input.
         input_ids, position_ids, sequences, attention_mask: fields of the inputs in one of the three forms.
     """
-    rows, response_columns = mask[order].nonzero(as_tuple=True)
+    ordered_rows, response_columns = mask[order].nonzero(as_tuple=True)
+    batch_rows = order[ordered_rows]
     prompt_width = position.shape[1] - mask.shape[1]
+    # a token is predicted at the position of the token before it
+    predict_index = position[ordered_rows, prompt_width + response_columns - 1]
     token_index = torch.full_like(columns["input_ids"], -1)
     token_index[order] = position.masked_fill(~used, -1)
     return ModelInputs(
@@ -406,13 +446,13 @@ def _model_inputs(
         position_ids=position_ids,
         sequences=sequences,
         attention_mask=attention_mask,
-        predict_index=position[rows, prompt_width + response_columns - 1],
-        targets=columns["responses"][order[rows], response_columns],
-        rows=order[rows],
+        predict_index=predict_index,
+        targets=columns["responses"][batch_rows, response_columns],
+        rows=batch_rows,
         columns=response_columns,
         token_index=token_index,
         response_shape=(mask.shape[0], mask.shape[1]),
-        num_active=len(rows),
+        num_active=len(batch_rows),
     )
 
 
@@ -426,12 +466,13 @@ def _response_mask(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
     """Builds the boundaries from the lengths (n,) of the sequences in packing order."""
-    values, counts = torch.unique_consecutive(lengths, return_counts=True)
-    return PackedSequences(
-        runs=tuple(zip(counts.tolist(), values.tolist(), strict=True)),
-        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        max_length=int(lengths.max()),
-    )
+    lengths_of_runs, counts = torch.unique_consecutive(lengths, return_counts=True)
+    runs = zip(counts.tolist(), lengths_of_runs.tolist(), strict=True)
+    ends = lengths.cumsum(0)
+    # int32, as the kernels of flash-attn expect
+    cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return PackedSequences(tuple(runs), cu_seqlens, longest)
 
 
 def _placeholder_inputs(

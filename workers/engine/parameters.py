@@ -69,6 +69,7 @@ def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch
         full: full tensors by the names of `parameters` on rank 0; empty on the other ranks.
         device: the device on which the tensors are broadcast.
     """
+    # one parameter at a time, so that a rank needs memory for its shards and one whole parameter
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         if dist.get_rank() == 0:
@@ -77,12 +78,13 @@ def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         dist.broadcast(whole, src=0)
 
-        local = parameter.to_local()
+        # with replicas the mesh is (replicas, shards)
         mesh = parameter.device_mesh
         shard_dimension = mesh.ndim - 1
         rows_per_rank = shard_rows(parameter, mesh.size(shard_dimension))
         start = mesh.get_local_rank(shard_dimension) * rows_per_rank
-        local.copy_(whole[start : start + local.shape[0]])
+        shard = parameter.to_local()
+        shard.copy_(whole[start : start + len(shard)])
 
 
 @torch.no_grad()
@@ -96,6 +98,7 @@ def gather_full(
             yield name, parameter.to_local().detach().to(dtype)
         return
 
+    # all ranks fill the same buckets, because they see the same sizes in the same order
     bucket: dict[str, DTensor] = {}
     collected_bytes = 0
     for name, parameter in parameters.items():
@@ -120,7 +123,8 @@ def _gather_bucket(
     ranks = dist.get_world_size(group)
     padded_sizes = []
     for parameter in bucket.values():
-        padded_sizes.append(shard_rows(parameter, ranks) * math.prod(parameter.shape[1:]))
+        row_size = math.prod(parameter.shape[1:])
+        padded_sizes.append(shard_rows(parameter, ranks) * row_size)
 
     device = next(iter(bucket.values())).device
     own_shards = torch.zeros(sum(padded_sizes), dtype=dtype, device=device)
@@ -135,4 +139,5 @@ def _gather_bucket(
     shards_by_parameter = all_shards.view(ranks, -1).split(padded_sizes, dim=1)  # (ranks, padded size) each
     for shards, (name, parameter) in zip(shards_by_parameter, bucket.items(), strict=True):
         # only the last ranks have padding, so that the parameter comes first
-        yield name, shards.reshape(-1)[: parameter.numel()].view(parameter.shape)
+        padded_values = shards.reshape(-1)
+        yield name, padded_values[: parameter.numel()].view(parameter.shape)

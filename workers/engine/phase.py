@@ -34,10 +34,13 @@ class PhaseManager:
         """Moves all other tenants out and `owner` in. Does nothing if `owner` already has the device."""
         if self.owner is owner:
             return
+
+        # out before in: together they may not fit
         for tenant in self._tenants:
             if tenant is not owner:
                 tenant.move_out()
-        empty_cache()  # when vLLM wakes up, it maps new memory and cannot use memory that torch has cached
+        # when vLLM wakes up, it maps new memory and cannot use memory that torch has cached
+        empty_cache()
         owner.move_in()
         self.owner = owner
 

@@ -9,10 +9,10 @@ the sum over all ranks, which the engine computes anyway, is the gradient of one
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
@@ -32,6 +32,7 @@ class SequenceGroup:
 
     def own_heads(self, heads: int) -> slice:
         """The query heads whose attention this rank computes."""
+        # heads are a multiple of the ranks, see `shards_of_heads`
         first = self.rank * heads // self.size
         return slice(first, (self.rank + 1) * heads // self.size)
 
@@ -61,6 +62,7 @@ class SequenceGroup:
                 f"ulysses_sequence_parallel_size={n}: an attention layer has {heads} query heads and {key_value_heads} "
                 f"key/value heads; set one of {valid_sizes(heads, key_value_heads)}"
             )
+        # neighbouring query heads share a key/value head, and so do the ranks that get them
         if key_value_heads < n:
             copies = n // key_value_heads
             key = key.repeat_interleave(copies, dim=1)
@@ -68,8 +70,10 @@ class SequenceGroup:
 
         # all three in one exchange; entry i of (n, T / n, values) goes to rank i
         heads_by_rank = [tensor.unflatten(1, (n, -1)) for tensor in (query, key, value)]
-        sent = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2).transpose(0, 1).contiguous()
-        received = all_to_all_single_autograd(sent, None, None, self.group).flatten(0, 1)[:tokens]
+        values_by_rank = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2)
+        sent = values_by_rank.transpose(0, 1).contiguous()
+        received = all_to_all_single_autograd(sent, None, None, self.group)
+        received = received.flatten(0, 1)[:tokens]  # without the tokens that fill up the last shards
 
         own_shapes = [tensor.shape[2:] for tensor in heads_by_rank]
         parts = received.split([shape.numel() for shape in own_shapes], dim=1)
@@ -78,12 +82,15 @@ class SequenceGroup:
     def shards_of_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Exchanges all tokens of this rank's heads for its tokens of all heads: (tokens, H / n, D) to (T / n, H, D).
         Tokens beyond the row are 0."""
-        _, tokens_per_rank = self.bounds(len(output))
-        num_filling = tokens_per_rank * self.size - len(output)
-        padded = torch.nn.functional.pad(output.flatten(1), (0, 0, 0, num_filling))
-        sent = padded.unflatten(0, (self.size, tokens_per_rank))  # entry i goes to rank i
+        num_tokens, _, head_size = output.shape
+        _, tokens_per_rank = self.bounds(num_tokens)
+        num_filling = tokens_per_rank * self.size - num_tokens
+        padded = F.pad(output.flatten(1), (0, 0, 0, num_filling))
+
+        # entry i goes to rank i; entry i of what arrives has the heads of rank i
+        sent = padded.unflatten(0, (self.size, tokens_per_rank))
         received = all_to_all_single_autograd(sent, None, None, self.group)
-        return received.transpose(0, 1).reshape(tokens_per_rank, -1, output.shape[2])
+        return received.transpose(0, 1).reshape(tokens_per_rank, -1, head_size)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums parts over the ranks. The gradient of the sum is that of each part, because every rank computes the
@@ -93,13 +100,14 @@ class SequenceGroup:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: object, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = values.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # not summed over the group, as torch's own all_reduce would: the engine sums the gradients over all ranks
         return gradients[0], None
 
 

@@ -42,10 +42,20 @@ Interleave = Callable[[], None]
 def train_epochs(
     engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, interleave: Interleave = lambda: None
 ) -> dict[str, Metric]:
-    """Runs one optimizer step per mini-batch, in the planned order, over all planned epochs. Returns combined metrics.
+    """Runs one optimizer step per mini-batch, in the planned order, over all planned epochs.
 
     A mini-batch in which no token counts on any rank (all rewards failed, all samples rejected) is skipped: weights and
-    moments do not change, not even by decay. The metric empty_mini_batch_frac is the share of such mini-batches.
+    moments do not change, not even by decay.
+
+    Args:
+        engine: the engine that trains.
+        data: this rank's part of a planned batch.
+        loss_fn: computes the loss of a micro-batch.
+        interleave: other work of the process; see `Interleave`.
+
+    Returns:
+        The metrics of the losses and of the optimizer, combined over all micro-batches, and empty_mini_batch_frac, the
+        share of skipped mini-batches.
     """
     metrics: list[Mapping[str, Metric]] = []
     for epoch, mini_batches in enumerate(data.meta_info["schedule"]):
@@ -65,6 +75,7 @@ def train_epochs(
             with span("optimizer_step"):
                 metrics.append(engine.optimizer_step())
             interleave()
+    # one copy to the host for all of them: a copy for each micro-batch would wait for its passes
     return combine(to_host(metrics))
 
 
@@ -75,13 +86,15 @@ def _train_on(
     outputs, is_counting = engine.forward(micro_batch)
     if is_counting:
         loss, metrics = loss_fn(micro_batch, outputs)
-    else:  # no loss on this rank, but the other ranks wait for its backward
-        metrics = {}
-        loss = torch.zeros(())
-        for output in outputs.values():
-            loss = loss + 0.0 * output.sum()
-    engine.backward(loss, is_last=is_last)
-    return metrics
+        engine.backward(loss, is_last=is_last)
+        return metrics
+
+    # no loss on this rank, but the other ranks wait for its backward, which must reach every parameter
+    zero = torch.zeros(())
+    for output in outputs.values():
+        zero = zero + 0.0 * output.sum()
+    engine.backward(zero, is_last=is_last)
+    return {}
 
 
 @torch.no_grad()
@@ -91,7 +104,7 @@ def infer_batch(
     """Returns the outputs (n, ...) of the forward by name for all rows in order, zero at tokens that are not predicted;
     on the CPU."""
     results: dict[str, torch.Tensor] = {}
-    [mini_batches] = data.meta_info["schedule"]
+    [mini_batches] = data.meta_info["schedule"]  # a single epoch
     for mini_index, mini_batch in enumerate(mini_batches):
         for micro_index in range(mini_batch.num_micro_batches):
             with span("micro_batch"):
@@ -115,8 +128,10 @@ def _rows_of(data: DataProto, epoch: int, mini_index: int, micro_index: int) -> 
 
 def _select(data: DataProto, rows: torch.Tensor, mini_batch: MiniBatch | None = None) -> DataProto:
     """Selects rows, with the global denominators of a mini-batch, if given, in meta_info."""
-    arrays = {name: column[rows.numpy()] for name, column in data.non_tensor_batch.items()}
+    row_numbers = rows.numpy()
+    arrays = {name: column[row_numbers] for name, column in data.non_tensor_batch.items()}
     meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"}
+    # not counted here: no rank has the rows of the others
     if mini_batch is not None:
         meta_info["num_tokens"] = mini_batch.num_tokens
         meta_info["num_sequences"] = mini_batch.num_sequences

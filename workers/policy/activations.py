@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +25,8 @@ from verl_lite.errors import UserError
 AHEAD = 4  # saved tensors that stay on the device after they are saved, and that return before they are read
 MIN_BYTES = 1 << 16  # smaller tensors stay on the device
 
+T = TypeVar("T")
+
 
 def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
     """Applies the options of gradient checkpointing and activation offload to a network that will be trained.
@@ -35,7 +37,8 @@ def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
     decoder = network.get_decoder()
     if model.enable_gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-        network.disable_input_require_grads()  # else a frozen vision tower keeps activations and runs a backward pass
+        # else a frozen vision tower keeps activations and runs a backward pass
+        network.disable_input_require_grads()
         number = model.gradient_checkpointing_layers
         layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if number is not None and number > len(layers):
@@ -46,11 +49,12 @@ def limit_activations(network: PreTrainedModel, model: NetworkConfig) -> None:
         if number is not None:
             for layer in layers[number:]:
                 layer.gradient_checkpointing = False
+    # the decoder and not its layers, so that tensors return ahead of time across layers
     if model.enable_activation_offload:
         vars(decoder)["forward"] = partial(_offloaded_forward, decoder.forward)
 
 
-def _offloaded_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _offloaded_forward(forward: Callable[..., T], *args: object, **kwargs: object) -> T:
     with ActivationOffload():
         return forward(*args, **kwargs)
 
@@ -66,17 +70,20 @@ class ActivationOffload(saved_tensors_hooks):
         self._unread: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
+        # a linear layer saves its transposed weight, which is a view of the parameter
         source = tensor if tensor._base is None else tensor._base
         is_parameter = isinstance(source, nn.Parameter)
         values = tensor.detach()  # with its graph an output would never be freed
         if not tensor.requires_grad or is_parameter or values.nbytes < MIN_BYTES:
             return values
 
+        # only copies to and from pinned memory run beside the layers
         host = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
         copied = _copy(host, values, values.device)
         copy = HostCopy(host, self._count, values.device, values, copied)
         self._unread[copy.index] = copy
         self._count += 1
+        # its copy began several tensors ago and has usually ended, so that the forward pass hardly waits
         oldest = self._unread.get(copy.index - AHEAD)
         if oldest is not None:
             oldest.wait()
@@ -86,6 +93,7 @@ class ActivationOffload(saved_tensors_hooks):
     def _unpack(self, saved: torch.Tensor | HostCopy) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        # a second backward pass, with retain_graph, reads it again
         self._unread.pop(saved.index, None)
         self._return_to_device(saved)
         # the backward pass reads the tensors in reverse order
@@ -103,9 +111,11 @@ class ActivationOffload(saved_tensors_hooks):
     @staticmethod
     def _return_to_device(copy: HostCopy) -> None:
         """Starts to copy a tensor back, unless its device has it."""
-        if copy.on_device is None:
-            copy.on_device = torch.empty_like(copy.host, device=copy.device)  # memory of the stream that reads it
-            copy.copied = _copy(copy.on_device, copy.host, copy.device)
+        if copy.on_device is not None:
+            return
+        # allocated here, because the memory of a tensor belongs to the stream that allocates it
+        copy.on_device = torch.empty_like(copy.host, device=copy.device)
+        copy.copied = _copy(copy.on_device, copy.host, copy.device)
 
 
 @dataclass(eq=False)
@@ -132,6 +142,7 @@ class HostCopy:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
 
     def __del__(self) -> None:
+        # also if no backward pass reads it: the side stream may still read or write the memory
         self.wait()
 
 
@@ -141,6 +152,7 @@ def _copy(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch
         to.copy_(source)
         return None
     side = _side_stream(device)
+    # the kernel that computes `source` may still be running
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         to.copy_(source, non_blocking=True)

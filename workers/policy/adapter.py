@@ -34,7 +34,7 @@ from workers.policy.vision import has_vision
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR = "all-linear"  # peft's name for all layers
 CHOOSERS = ("Indexer",)  # class names of modules that select tokens, as in DeepSeek's sparse attention
 STATE_SPACE = re.compile("Mamba|Mixer$")
 _PREFIX_IN_FILE = "base_model.model."
@@ -61,11 +61,15 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     if _has_experts(network):
         # for a transformers model peft would interpret layer names as names of experts, as in older model classes
         adapted = nn.ModuleDict({"network": network})
+    target_modules: str | list[str] = targets
+    if targets == [ALL_LINEAR]:
+        target_modules = ALL_LINEAR  # in a list, peft would take it for the name of a layer
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        target_modules=target_modules,
         exclude_modules=excluded or None,
+        # no dropout: a policy gradient needs the log-probs of the policy that sampled
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -74,9 +78,11 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     with user_error_on_failure(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
         inject_adapter_in_model(config, adapted)
 
+    # peft also adapts other classes, such as GPT-2's Conv1D, whose weight is stored transposed, unlike `merged` expects
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is not a torch.nn.Linear, which an adapter needs")
+    # peft creates them in the dtype of the frozen layer, bf16, which would lose small updates
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -88,8 +94,10 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
 def _target_modules(network: PreTrainedModel, model: ModelConfig) -> list[str]:
     """Returns the targets of peft's config: ALL_LINEAR alone, or names of layers or ends of their names.
 
-    Raises UserError for a name that matches no linear layer.
+    Raises:
+        UserError: a name matches no linear layer.
     """
+    # the names that the user gave are checked here, because peft ignores a name that matches nothing beside others
     targets = list(model.target_modules)
     layers = linear_layers(network)
     if targets != [ALL_LINEAR]:
@@ -132,8 +140,9 @@ def base_note(model: NetworkConfig) -> str:
 def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Path) -> None:
     """Copies a saved adapter into the adapter of `network`; on the meta device only checks that it fits.
 
-    Raises UserError if the folder has no readable adapter, or if its adapter has another rank, scale or kind, belongs
-    to other layers, or to a model of other sizes.
+    Raises:
+        UserError: the folder has no readable adapter, or its adapter has another rank, scale or kind, or belongs to
+            other layers or to a model of other sizes.
     """
     entries = read_adapter_config(folder)
     require_plain_lora(entries, folder)
@@ -146,7 +155,8 @@ def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Pa
     for name, parameter in network.named_parameters():
         if is_adapter_parameter(name):
             parameters[_name_in_file(name)] = parameter
-    _require_same_layers(network, model, folder, tensors, str(entries.get("base_model_name_or_path") or ""))
+    base = str(entries.get("base_model_name_or_path") or "")
+    _require_same_layers(network, model, folder, tensors, base)
     _require_same_targets(network, model, parameters.keys(), tensors.keys())
 
     with torch.no_grad():
@@ -160,15 +170,21 @@ def _require_same_layers(
     """Raises UserError if a tensor of a saved adapter belongs to no linear layer of the network, has other sizes than
     that layer, or holds values that are not finite.
 
-    base: the name of the adapter's base model; an empty string if its config has none.
+    Args:
+        network: the network, which already has its own adapter.
+        model: the options of the network.
+        folder: the folder of the saved adapter, for messages.
+        tensors: the tensors of the saved adapter, by their names in the file.
+        base: the name of the adapter's base model; an empty string if its config has none.
     """
-    # the network has its adapter already, so that each layer is a module with the former layer in `base_layer`
+    # an adapted layer is a module with the former layer in `base_layer`
     adapted = {name.removesuffix(".base_layer") for name in linear_layers(network)}
     layers = {name: network.get_submodule(name) for name in adapted}
     for name, tensor in tensors.items():
         layer, _, part = name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")
         if part not in ("A.weight", "B.weight"):
             raise refused_tensor(name, folder, "which is neither a matrix A nor a matrix B of a linear layer")
+        # such as an adapter of a run that diverged: every log-prob would be NaN
         if not bool(torch.isfinite(tensor).all()):
             raise UserError(f"model.lora_adapter_path={folder}: {name} in {WEIGHTS_FILE} has values NaN or infinite")
         if layer in layers:
@@ -195,29 +211,39 @@ def _has_module(network: PreTrainedModel, name: str) -> bool:
 def _require_same_targets(
     network: PreTrainedModel, model: ModelConfig, in_network: Collection[str], in_file: Collection[str]
 ) -> None:
-    """Raises UserError if the options give other layers an adapter than a saved adapter has. The message contains
-    options that give the same layers one."""
-    only_one = sorted(set(in_network) ^ set(in_file))
-    if not only_one:
+    """Raises UserError if the options give an adapter to other layers than a saved adapter has.
+
+    The message contains options that give one to the same layers.
+
+    Args:
+        network: the network with its adapter.
+        model: the options of the network.
+        in_network: names of the parameters of the network's adapter, as a file would have them.
+        in_file: names of the tensors of the saved adapter.
+    """
+    in_one_of_them = sorted(set(in_network) ^ set(in_file))
+    if not in_one_of_them:
         return
 
     saved_layers = {name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")[0] for name in in_file}
     all_layers = {name.removesuffix(".base_layer") for name in linear_layers(network)}
     last_parts = {name.rpartition(".")[2] for name in saved_layers}
     with_these_parts = {name for name in all_layers if name.rpartition(".")[2] in last_parts}
-    # an adapter of some layers only needs their whole names
-    targets = sorted(last_parts if with_these_parts == saved_layers else saved_layers)
-    advice = f"Set model.target_modules=[{','.join(targets)}]"
+    targets = last_parts
+    if with_these_parts != saved_layers:
+        targets = saved_layers  # an adapter of some layers only needs their whole names
+    advice = f"Set model.target_modules=[{','.join(sorted(targets))}]"
     if model.exclude_modules:
         advice += " model.exclude_modules=[]"
 
     options = f"model.target_modules={model.target_modules}"
     if model.exclude_modules:
         options += f" with model.exclude_modules={model.exclude_modules}"
+    name = in_one_of_them[0]
     source = "in the options"
-    if only_one[0] in in_file:
+    if name in in_file:
         source = f"in the adapter of model.lora_adapter_path={model.lora_adapter_path}"
-    raise UserError(f"{options}: {only_one[0]} is only {source}. {advice}")
+    raise UserError(f"{options}: {name} is only {source}. {advice}")
 
 
 def _name_in_file(name: str) -> str:
@@ -228,6 +254,7 @@ def _name_in_file(name: str) -> str:
 def linear_layers(network: PreTrainedModel) -> list[str]:
     """Returns the names of the layers that can have an adapter: all linear layers except the output layer and those of
     a vision tower."""
+    # log-probs are computed from the output layer's weight without a call of the layer
     excluded = {network.get_output_embeddings()}
     if has_vision(network.config):
         excluded.update(network.base_model.visual.modules())
@@ -282,12 +309,19 @@ def _require_linear_layers(network: PreTrainedModel, key: str, targets: list[str
 
 def sends_adapter(config: PPOConfig) -> bool:
     """True if weight updates after the first one send only the adapter to the rollout engines."""
+    if config.model.lora_rank == 0:
+        return False
+    # between processes the adapter is far less to send; within one, a copy of the base model would be kept on the host
     default = "merged" if config.hybrid_engine else "adapter"
-    return config.model.lora_rank > 0 and (config.rollout.lora_sync or default) == "adapter"
+    return (config.rollout.lora_sync or default) == "adapter"
 
 
 class KeptBase:
-    """The base model of an adapter, kept on the host to merge later adapters. tensors: by name; empty at first."""
+    """The base model of an adapter, kept on the host to merge later adapters.
+
+    Attributes:
+        tensors: the weights of the base model by name; empty at first.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -297,8 +331,13 @@ class KeptBase:
     def merged(
         self, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of the whole model on `device`. weights: those of `FSDPEngine.unmerged_params`; the base
-        weights among them are kept."""
+        """Yields the weights of the whole model.
+
+        Args:
+            weights: those of `FSDPEngine.unmerged_params`. Base weights among them replace `tensors`.
+            device: the device of the yielded weights.
+        """
+        # all of them first: a base weight can be merged when the adapter's parameters are there
         adapter = {}
         for name, tensor in weights:
             if is_adapter_parameter(name):
@@ -319,7 +358,15 @@ def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> 
 
 
 def save_adapter(folder: Path, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-    """Writes an adapter in the format of peft. adapter: the adapter's parameters by their names in the network."""
-    tensors = {_name_in_file(name): value.contiguous() for name, value in adapter.items()}
+    """Writes an adapter in the format of peft.
+
+    Args:
+        folder: the folder to write, which exists.
+        adapter: the adapter's parameters by their names in the network.
+        config: the adapter's config.
+    """
+    tensors = {}
+    for name, parameter in adapter.items():
+        tensors[_name_in_file(name)] = parameter.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE)
     config.save_pretrained(str(folder))

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
@@ -40,6 +39,7 @@ def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: 
     Raises:
         UserError: one of the files cannot be read or written, with the key, the file and the remedy.
     """
+    # transformers can write these files only to a folder
     with tempfile.TemporaryDirectory(prefix="verl_lite-assets-") as name:
         folder = Path(name)
         _write_config(config, model, folder)
@@ -67,10 +67,12 @@ def _write_config(config: PretrainedConfig, model: NetworkConfig, folder: Path) 
     own = copy.deepcopy(config)
     if "transformers_weights" in vars(own):  # the name of a file of the initial model
         del own.transformers_weights
+    file = folder / "config.json"
     remedy = "the trained model could not be saved; correct this config.json or the entries of model.override_config"
     with user_error_on_failure(f"model.path={model.path!r}: its config cannot be written", remedy):
-        own.to_json_file(folder / "config.json", use_diff=True)
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        own.to_json_file(file, use_diff=True)
+        # read back: what is no JSON would be found when the export is loaded
+        json.loads(file.read_text(encoding="utf-8"))
 
 
 def _write_tokenizer(model: NetworkConfig, chat_template: str | None, folder: Path) -> None:
@@ -80,10 +82,10 @@ def _write_tokenizer(model: NetworkConfig, chat_template: str | None, folder: Pa
         source = model.tokenizer_path
     key = "model.tokenizer_path" if source != model.path else "model.path"
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except OSError:
-        return
-    except Exception as error:
+        return  # the folder has no tokenizer
+    except Exception as error:  # what its files or its code raise
         raise UserError(f"{key}={source!r}: its tokenizer cannot be read ({type(error).__name__}: {error})") from error
     set_chat_template(tokenizer, chat_template)
     remedy = "the trained model could not be saved; give a tokenizer that can be, in model.tokenizer_path"
@@ -96,10 +98,12 @@ def _copy_files(model: NetworkConfig, config: PretrainedConfig, folder: Path) ->
     names = [GENERATION_CONFIG]
     if has_vision(config):
         names += PROCESSOR_FILES
-    if model.trust_remote_code and Path(str(model.path)).is_dir():
-        names += sorted(file.name for file in Path(str(model.path)).glob("*.py"))
+    model_folder = Path(str(model.path))
+    if model.trust_remote_code and model_folder.is_dir():
+        names += sorted(file.name for file in model_folder.glob("*.py"))
     for name in names:
         file = model_file(str(model.path), name)
         if file is not None:
             shutil.copyfile(file, folder / name)
+    # raises UserError for a file that the export's readers would refuse
     generation_config(str(model.path))

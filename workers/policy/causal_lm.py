@@ -21,6 +21,7 @@ from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engine.packing import ModelInputs
 from workers.policy.adapter import add_adapter
 from workers.policy.loading import NetworkSpec, Policy, PolicyBuilder, build_network
+from workers.policy.logit_tiles import LogitTiles
 from workers.policy.logit_transform import PLAIN_LOGITS, LogitTransform, logit_transform
 from workers.policy.router import ROUTED_EXPERTS, Routers, load_balancing_loss, replay_counts
 from workers.policy.tile_functions import TILE_FUNCTIONS, TileFunctions
@@ -63,6 +64,7 @@ class CausalLMPolicy(Policy):
         self.chunk_tokens = chunk_tokens
         self.routers = routers
         self.functions = TILE_FUNCTIONS
+        # tokens that stand for images, and tokens that only a teacher has
         size = model.config.get_text_config().vocab_size
         self.excluded_tokens = (*placeholder_ids(model.config), *range(vocab_size or size, size))
 
@@ -94,6 +96,7 @@ class CausalLMPolicy(Policy):
         if self.routers is None:
             hidden = self.hidden_states(inputs)
         else:
+            # the outputs of routers need the routes, but no part of their forward
             with self.routers.watched(inputs.extra.get(ROUTED_EXPERTS)) as routes:
                 hidden = self.hidden_states(inputs)
             if calculate_router_aux_loss:
@@ -130,11 +133,11 @@ class CausalLMPolicy(Policy):
             functions=self.functions,
             candidates=candidates,
         )
-        named_statistics = statistics._asdict()
+        values_by_name = statistics._asdict()
         if teacher_ids is not None:
-            named_statistics["log_probs"] = statistics.log_probs[:, 0]
-            named_statistics["log_probs_at_ids"] = statistics.log_probs[:, 1:]
-        for name, values in named_statistics.items():
+            values_by_name["log_probs"] = statistics.log_probs[:, 0]
+            values_by_name["log_probs_at_ids"] = statistics.log_probs[:, 1:]
+        for name, values in values_by_name.items():
             if values is not None:
                 outputs[name] = inputs.scatter(values)
         return outputs
@@ -146,8 +149,9 @@ class CausalLMPolicy(Policy):
             return bias
         if bias is None:
             bias = torch.zeros(len(head.weight), device=head.weight.device)
+        excluded = torch.tensor(self.excluded_tokens, device=bias.device)
         # a copy, because the bias may be a trained parameter
-        return bias.index_fill(0, torch.tensor(self.excluded_tokens, device=bias.device), -torch.inf)
+        return bias.index_fill(0, excluded, -torch.inf)
 
 
 def causal_lm(chunk_tokens: int, with_routers: bool = False, vocab_size: int | None = None) -> PolicyBuilder:
@@ -179,9 +183,13 @@ def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.dtype != dtype and has_wide_products(hidden.device):
         logits = torch.mm(hidden, weight.t(), out_dtype=dtype)
-        return logits if bias is None else logits.add_(bias)
-    wide_bias = None if bias is None else bias.to(dtype)
-    return F.linear(hidden.to(dtype), weight.to(dtype), wide_bias)
+        if bias is not None:
+            logits = logits.add_(bias)
+        return logits
+
+    if bias is not None:
+        bias = bias.to(dtype)
+    return F.linear(hidden.to(dtype), weight.to(dtype), bias)
 
 
 def has_wide_products(device: torch.device) -> bool:
@@ -236,13 +244,14 @@ def token_log_probs(
     options = _Options(
         transform.divided_by(temperature), chunk_tokens, calculate_entropy, calculate_sum_pi_squared, functions
     )
-    several_targets = targets if targets.ndim == 2 else targets.unsqueeze(1)
-    log_probs, entropys, squares = _TokenLogProbs.apply(hidden, weight, bias, several_targets, candidates, options)
-    return TokenStatistics(
-        log_probs.view(targets.shape),
-        entropys if calculate_entropy else None,
-        squares if calculate_sum_pi_squared else None,
-    )
+    targets_of_rows = targets if targets.ndim == 2 else targets.unsqueeze(1)  # (N, M)
+    log_probs, entropys, squares = _TokenLogProbs.apply(hidden, weight, bias, targets_of_rows, candidates, options)
+    # an autograd function returns tensors only, which are empty for what was not calculated
+    if not calculate_entropy:
+        entropys = None
+    if not calculate_sum_pi_squared:
+        squares = None
+    return TokenStatistics(log_probs.view(targets.shape), entropys, squares)
 
 
 @torch.no_grad()
@@ -271,78 +280,41 @@ def top_log_probs(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     no_targets = hidden.new_empty(len(hidden), 0, dtype=torch.long)
-    tiles = _Tiles(no_targets, len(weight), dtype.itemsize, chunk_tokens, TILE_BYTES[hidden.device.type])
+    tile_bytes = TILE_BYTES[hidden.device.type]
+    tiles = LogitTiles(no_targets, len(weight), dtype.itemsize, chunk_tokens, tile_bytes, KEPT_LOGITS_BYTES)
     logits = _Logits(hidden, weight, bias, transform, candidates)
     shape = len(hidden), min(k, len(weight))
     top_ids = hidden.new_empty(shape, dtype=torch.int32)
     top_values = hidden.new_empty(shape, dtype=dtype)
     for rows in tiles.rows:
-        # the best tokens of the tiles so far
-        best = hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
-        ids = best.long()
-        normalizers = []
-        for columns in tiles.columns:
-            tile = logits.tile(rows, columns)
-            normalizers.append(tile.logsumexp(dim=1))  # of the tile; joined below to that of the vocabulary
-            values, tile_columns = tile.topk(min(k, tile.shape[1]), dim=1)
-            best = torch.cat([best, values], dim=1)
-            ids = torch.cat([ids, tile_columns + columns.start], dim=1)
-            best, order = best.topk(min(k, best.shape[1]), dim=1)
-            ids = ids.gather(1, order)
+        ids, values = _top_of_rows(logits, rows, tiles.columns, k)
         top_ids[rows] = ids.int()
-        top_values[rows] = best - torch.stack(normalizers).logsumexp(dim=0).unsqueeze(1)
+        top_values[rows] = values
     return {"ids": top_ids, "log_probs": top_values}
 
 
-class _Tiles:
-    """Division of the logits (N, V) into tiles of tile_bytes, or one tile if they need at most KEPT_LOGITS_BYTES.
+def _top_of_rows(logits: _Logits, rows: slice, tiles: list[slice], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the k most probable tokens (n, k) of some rows, and their log-probs. `tiles`: parts of the vocabulary."""
+    dtype = torch.promote_types(logits.hidden.dtype, torch.float32)
+    best_logits = logits.hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
+    best_ids = best_logits.long()
+    normalizers = []
+    for columns in tiles:
+        tile = logits.tile(rows, columns)
+        normalizers.append(tile.logsumexp(dim=1))
+        tile_logits, tile_columns = tile.topk(min(k, tile.shape[1]), dim=1)
+        tile_ids = tile_columns + columns.start
 
-    Attributes:
-        keep: True if the logits are one tile, which the backward pass can reuse.
-        rows: slices of the tokens.
-        columns: slices of the vocabulary.
-        inside: (tiles of the vocabulary, N, 1) True where the target of a token is in the tile; None unless M = 1.
-    """
+        # the best of this tile and of the tiles before it
+        merged_logits = torch.cat([best_logits, tile_logits], dim=1)
+        merged_ids = torch.cat([best_ids, tile_ids], dim=1)
+        num_best = min(k, merged_logits.shape[1])
+        best_logits, order = merged_logits.topk(num_best, dim=1)
+        best_ids = merged_ids.gather(1, order)
 
-    def __init__(self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int) -> None:
-        """`targets`: (N, M) tokens, M = 0 for none. `itemsize`: bytes of a logit."""
-        num_tokens = len(targets)
-        self.keep = num_tokens * vocab * itemsize <= KEPT_LOGITS_BYTES
-        height, width = self._tile_shape(num_tokens, vocab, itemsize, chunk_tokens, tile_bytes)
-        self.rows = [slice(start, min(start + height, num_tokens)) for start in range(0, num_tokens, height)]
-        self.columns = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-        self._targets = targets
-        self._width = width
-        self.inside: torch.Tensor | None = None
-        if targets.shape[1] == 1:  # for all tiles at once, which needs fewer kernels but M times the memory
-            first_columns = torch.arange(0, vocab, width, device=targets.device).view(-1, 1, 1)
-            local = targets - first_columns
-            self.inside = (local >= 0) & (local < width)
-            self._index = local.where(self.inside, 0)
-
-    def _tile_shape(
-        self, num_tokens: int, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int
-    ) -> tuple[int, int]:
-        """Returns the number of tokens and the number of vocabulary entries of a tile."""
-        if self.keep:
-            num_parts = 1
-            height = max(1, num_tokens)
-        else:
-            num_blocks = -(-num_tokens // chunk_tokens)
-            height = max(1, -(-num_tokens // num_blocks))
-            num_parts = -(-vocab * height * itemsize // tile_bytes)
-        if num_parts * 8 > vocab:
-            return height, 1
-        return height, -(-vocab // (num_parts * 8)) * 8  # a multiple of 8 for fast kernels
-
-    def targets_in(self, number: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the column (n, M) of each target in a tile, 0 for targets in other tiles, and a bool mask (n, M) of
-        the targets in the tile."""
-        if self.inside is not None:
-            return self._index[number, rows], self.inside[number, rows]
-        local = self._targets[rows] - self.columns[number].start
-        inside = (local >= 0) & (local < self._width)
-        return local.where(inside, 0), inside
+    # of the vocabulary, from those of the tiles
+    normalizer = torch.stack(normalizers).logsumexp(dim=0)
+    return best_ids, best_logits - normalizer.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -374,10 +346,12 @@ class _Logits:
             return logits
 
         candidates = self.candidates[rows]
-        local = candidates.long() - columns.start
-        is_inside = (local >= 0) & (local < logits.shape[1])
-        index = local.where(is_inside, 0)
+        columns_in_tile = candidates.long() - columns.start
+        is_inside = (columns_in_tile >= 0) & (columns_in_tile < logits.shape[1])
+        index = columns_in_tile.where(is_inside, 0)
         candidate_logits = logits.gather(1, index).where(is_inside, FINITE_LOGIT)
+
+        # first exclude all tokens of the restricted rows, then put the candidates back
         is_restricted = (candidates >= 0).any(dim=1, keepdim=True)
         logits = logits.masked_fill_(is_restricted, FINITE_LOGIT)
         # candidates outside the tile write FINITE_LOGIT to its first column, which must not replace a candidate's
@@ -385,19 +359,19 @@ class _Logits:
         return logits.scatter_reduce_(1, index, candidate_logits, "amax")
 
 
-def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Adds one @ other to `total`; products of bf16 numbers are summed in fp32 if `total` is fp32."""
-    if total.dtype == one.dtype:
-        total.addmm_(one, other)
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds left @ right to `total`; products of bf16 numbers are summed in fp32 if `total` is fp32."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
     elif has_wide_products(total.device):
-        total.add_(torch.mm(one, other, out_dtype=total.dtype))
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
     else:
-        total.add_(one @ other)
+        total.add_(left @ right)
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of `token_log_probs` that are not tensors. transform: includes the division by the temperature."""
+    """The arguments of `token_log_probs` that are not tensors. `transform` includes the division by the temperature."""
 
     transform: LogitTransform
     chunk_tokens: int
@@ -409,7 +383,9 @@ class _Options:
         """Returns the size of a tile on `device`."""
         if device.type == "cpu":
             return TILE_BYTES["cpu"]
-        return TILE_BYTES["cuda" if self.functions is TILE_FUNCTIONS else "cuda, compiled"]
+        if self.functions is TILE_FUNCTIONS:
+            return TILE_BYTES["cuda"]
+        return TILE_BYTES["cuda, compiled"]
 
 
 class _TileResults(NamedTuple):
@@ -426,30 +402,31 @@ class _TileResults(NamedTuple):
     last_tile: torch.Tensor
 
 
-def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: _Tiles, options: _Options) -> _TileResults:
-    """Runs `tile_statistics` on each tile. targets: (N, M)."""
+def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: LogitTiles, options: _Options) -> _TileResults:
+    """Runs `tile_statistics` on each tile, with the targets (N, M) that it contains."""
     num_tokens, num_targets = targets.shape
-    device = logits.hidden.device
-    dtype = torch.promote_types(logits.hidden.dtype, torch.float32)
+    hidden = logits.hidden
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     calculated = (options.calculate_entropy, options.calculate_sum_pi_squared)
 
-    # statistics of each tile; before them, with one target per token, the logit at its column in the tile
-    kept_targets = int(tiles.inside is not None)
-    shape = (kept_targets + 1 + sum(calculated), len(tiles.columns), num_tokens)
-    parts = torch.empty(shape, dtype=dtype, device=device)
-    at_targets = torch.zeros(num_targets, num_tokens, dtype=dtype, device=device)
-    tile = logits.hidden.new_empty(0, dtype=dtype)
+    # Results of each tile: its statistics, and before them, with one target per token, the logit at the target's column
+    # in the tile. Several targets are added up at once instead, so that the memory does not grow with them.
+    stored_targets = int(tiles.inside is not None)
+    num_results = stored_targets + 1 + sum(calculated)
+    results = hidden.new_empty(num_results, len(tiles.columns), num_tokens, dtype=dtype)
+    at_targets = hidden.new_zeros(num_targets, num_tokens, dtype=dtype)
+    tile = hidden.new_empty(0, dtype=dtype)
     for number, columns in enumerate(tiles.columns):
         for rows in tiles.rows:
             tile = logits.tile(rows, columns)
             index, inside = tiles.targets_in(number, rows)
             values = options.functions["tile_statistics"](tile, index, *calculated)
-            parts[:, number, rows] = values[num_targets - kept_targets :]
-            if not kept_targets:
+            results[:, number, rows] = values[num_targets - stored_targets :]
+            if not stored_targets:
                 at_targets[:, rows] += values[:num_targets].where(inside.t(), 0)
     if tiles.inside is not None:
-        at_targets = parts[:1].where(tiles.inside.squeeze(2), 0).sum(dim=1)
-    return _TileResults(at_targets, parts[kept_targets:], tile)
+        at_targets = results[:1].where(tiles.inside.squeeze(2), 0).sum(dim=1)
+    return _TileResults(at_targets, results[stored_targets:], tile)
 
 
 @dataclass(frozen=True)
@@ -476,21 +453,68 @@ class _LogitGradients:
     at_targets: torch.Tensor | None
     dtype: torch.dtype
 
-    def tile(self, tiles: _Tiles, number: int, rows: slice, functions: TileFunctions) -> torch.Tensor:
+    def tile(self, tiles: LogitTiles, number: int, rows: slice, functions: TileFunctions) -> torch.Tensor:
         """Returns the gradient of the logits of `rows` in a tile of the vocabulary, before the model's transform."""
         tile = self.kept_logits if tiles.keep else self.logits.tile(rows, tiles.columns[number])
         index, inside = tiles.targets_in(number, rows)
-        at_target = inside * self.grad_log_probs[rows] if self.at_targets is None else self.at_targets[number, rows]
+        if self.at_targets is None:
+            at_target = inside * self.grad_log_probs[rows]
+        else:
+            at_target = self.at_targets[number, rows]
+        offset = None if self.offset is None else self.offset[rows]
         return functions["tile_gradient"](
             tile,
             self.normalizers[rows],
             self.slope[rows],
-            None if self.offset is None else self.offset[rows],
+            offset,
             index,
             at_target,
             self.logits.transform,
             self.dtype,
         )
+
+
+def _input_gradients(
+    gradients: _LogitGradients, tiles: LogitTiles, functions: TileFunctions, weight_learns: bool, bias_learns: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Computes the gradients of hidden states, weight and bias from those of the logits, tile by tile.
+
+    Args:
+        gradients: the gradients of the logits.
+        tiles: the tiles.
+        functions: TILE_FUNCTIONS, or compiled forms.
+        weight_learns: False skips the gradient of the weight, which is then None.
+        bias_learns: False skips the gradient of the bias, which is then None.
+    """
+    hidden = gradients.logits.hidden
+    weight = gradients.logits.weight
+    bias = gradients.logits.bias
+    dtype = gradients.normalizers.dtype
+
+    # sums over tiles need fp32; a weight in bf16 is added to in fp32 for one part of the vocabulary at a time
+    grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    grad_weight = torch.zeros_like(weight) if weight_learns else None
+    grad_bias = None
+    if bias is not None and bias_learns:
+        grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+
+    for number, columns in enumerate(tiles.columns):
+        # of an fp32 weight a view, into which the products are added; of a bf16 weight a copy, written back below
+        grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)
+        for rows in tiles.rows:
+            gradient = gradients.tile(tiles, number, rows, functions)
+            if grad_bias is not None:  # its sum over the tokens needs fp32
+                grad_bias[columns] += gradient.sum(dim=0)
+                gradient = gradient.to(hidden.dtype)
+            _add_product(grad_hidden[rows], gradient, weight[columns])
+            if grad_columns is not None:
+                _add_product(grad_columns, gradient.t(), hidden[rows])
+        if grad_weight is not None and grad_columns is not None and grad_columns.dtype != weight.dtype:
+            grad_weight[columns] = grad_columns
+
+    if bias is not None and grad_bias is not None:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -506,7 +530,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         tile_bytes = options.tile_bytes(hidden.device)
-        tiles = _Tiles(targets, len(weight), dtype.itemsize, options.chunk_tokens, tile_bytes)
+        tiles = LogitTiles(targets, len(weight), dtype.itemsize, options.chunk_tokens, tile_bytes, KEPT_LOGITS_BYTES)
         logits = _Logits(hidden, weight, bias, options.transform, candidates)
         at_targets, statistics, last_tile = _results_of_tiles(logits, targets, tiles, options)
 
@@ -515,13 +539,15 @@ class _TokenLogProbs(torch.autograd.Function):
         normalizers = tile_normalizers.logsumexp(dim=0)
         tile_shares = (tile_normalizers - normalizers).exp_()  # of each tile in the probability
         log_probs = (at_targets - normalizers).t().contiguous()
-        entropys = squares = log_probs.new_empty(0)
+        empty = log_probs.new_empty(0)
+        entropys = empty
+        squares = empty
         if options.calculate_entropy:
             entropys = normalizers - others[0].mul_(tile_shares).sum(dim=0)
         if options.calculate_sum_pi_squared:
             squares = others[-1].mul_(tile_shares.square_()).sum(dim=0)
 
-        kept_logits = last_tile if tiles.keep else log_probs.new_empty(0)
+        kept_logits = last_tile if tiles.keep else empty
         ctx.save_for_backward(hidden, weight, bias, normalizers, entropys, kept_logits, candidates)
         ctx.tiles = tiles
         ctx.options = options
@@ -534,8 +560,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropys, _ = grad_outputs
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
         options: _Options = ctx.options
-        tiles: _Tiles = ctx.tiles
-        dtype = normalizers.dtype
+        tiles: LogitTiles = ctx.tiles
 
         # d log_prob / d z_j = [j is target] - p_j;  d entropy / d z_j = -p_j (z_j - normalizer + entropy)
         slope = -grad_log_probs.sum(dim=1)
@@ -543,6 +568,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if options.calculate_entropy:
             offset = grad_entropys * (normalizers - entropys) + slope
             slope = -grad_entropys
+        at_targets = None if tiles.inside is None else tiles.inside * grad_log_probs
         gradients = _LogitGradients(
             logits=_Logits(hidden, weight, bias, options.transform, candidates),
             kept_logits=kept_logits,
@@ -550,26 +576,8 @@ class _TokenLogProbs(torch.autograd.Function):
             slope=slope,
             offset=offset,
             grad_log_probs=grad_log_probs,
-            at_targets=None if tiles.inside is None else tiles.inside * grad_log_probs,
-            dtype=dtype if bias_learns else hidden.dtype,
+            at_targets=at_targets,
+            dtype=normalizers.dtype if bias_learns else hidden.dtype,
         )
-
-        # sums over tiles need fp32; a weight in bf16 is added to in fp32 for one part of the vocabulary at a time
-        grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        grad_weight = torch.zeros_like(weight) if weight_learns else None
-        grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias_learns else None
-        for number, columns in enumerate(tiles.columns):
-            grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)  # a view in fp32
-            for rows in tiles.rows:
-                gradient = gradients.tile(tiles, number, rows, options.functions)
-                if grad_bias is not None:  # its sum over the tokens needs fp32
-                    grad_bias[columns] += gradient.sum(dim=0)
-                    gradient = gradient.to(hidden.dtype)
-                _add_product(grad_hidden[rows], gradient, weight[columns])
-                if grad_columns is not None:
-                    _add_product(grad_columns, gradient.t(), hidden[rows])
-            if grad_weight is not None and grad_columns is not None and grad_columns.dtype != weight.dtype:
-                grad_weight[columns] = grad_columns
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+        input_gradients = _input_gradients(gradients, tiles, options.functions, weight_learns, bias_learns)
+        return *input_gradients, None, None, None

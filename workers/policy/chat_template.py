@@ -16,19 +16,24 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import ChatMessage, JsonMapping, JsonObject, KeywordArguments
 from verl_lite.machine.process_tree import ProcessTree
 
-SECONDS, SECONDS_PER_CHAT = 10.0, 0.05
-"""Limits of processor time: seconds in total, plus seconds per chat. A chat usually takes 0.0002 s."""
+SECONDS = 10.0
+"""Limit of processor time of all calls with the same template, besides `SECONDS_PER_CHAT`."""
+SECONDS_PER_CHAT = 0.05
+"""Processor time that each chat adds to the limit. A chat usually takes 0.0002 s."""
 MEMORY_BYTES = 2 << 30
-MOST_CHARACTERS, MOST_GROWTH = 1 << 20, 8
-"""Limit of characters in all texts of a call: the larger of a constant and a multiple of the input's bytes."""
+MOST_CHARACTERS = 1 << 20
+"""Limit of characters in all texts of a call, unless `MOST_GROWTH` allows more."""
+MOST_GROWTH = 8
+"""Characters that a call may always write for each byte of its input."""
 
 
 class ChatTemplateError(UserError):
@@ -43,7 +48,7 @@ class _Template:
     """
 
     chat_template: str | dict[str, str] | None
-    special_tokens_map: dict[str, Any]
+    special_tokens_map: dict[str, str | list[str]]
 
     apply_chat_template = PreTrainedTokenizerBase.apply_chat_template
     get_chat_template = PreTrainedTokenizerBase.get_chat_template
@@ -60,8 +65,8 @@ class _Request(NamedTuple):
     """
 
     template: _Template
-    chats: list[Sequence[Mapping[str, object]]]
-    arguments: dict[str, Any]
+    chats: list[list[ChatMessage]]
+    arguments: KeywordArguments
     seconds: float
     seconds_per_chat: float
     memory_bytes: int
@@ -101,12 +106,13 @@ class _Renderer:
         return int(self._tree.process.returncode)
 
 
+# The renderer stays for later calls, because its start takes a second or two.
 _renderer: _Renderer | None = None
 _rendering = threading.Lock()
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, object]]], **arguments: Any
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, object]]], **arguments: object
 ) -> list[str]:
     """Renders chats to texts, with the result of `tokenizer.apply_chat_template(chats, tokenize=False, **arguments)`.
 
@@ -118,11 +124,12 @@ def render_chats(
         ChatTemplateError: the template rejects a chat or fails on it.
         UserError: the template takes too much time or memory, or writes too much.
     """
+    as_dicts = [[dict(message) for message in chat] for chat in chats]
     if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
         template = _Template(tokenizer.chat_template, dict(tokenizer.special_tokens_map))
-        reply = _rendered_outside(_Request(template, list(chats), arguments, SECONDS, SECONDS_PER_CHAT, MEMORY_BYTES))
+        reply = _rendered_outside(_Request(template, as_dicts, arguments, SECONDS, SECONDS_PER_CHAT, MEMORY_BYTES))
     else:
-        reply = _rendered(tokenizer, chats, arguments, {})
+        reply = _rendered(tokenizer, as_dicts, arguments, {})
 
     if reply.excess:
         problem = f"The chat template of {tokenizer.name_or_path!r} (or data.chat_template) {reply.excess}"
@@ -184,7 +191,8 @@ def serve(connection_fd: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever runs
         most_characters = max(MOST_CHARACTERS, MOST_GROWTH * len(message))
         reply = _rendered(template, request.chats, request.arguments, forms, most_characters, request.memory_bytes)
-        seconds_left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+        # time that the chats of this call did not use is left for later calls
+        seconds_left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(reply)
 
 
@@ -204,8 +212,8 @@ class _Reply(NamedTuple):
 
 def _rendered(
     template: "_Template | PreTrainedTokenizerBase",
-    chats: Sequence[Sequence[Mapping[str, Any]]],
-    arguments: dict[str, Any],
+    chats: list[list[ChatMessage]],
+    arguments: KeywordArguments,
     forms: dict[str, "CallForm"],
     most_characters: int = sys.maxsize,
     memory_bytes: int = sys.maxsize,
@@ -225,6 +233,7 @@ def _rendered(
     try:
         for chat in chats:
             messages = chat
+            # only these have several forms, which need some renderings to find out
             if any(message.get("tool_calls") for message in chat):
                 key = repr(arguments)
                 if key not in forms:
@@ -242,11 +251,12 @@ def _rendered(
     return _Reply(texts)
 
 
-def tool_arguments(arguments: Any) -> Any:
+def tool_arguments(arguments: str | JsonObject) -> str | JsonObject:
     """Returns the arguments of a tool call as a dict, which chat templates expect, if they are one as JSON text;
     returns all others unchanged."""
     if not isinstance(arguments, str):
         return arguments
+    # a model can write any text
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -273,7 +283,7 @@ class CallForm:
     arguments_are_text: bool
     writes_calls: bool = False
 
-    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, message: JsonMapping) -> ChatMessage:
         """Returns a message in this form. Messages without tool calls stay unchanged."""
         written = dict(message)
         if not message.get("tool_calls"):
@@ -287,30 +297,38 @@ class CallForm:
         written["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
         return written
 
-    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, call: JsonMapping) -> JsonObject:
+        """Returns a tool call, or its `function`, with the arguments in this form."""
+        written = dict(call)
         if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._call(call["function"])}
-        if "arguments" not in call:
-            return dict(call)
-        return {**call, "arguments": self._arguments(call["arguments"])}
+            written["function"] = self._call(call["function"])
+        elif "arguments" in call:
+            written["arguments"] = self._arguments(call["arguments"])
+        return written
 
-    def _arguments(self, arguments: Any) -> Any:
-        if self.arguments_are_text:
-            return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return tool_arguments(arguments)
+    def _arguments(self, arguments: str | JsonObject) -> str | JsonObject:
+        if not self.arguments_are_text:
+            return tool_arguments(arguments)
+        if isinstance(arguments, str):
+            return arguments
+        return json.dumps(arguments, ensure_ascii=False)
 
 
-def _written_call(call: Mapping[str, Any]) -> str:
+def _written_call(call: JsonMapping) -> str:
+    """Returns a tool call as text, in the notation of Hermes and Qwen."""
     function = call.get("function", call)
-    written = {"name": function["name"], "arguments": tool_arguments(function.get("arguments", {}))}
-    return f"<tool_call>{json.dumps(written)}</tool_call>"
+    arguments = tool_arguments(function.get("arguments", {}))
+    written = json.dumps({"name": function["name"], "arguments": arguments})
+    return f"<tool_call>{written}</tool_call>"
 
 
 _CALL_FORMS = (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True))
-_PROBE_NAME, _PROBE_KEY = "verlliteprobe", "verllitekey"
+# names that no template contains
+_PROBE_NAME = "verlliteprobe"
+_PROBE_KEY = "verllitekey"
 
 
-def find_call_form(template: _Template | PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> CallForm:
+def find_call_form(template: _Template | PreTrainedTokenizerBase, arguments: KeywordArguments) -> CallForm:
     """Returns the first form of `_CALL_FORMS` that the template renders with the call's name, and without the word None
     or a Python dict. If there is none, the template does not show calls, and they become content.
 
@@ -324,19 +342,21 @@ def find_call_form(template: _Template | PreTrainedTokenizerBase, arguments: Map
     system = {"role": "system", "content": "s"}
     question = {"role": "user", "content": "q"}
     for beginning in ([question], [system, question]):  # few templates need a system message, some refuse it
-        without_calls = _probe(template, [*beginning, {"role": "assistant", "content": "a"}], arguments)
+        # a template may contain the word None itself, such as "Reasoning: None"
+        answer = {"role": "assistant", "content": "a"}
+        number_without_calls = _probe(template, [*beginning, answer], arguments).count("None")
         for form in _CALL_FORMS:
             message = form.apply({"role": "assistant", "content": "", "tool_calls": [call]})
             text = _probe(template, [*beginning, message], arguments)
-            shows_python = f"'{_PROBE_KEY}'" in text or text.count("None") > without_calls.count("None")
-            if _PROBE_NAME in text and not shows_python:
+            # a dict that is concatenated as a text has single quotes, which are no JSON
+            shows_dict = f"'{_PROBE_KEY}'" in text
+            shows_none = text.count("None") > number_without_calls
+            if _PROBE_NAME in text and not shows_dict and not shows_none:
                 return form
     return CallForm("", False, writes_calls=True)
 
 
-def _probe(
-    template: _Template | PreTrainedTokenizerBase, chat: list[dict[str, Any]], arguments: Mapping[str, Any]
-) -> str:
+def _probe(template: _Template | PreTrainedTokenizerBase, chat: list[ChatMessage], arguments: KeywordArguments) -> str:
     """Returns the text of a chat, or "" if the template fails on it."""
     try:
         return str(template.apply_chat_template(chat, tokenize=False, **arguments))

@@ -5,7 +5,7 @@ family's decoder and a linear layer `score`, and registers it with the Auto clas
 the names that transformers would use, but only verl_lite can load it; `AutoModelFor...` elsewhere has no such class.
 """
 
-from typing import Any
+from typing import TypeAlias
 
 import transformers
 from transformers import (
@@ -20,31 +20,37 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from verl_lite.errors import UserError
 
-KINDS: dict[str, tuple[Any, type]] = {
+AutoClass: TypeAlias = type[_BaseAutoModelClass]
+"""An Auto class of transformers, such as AutoModelForCausalLM, which chooses a network's class by its config."""
+
+KINDS: dict[str, tuple[AutoClass, type]] = {
     "TokenClassification": (AutoModelForTokenClassification, GenericForTokenClassification),  # a critic
     "SequenceClassification": (AutoModelForSequenceClassification, GenericForSequenceClassification),  # a reward model
 }
 
 
-def classifier_of(kind: str, config: PretrainedConfig) -> Any:
+def classifier_of(kind: str, config: PretrainedConfig) -> AutoClass:
     """Returns the Auto class of a kind of `KINDS`, after registering a class for the family of `config` if needed.
 
-    Raises UserError for a family without a causal language model.
+    Raises:
+        UserError: the family has no causal language model from which the class could be made.
     """
     auto_class, layers = KINDS[kind]
     classes_with_code = getattr(config, "auto_map", None) or {}  # their code comes with the model
     if type(config) in auto_class._model_mapping or auto_class.__name__ in classes_with_code:
         return auto_class
-    causal_lm_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    causal_lm_class = causal_lm_class_of(config)
     if causal_lm_class is None:
         raise UserError(
             f"model.path: transformers has neither a For{kind} nor a ForCausalLM network of the family "
             f"{config.model_type}; choose a model of a family in workers/policy/README.md"
         )
 
+    # the class `...PreTrainedModel` of the family, from which its networks derive
     family_base = next(base for base in causal_lm_class.__mro__[1:] if issubclass(base, PreTrainedModel))
     entries = {
         "config_class": causal_lm_class.config_class,
@@ -59,6 +65,11 @@ def classifier_of(kind: str, config: PretrainedConfig) -> Any:
     if renamings is not None:
         register_checkpoint_conversion_mapping(classifier.__name__, renamings, overwrite=True)
     return auto_class
+
+
+def causal_lm_class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns the class of the causal language model that transformers has for a config; None if it has none."""
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
 def is_of_transformers(network: PreTrainedModel) -> bool:

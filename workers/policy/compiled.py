@@ -8,15 +8,17 @@ function eagerly for the rest of the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from workers.engine.network import EngineNetwork
 
+T = TypeVar("T")
 
-def compile_policy(policy: EngineNetwork, backend: str | Callable[..., Any] = "inductor") -> None:
+
+def compile_policy(policy: EngineNetwork, backend: str | Callable[..., object] = "inductor") -> None:
     """Compiles the forward of each block of `policy` and its `functions`, at their first calls.
 
     Hooks run outside the compiled code, so blocks can be sharded and checkpointed afterwards. Blocks of one class share
@@ -25,12 +27,13 @@ def compile_policy(policy: EngineNetwork, backend: str | Callable[..., Any] = "i
     eager: set[str] = set()
     for block in policy.blocks():
         block.forward = CompiledFunction(type(block).__name__, block.forward, eager, backend)
-    policy.functions = {
-        name: CompiledFunction(name, function, eager, backend) for name, function in policy.functions.items()
-    }
+    functions = {}
+    for name, function in policy.functions.items():
+        functions[name] = CompiledFunction(name, function, eager, backend)
+    policy.functions = functions
 
 
-class CompiledFunction:
+class CompiledFunction(Generic[T]):
     """A function compiled as one graph, with dynamic shapes.
 
     Args:
@@ -41,14 +44,15 @@ class CompiledFunction:
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], eager: set[str], backend: str | Callable[..., Any]
+        self, name: str, function: Callable[..., T], eager: set[str], backend: str | Callable[..., object]
     ) -> None:
         self.name = name
         self.function = function
         self.eager = eager
+        # dynamic, because each micro-batch has another number of tokens
         self.compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> T:
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 

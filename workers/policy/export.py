@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -18,19 +18,17 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from verl_lite.errors import UserError
 from verl_lite.machine.device import DTYPES
+from workers.engine.checkpoint import read_weights
 from workers.engine.lora import load_adapter_config, merged, scale_of
 from workers.policy.adapter import save_adapter
 from workers.policy.assets import ASSETS, write_assets
-from workers.policy.classifier import KINDS, classifier_of, config_has_code, is_of_transformers
+from workers.policy.classifier import KINDS, AutoClass, classifier_of, config_has_code, is_of_transformers
 from workers.policy.model_errors import user_error_on_failure
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-from workers.engine.checkpoint import read_weights
 
 MOST_BYTES_PER_FILE = "50GB"  # as transformers
-
-
 _OF_THE_WHOLE_MODEL = ("config.json", "generation_config.json")
 
 
@@ -55,24 +53,30 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
     Raises:
         UserError: `path` has no checkpoint, or the adapter's base model is no longer at its path.
     """
-    source, folder = _checkpoint(path), Path(target)
+    source = _checkpoint(path)
+    folder = Path(target)
     config, auto_class = _exported_class(source / ASSETS, trust_remote_code)
-    target_dtype = DTYPES[dtype] if dtype else config.dtype or torch.float32
+    target_dtype = config.dtype or torch.float32
+    if dtype:
+        target_dtype = DTYPES[dtype]
     adapter = load_adapter_config(source)
     weights = read_weights(source)
     if adapter is None:
         network = _network_without_weights(auto_class, config, target_dtype, trust_remote_code)
         # one after another, so that both dtypes of the whole model are never in memory
         converted = {name: weights.pop(name).to(target_dtype) for name in list(weights)}
-        network.load_state_dict(converted, strict=False, assign=True)  # the checkpoint has tied weights once
+        # not strict: the checkpoint has tied weights once, under one of their names
+        network.load_state_dict(converted, strict=False, assign=True)
         network.tie_weights()
     else:
+        # the checkpoint of an adapter does not contain the base model
         network = _base_network(path, adapter, auto_class, config, trust_remote_code)
         with torch.no_grad():
             for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
                 network.get_parameter(name).copy_(weight)
         network = network.to(target_dtype)
 
+    # the assets after the weights: a folder whose export was interrupted has no config, and nothing loads it
     _write_weights(network, folder)
     shutil.copytree(source / ASSETS, folder, dirs_exist_ok=True)
     _update_config(folder, network, target_dtype)
@@ -81,7 +85,7 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
 
 
 def _base_network(
-    path: str, adapter: LoraConfig, auto_class: Any, config: PretrainedConfig, trust_remote_code: bool
+    path: str, adapter: LoraConfig, auto_class: AutoClass, config: PretrainedConfig, trust_remote_code: bool
 ) -> PreTrainedModel:
     """Loads the base model of a checkpoint's adapter. Raises UserError if it is no longer at its path."""
     base = str(adapter.base_model_name_or_path)
@@ -122,7 +126,7 @@ def rehearse_export(path: str, kind: str, assets: Mapping[str, bytes], *, trust_
         AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def _exported_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, Any]:
+def _exported_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, AutoClass]:
     """Returns the config in a folder, and the Auto class of the network that it describes."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -132,6 +136,7 @@ def _exported_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedCo
         raise UserError(
             f"{folder}: the model has Python code of its own; read it, and add --trust_remote_code to run it"
         ) from error
+    # a critic or reward model has a head that AutoModelForCausalLM does not build
     architectures = " ".join(config.architectures or ())
     for kind in KINDS:
         if kind in architectures:
@@ -140,15 +145,15 @@ def _exported_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedCo
 
 
 def _network_without_weights(
-    auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    auto_class: AutoClass, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     with torch.device("meta"):
-        network: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return network
+        return auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _saved_weights(network: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns the weights of a network by their names in a Hugging Face folder; tied weights appear once."""
+    # the steps of transformers' `save_pretrained`
     state = dict(network.state_dict())
     for name in network._keys_to_ignore_on_save or ():
         state.pop(name, None)
@@ -164,6 +169,7 @@ def _write_weights(network: PreTrainedModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = _saved_weights(network)
     files = split_torch_state_dict_into_shards(weights, max_shard_size=MOST_BYTES_PER_FILE)
+    # an earlier export may have more files than this one
     for earlier in folder.glob("model*.safetensors*"):
         earlier.unlink()
     for name, tensor_names in files.filename_to_tensors.items():
@@ -181,7 +187,8 @@ def _update_config(folder: Path, network: PreTrainedModel, dtype: torch.dtype) -
     entries = json.loads(file.read_text(encoding="utf-8"))
     entries["architectures"] = [type(network).__name__]
     entries["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(entries, indent=2, sort_keys=True)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def export_adapter(path: str, target: str) -> None:
@@ -190,12 +197,14 @@ def export_adapter(path: str, target: str) -> None:
     Raises:
         UserError: `path` has no checkpoint, or its checkpoint has no adapter.
     """
-    source, folder = _checkpoint(path), Path(target)
+    source = _checkpoint(path)
+    folder = Path(target)
     adapter = load_adapter_config(source)
     if adapter is None:
         raise UserError(f"checkpoint {path!r}: all parameters were trained, so it has no adapter; export it as a model")
     folder.mkdir(parents=True, exist_ok=True)
     save_adapter(folder, read_weights(source), adapter)
+    # the tokenizer and its chat template; peft reads the configs from the base model's folder
     for file in (source / ASSETS).iterdir():
         if file.is_file() and file.name not in _OF_THE_WHOLE_MODEL:
             shutil.copyfile(file, folder / file.name)

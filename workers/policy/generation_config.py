@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
+from verl_lite.json_types import JsonMapping, JsonObject
 from workers.policy.model_errors import user_error_on_failure
 
 GENERATION_CONFIG = "generation_config.json"
@@ -30,7 +29,7 @@ def model_file(path: str, name: str) -> str | None:
     )
 
 
-def generation_config(path: str) -> dict[str, Any]:
+def generation_config(path: str) -> JsonObject:
     """Returns the entries of a model's generation config; empty if the model has none.
 
     Raises:
@@ -48,7 +47,7 @@ def generation_config(path: str) -> dict[str, Any]:
     return entries
 
 
-def eos_token_ids(entries: Mapping[str, Any]) -> list[int]:
+def eos_token_ids(entries: JsonMapping) -> list[int]:
     """Returns the tokens that end a response according to the entries of a generation config.
 
     Raises:
@@ -59,6 +58,7 @@ def eos_token_ids(entries: Mapping[str, Any]) -> list[int]:
         return []
     tokens = value if isinstance(value, list) else [value]
     for token in tokens:
+        # not isinstance: True is an int
         if type(token) is not int or token < 0:
             raise TypeError(f"eos_token_id={value!r}: expected a token id or a list of them")
     return tokens

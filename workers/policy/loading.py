@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject
 from verl_lite.protocol import DataProto
 from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
 from workers.engine.packing import ModelInputs
@@ -29,7 +29,7 @@ from workers.engine.sequence_parallel import sequence_group
 from workers.policy.activations import limit_activations
 from workers.policy.adapter import count_trained_parameters, has_adapter, refuse_to_train_choosers
 from workers.policy.assets import model_assets
-from workers.policy.classifier import classifier_of
+from workers.policy.classifier import AutoClass, causal_lm_class_of, classifier_of
 from workers.policy.compiled import compile_policy
 from workers.policy.export import rehearse_export, save_assets
 from workers.policy.generation_config import generation_config
@@ -38,7 +38,7 @@ from workers.policy.saved_adapter import CONFIG_FILE
 from workers.policy.terminal import clean_library_logs
 from workers.policy.token_mixing import Arrangement, arrangement_of, sharding_problem, unpacked_note
 from workers.policy.vision import MULTI_MODAL_INPUTS, has_vision, prompt_digests, unused_tower, with_images
-from workers.policy.weights import has_own_output_layer, require_fitting_weights
+from workers.policy.weights import LoadingReport, has_own_output_layer, require_fitting_weights
 
 clean_library_logs()
 
@@ -93,11 +93,12 @@ class Policy(EngineNetwork):
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
         """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
-        columns: dict[str, Any] = dict(micro_batch.batch.items())
+        columns: dict[str, torch.Tensor] = {str(name): micro_batch.batch[name] for name in micro_batch.batch.keys()}
         image_column = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
         if image_column is None:
             inputs = self.arrangement(columns)
         else:
+            # prompts with equal tokens and different images share no tokens
             images = image_column.tolist()
             inputs = self.arrangement(columns | {"prompt_digests": prompt_digests(images)})
             inputs = with_images(inputs, images, columns["position_ids"], self.model.config.image_token_id)
@@ -105,6 +106,7 @@ class Policy(EngineNetwork):
         for name in self.extra_inputs:
             if name in columns:
                 inputs = inputs.with_column(name, columns[name])
+        # after the columns, which are those of the whole row
         if self.sequence_group is not None:
             inputs = inputs.shard(self.sequence_group)
         return inputs.to(device), inputs.num_active > 0
@@ -115,11 +117,14 @@ class Policy(EngineNetwork):
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
         """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
-        options: dict[str, Any] = dict(inputs.images or {})
+        options: dict[str, object] = dict(inputs.images or {})
         if inputs.sequences is not None:
             options["packed_sequences"] = inputs.sequences
+        # the decoder alone has no vision tower, and less to do
         backbone = self.model.base_model if inputs.images else self.model.get_decoder()
 
+        # A trained tower needs a gradient also without images. A frozen one is sharded: if other ranks may have images,
+        # all ranks must gather its weights.
         runs_dummy = self.trains_vision or (inputs.images is not None and dist.get_world_size() > 1)
         zero = None
         # before the decoder, as for images: all ranks gather the weights of the blocks in the same order
@@ -138,10 +143,13 @@ class Policy(EngineNetwork):
     def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
         """Applies a head with one label at each position that predicts a response token. Returns its logits (b, R) in
         the columns of the predicted tokens; fp32, 0 elsewhere."""
-        hidden = self.hidden_states(inputs).flatten(0, 1).index_select(0, inputs.predict_index)  # (N, H)
+        all_hidden = self.hidden_states(inputs).flatten(0, 1)
+        hidden = all_hidden.index_select(0, inputs.predict_index)  # (N, H)
+
         dtype = torch.promote_types(hidden.dtype, torch.float32)  # cheap for a single label
+        weight = head.weight.to(dtype)
         bias = None if head.bias is None else head.bias.to(dtype)
-        labels = F.linear(hidden.to(dtype), head.weight.to(dtype), bias)  # (N, 1)
+        labels = F.linear(hidden.to(dtype), weight, bias)  # (N, 1)
         return inputs.scatter(labels.squeeze(-1))
 
 
@@ -167,13 +175,10 @@ def token_network(
 
     def build(arguments: BuildArguments) -> Policy:
         is_empty = arguments.device.type == "meta"
-        spec = NetworkSpec(
-            model,
-            load_model_config(model),
-            dtype=arguments.compute_dtype if has_adapter(model) else arguments.dtype,
-            with_weights=arguments.with_weights,
-            is_empty=is_empty,
-        )
+        # the base model of an adapter is frozen, and needs no fp32
+        dtype = arguments.compute_dtype if has_adapter(model) else arguments.dtype
+        config = load_model_config(model)
+        spec = NetworkSpec(model, config, dtype, with_weights=arguments.with_weights, is_empty=is_empty)
         policy = build_policy(spec)
         if sequence_parallel_size > 1:
             policy.sequence_group = sequence_group(sequence_parallel_size)
@@ -181,13 +186,14 @@ def token_network(
         policy.arrangement = arrangement_of(policy.model, model)
 
         if arguments.trains:
-            policy.trains_vision = trains_vision and has_vision(spec.config) and not has_adapter(model)
+            policy.trains_vision = trains_vision and has_vision(config) and not has_adapter(model)
             if not policy.trains_vision:
                 _freeze_non_text_layers(policy.model)
             refuse_to_train_choosers(policy.model)
             limit_activations(policy.model, model)
-            if arguments.with_weights or is_empty:  # on the rank that writes them, or to find errors
-                policy.assets = model_assets(model, spec.config, chat_template)
+            # on the rank that writes them, or to find errors
+            if arguments.with_weights or is_empty:
+                policy.assets = model_assets(model, config, chat_template)
 
         if model.compile and not is_empty:
             compile_policy(policy)
@@ -205,6 +211,7 @@ def check_network(
     Reads no weights, except to compare an output layer with the embedding. Options that depend on the number of devices
     are checked elsewhere.
     """
+    # the meta device, on which the dtypes do not matter
     meta = torch.device("meta")
     arguments = BuildArguments(torch.float32, torch.float32, trains=trains, with_weights=False, device=meta)
     policy = token_network(model, build_policy, chat_template=chat_template)(arguments)
@@ -240,8 +247,9 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
     with user_error_on_failure(f"model.path={model.path!r} cannot be read", remedy):
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
 
+    # of a multimodal model whose text model is a network of its own, that network
     is_whole = config.get_text_config() is config
-    causal_lm_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    causal_lm_class = causal_lm_class_of(config)
     if causal_lm_class is not None and causal_lm_class.config_class is type(config.get_text_config()):
         config = config.get_text_config()
     _apply_overrides(config, model)
@@ -254,8 +262,9 @@ def _apply_overrides(config: PretrainedConfig, model: NetworkConfig) -> None:
     """Sets the entries of `model.override_config`. Raises UserError for an entry that the config lacks or refuses."""
     for name, value in model.override_config.items():
         if not hasattr(config, name):
+            # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
             if value is None or value == 0:
-                continue  # 0, false and null switch off what the model does not have anyway, such as embd_pdrop=0
+                continue
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
         problem = f"model.override_config.{name}={value!r} is not accepted"
         with user_error_on_failure(problem, f"a {config.model_type} config has {getattr(config, name)!r} there"):
@@ -273,6 +282,7 @@ def _refuse_adapter_folder(model: NetworkConfig) -> None:
 
 def _refuse_quantized_weights(config: PretrainedConfig, model: NetworkConfig) -> None:
     """Raises UserError for quantized weights: the engines compute with weights in fp32 or bf16."""
+    # a multimodal model can have the entry in either of them
     for part in (config, config.get_text_config()):
         quantization = getattr(part, "quantization_config", None)
         if quantization is None:
@@ -320,7 +330,7 @@ def output_layer_note(model: NetworkConfig) -> str:
     )
 
 
-def rollout_overrides(model: NetworkConfig) -> dict[str, Any]:
+def rollout_overrides(model: NetworkConfig) -> JsonObject:
     """Returns the entries in which the config of a rollout engine differs from the model's config.json."""
     return dict(model.override_config) | _untied_entries(model)
 
@@ -371,7 +381,10 @@ def packing_note(model: NetworkConfig) -> str:
 def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
     """Raises UserError if the model cannot be trained with this many ranks per sequence. Reads only its config.
 
-    role: prefix of the option, such as "actor.".
+    Args:
+        model: the network.
+        role: prefix of the option, such as "actor.".
+        size: number of ranks that share the tokens of a row.
     """
     if size == 1:
         return
@@ -381,14 +394,18 @@ def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
 
 
 def empty_network(model: NetworkConfig) -> PreTrainedModel:
-    """The causal language model on the meta device, built from its config. Raises UserError if it cannot be built."""
+    """Returns the causal language model on the meta device, built from its config alone.
+
+    Raises:
+        UserError: it cannot be built.
+    """
     config = load_model_config(model)
     remedy = "its config.json must describe a causal language model; correct it or the entries of model.override_config"
     with user_error_on_failure(f"{shown(model)} cannot be built", remedy), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
 
 
-def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
+def build_network(auto_class: AutoClass, spec: NetworkSpec, *, new_head: bool = False) -> PreTrainedModel:
     """Builds a network of a transformers Auto class, with dropout and other noise disabled.
 
     Args:
@@ -403,10 +420,12 @@ def build_network(auto_class: Any, spec: NetworkSpec, *, new_head: bool = False)
     if spec.with_weights or spec.is_empty:
         network = _load_network(auto_class, spec, new_head)
     else:
+        # uninitialised parameters need no time, and no memory until the engine writes its shards
         with no_init_weights():
             network = auto_class.from_config(
                 spec.config, dtype=spec.dtype, trust_remote_code=spec.model.trust_remote_code
             )
+        # as on rank 0, whose parameters have the same names then
         network.tie_weights()
 
     # a policy gradient needs the log-probs of the policy that sampled
@@ -427,21 +446,24 @@ def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedMo
         spec: the network's specification. Its config gets one label and the class of the network.
         refusal: message of the UserError for a saved network with several labels; has the fields {path} and {labels}.
     """
-    auto_class = classifier_of(kind, spec.config)
-    has_head = any(kind in name for name in spec.config.architectures or ())
-    if has_head and spec.config.num_labels != 1:
-        raise UserError(refusal.format(path=spec.model.path, labels=spec.config.num_labels))
-    spec.config.num_labels = 1
+    config = spec.config
+    auto_class = classifier_of(kind, config)
+    has_head = any(kind in name for name in config.architectures or ())
+    if has_head and config.num_labels != 1:
+        raise UserError(refusal.format(path=spec.model.path, labels=config.num_labels))
+    config.num_labels = 1
     network = build_network(auto_class, spec, new_head=not has_head)
-    spec.config.architectures = [type(network).__name__]  # the class that loads its checkpoints
+    config.architectures = [type(network).__name__]  # the class that loads its checkpoints
     return network
 
 
-def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrainedModel:
+def _load_network(auto_class: AutoClass, spec: NetworkSpec, new_head: bool) -> PreTrainedModel:
     """Builds the network and loads the checkpoint's weights. Arguments as in `build_network`."""
-    generation_config(str(spec.model.path))  # transformers reads it with the weights; this names the file
+    # transformers reads it with the weights, and does not name the file in its error
+    generation_config(str(spec.model.path))
+    # suppresses transformers' report of differences, of which `require_fitting_weights` decides
     verbosity = get_verbosity()
-    set_verbosity_error()  # suppresses transformers' report of differences, of which `require_fitting_weights` decides
+    set_verbosity_error()
     remedy = "its weights must be complete and fit its config.json and model.override_config"
     try:
         with user_error_on_failure(f"{shown(spec.model)}: the weights cannot be loaded", remedy):
@@ -457,6 +479,7 @@ def _load_network(auto_class: Any, spec: NetworkSpec, new_head: bool) -> PreTrai
     finally:
         set_verbosity(verbosity)
 
+    # a new head is what is missing outside of the backbone
     backbone = f"{network.base_model_prefix}."
     head_parameters: set[str] = set()
     if new_head:
@@ -476,7 +499,7 @@ def _require_tied_as_configured(network: PreTrainedModel, spec: NetworkSpec) -> 
     head = network.get_output_embeddings()
     if spec.is_empty or head is None or not getattr(spec.config, "tie_word_embeddings", False):
         return
-    embedding: Any = network.get_input_embeddings()
+    embedding = network.get_input_embeddings()
     if head.weight is not embedding.weight and not torch.equal(head.weight, embedding.weight):
         raise UserError(
             f"{shown(spec.model)}: its config has tie_word_embeddings=true, but its weights have an output layer that "
@@ -484,12 +507,15 @@ def _require_tied_as_configured(network: PreTrainedModel, spec: NetworkSpec) -> 
         )
 
 
-def _unread_parts(network: PreTrainedModel, spec: NetworkSpec, report: Mapping[str, Any]) -> Collection[str]:
+def _unread_parts(network: PreTrainedModel, spec: NetworkSpec, report: LoadingReport) -> Collection[str]:
     """Returns the beginnings of the names of weights that a network leaves in its files by intention."""
-    whole: Any = AutoConfig.from_pretrained(str(spec.model.path), trust_remote_code=spec.model.trust_remote_code)
-    if type(whole) is not type(spec.config) or "num_hidden_layers" in spec.model.override_config:
-        return ("",)  # the other parts of a multimodal model; layers that the user removes
-    if network.get_output_embeddings() is None:  # a critic or reward model, made from a model with another head
+    model = spec.model
+    whole_config = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code)
+    # the other parts of a multimodal model; layers that the user removes
+    if type(whole_config) is not type(spec.config) or "num_hidden_layers" in model.override_config:
+        return ("",)
+    # a critic or reward model, made from a model with another head
+    if network.get_output_embeddings() is None:
         backbone = f"{network.base_model_prefix}."
         return [name for name in report["unexpected_keys"] if not name.startswith(backbone)]
     return ()

@@ -36,8 +36,10 @@ class LogitTransform(NamedTuple):
     def backward(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Computes the gradient of z from the gradient of the transformed logits, in place."""
         if self.cap is not None:
-            # a logit below the cap is FINITE_LOGIT, whose square would be infinite and its gradient of 0 a NaN
-            gradient = gradient.addcmul_(gradient, (logits / self.cap).clamp_(min=-1.0).square_(), value=-1.0)
+            # d (cap tanh(x)) / dx = cap (1 - tanh(x)^2), where tanh(x) = logit / cap. A logit below the cap is
+            # FINITE_LOGIT, whose square would be infinite and its gradient of 0 a NaN.
+            squared_tanh = (logits / self.cap).clamp_(min=-1.0).square_()
+            gradient = gradient.addcmul_(gradient, squared_tanh, value=-1.0)
         if self.scale != 1.0:
             gradient = gradient.mul_(self.scale)
         return gradient
@@ -94,9 +96,14 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     # the smallest positive logit is too small for a cap to change it, and the largest one reaches any cap
     scale = float(transformed[0, 0, len(magnitudes)] / magnitudes[0])
     largest = float(transformed[0, 0, -1])
-    cap = largest if largest < 0.5 * scale * float(magnitudes[-1]) else None
-    transform = LogitTransform(1.0 if abs(scale - 1.0) < 1e-6 else scale, cap)
+    cap = None
+    if largest < 0.5 * scale * float(magnitudes[-1]):
+        cap = largest
+    if abs(scale - 1.0) < 1e-6:
+        scale = 1.0
+    transform = LogitTransform(scale, cap)
 
+    # the model is accepted only if this transform explains all of its logits
     has_plain_input = len(received) == 1 and torch.equal(received[0].float(), hidden)
     if not has_plain_input or not torch.allclose(transform(plain.clone()), transformed, rtol=1e-5, atol=0.0):
         raise UserError(

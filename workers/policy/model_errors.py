@@ -16,5 +16,6 @@ def user_error_on_failure(problem: str, remedy: str) -> Iterator[None]:
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # JSONDecodeError, KeyError, SafetensorError, ZeroDivisionError ...: see the tests
+        # on one line, and not longer: some libraries put the content of a file into the message
         cause = " ".join(str(error).split())[:500]
         raise UserError(f"{problem} ({type(error).__name__}: {cause}): {remedy}") from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from workers.policy.loading import empty_network
 ROUTED_EXPERTS = "routed_experts"  # the column of the experts that the rollout selected
 ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "HunYuanMoEV1Gate")  # suffixes of supported class names
 UNSUPPORTED = ("PhimoeTopKRouter", "DeepseekV4TopKRouter", "InklingTopkRouter")  # no single torch.topk
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,15 @@ class Routes:
 
 
 class Routers:
-    """The routers of a network in layer order, patched to record and replay. Raises UserError as `find_routers`.
+    """The routers of a network in layer order, patched to record and replay.
 
     Attributes:
         layers: the layer of each router, see `router_layers`.
         top_k: number of experts that a router selects.
         extra_outputs: the column that a rollout engine fills with their routes (`RolloutEngine.extra_outputs`).
+
+    Raises:
+        UserError: see `find_routers`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -60,9 +65,11 @@ class Routers:
         self._replayed: torch.Tensor | None = None
         self.layers = router_layers(network)
         for layer, router in enumerate(find_routers(network)):
+            # a router's matrix maps hidden states to the scores of the experts
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
+            num_experts = matrix.shape[0]
             top_k: Any = router.top_k
-            vars(router)["forward"] = partial(self._route, router.forward, layer, top_k, matrix.shape[0])
+            vars(router)["forward"] = partial(self._route, router.forward, layer, top_k, num_experts)
             self.top_k = top_k
             self.extra_outputs = {ROUTED_EXPERTS: (layer + 1, top_k)}
 
@@ -81,11 +88,12 @@ class Routers:
         try:
             yield routes
         finally:
+            # `_replayed` stays: activation checkpointing repeats the forward in the backward pass
             self._routes = None
 
     def _route(
-        self, forward: Callable[..., Any], layer: int, top_k: int, num_experts: int, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, forward: Callable[..., T], layer: int, top_k: int, num_experts: int, *args: object, **kwargs: object
+    ) -> T:
         """Replaces the forward of one router: calls the original forward and records its routes."""
         replayed = None if self._replayed is None else self._replayed[:, layer]
         watch = _Watch(top_k, num_experts, replayed)
@@ -118,31 +126,37 @@ class _Watch(TorchFunctionMode):
         self.changed: torch.Tensor | None = None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if name == "topk":
+            return self._selection(args[0], result)
+        # only before the selection: afterwards, some families normalise the weights of the selected experts
         if name in ("softmax", "sigmoid") and self.experts is None and result.shape[-1] == self.num_experts:
             self.scores = result
-        if name != "topk":
-            return result
+        return result
 
-        logits = args[0]
-        if logits.shape[-1] != self.num_experts or result.indices.shape[-1] != self.top_k:
-            return result  # a selection of groups of experts
+    def _selection(self, logits: torch.Tensor, selection: torch.return_types.topk) -> torch.return_types.topk:
+        """Records a selection of experts. Returns it, or with replay the replayed one."""
+        if logits.shape[-1] != self.num_experts or selection.indices.shape[-1] != self.top_k:
+            return selection  # of groups of experts
         self.logits = logits
-        self.experts = result.indices
+        self.experts = selection.indices
         if self.replayed is None:
-            return result
+            return selection
 
-        replayed = self.replayed.view(result.indices.shape)
-        experts = torch.where(replayed >= 0, replayed, result.indices)
-        is_other = experts.sort(-1).values != result.indices.sort(-1).values
+        replayed = self.replayed.view(selection.indices.shape)
+        experts = torch.where(replayed >= 0, replayed, selection.indices)
+        # sorted: the order of the experts does not change the output
+        is_other = experts.sort(-1).values != selection.indices.sort(-1).values
         self.changed = is_other.any(-1).flatten()
         self.experts = experts
+
         # self.scores has the scores of all experts; the argument of topk may exclude groups of experts
         scores = logits if self.scores is None else self.scores.view(logits.shape)
-        return torch.return_types.topk((scores.gather(-1, experts).to(result.values.dtype), experts))
+        replayed_scores = scores.gather(-1, experts).to(selection.values.dtype)
+        return torch.return_types.topk((replayed_scores, experts))
 
     def routes(self) -> Routes:
         """Returns the recorded scores and experts."""
@@ -155,28 +169,44 @@ class _Watch(TorchFunctionMode):
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
-    """The routers of a network, one per mixture of experts. Raises UserError without experts or supported routers."""
-    names = [(type(module).__name__, module) for module in network.modules()]
-    mixtures = sum(name.endswith("Experts") for name, _ in names)
-    routers = [module for name, module in names if name.endswith(ROUTERS) and not name.endswith(UNSUPPORTED)]
+    """Returns the routers of a network, one per mixture of experts.
+
+    Raises:
+        UserError: the network has no experts, or not one supported router for each mixture.
+    """
+    num_mixtures = 0
+    routers = []
+    for module in network.modules():
+        kind = type(module).__name__
+        if kind.endswith("Experts"):
+            num_mixtures += 1
+        if kind.endswith(ROUTERS) and not kind.endswith(UNSUPPORTED):
+            routers.append(module)
     family = type(network).__name__
-    if not mixtures:
+    if not num_mixtures:
         raise UserError(f"{family} has no experts and therefore no routers")
-    if len(routers) != mixtures:
+    if len(routers) != num_mixtures:
         raise UserError(f"{family}: its routers do not select with one torch.topk over all experts, which is required")
     return routers
 
 
 def router_layers(network: nn.Module) -> list[int]:
-    """The number of the decoder layer of each router of `find_routers`; the other layers have no experts."""
+    """Returns the number of the decoder layer of each router of `find_routers`. Other layers have no experts."""
     names = {module: name for name, module in network.named_modules()}
-    found = [names[router].split(".") for router in find_routers(network)]
-    return [next(int(part) for part in parts if part.isdigit()) for parts in found]
+    layers = []
+    for router in find_routers(network):
+        numbers = [int(part) for part in names[router].split(".") if part.isdigit()]
+        layers.append(numbers[0])  # 3 for "model.layers.3.mlp.gate"
+    return layers
 
 
 def check_routers(model: NetworkConfig, options: Iterable[str]) -> None:
     """Raises UserError if the model has no supported routers, or if override_config sets transformers' own router loss.
-    Reads only the model's config. options: the options that need routers, for the message."""
+
+    Args:
+        model: the network, of which only the config is read.
+        options: the options that need routers, for the message.
+    """
     for name in ("output_router_logits", "router_aux_loss_coef"):
         if name in model.override_config:
             raise UserError(
@@ -195,10 +225,11 @@ def replay_counts(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor
     other experts than the replayed ones, and all pairs."""
     token_index = inputs.token_index
     is_token = token_index >= 0
+    any_index = token_index.clamp(min=0)  # of an arbitrary token where there is none
     counts = torch.zeros(*token_index.shape, 2, device=token_index.device)
     for layer in routes:
         assert layer.changed is not None
-        counts[..., 0] += layer.changed[token_index.clamp(min=0)] & is_token
+        counts[..., 0] += layer.changed[any_index] & is_token
         counts[..., 1] += is_token
     return inputs.total(counts.sum(1))
 
@@ -227,10 +258,13 @@ def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.
 
         # (b, E): sums over the tokens of each sequence; only the second one has a gradient
         num_experts = scores.shape[1]
-        load = scores.new_zeros(len(token_index), num_experts).index_add(0, rows, is_selected[tokens])
-        probability = scores.new_zeros(len(token_index), num_experts).index_add(0, rows, scores[tokens])
+        zeros = scores.new_zeros(len(token_index), num_experts)
+        load = zeros.index_add(0, rows, is_selected[tokens])
+        probability = zeros.index_add(0, rows, scores[tokens])
+        # the sums over the whole sequence before their product, which is not a sum over its tokens
         products = inputs.total(load) * inputs.total(probability)
-        total = total + products.sum(-1) * num_experts / layer.experts.shape[1]
+        num_selected = layer.experts.shape[1]
+        total = total + products.sum(-1) * num_experts / num_selected
     # both sums become means; with E / k, a sequence with an even load has the loss 1
     lengths = inputs.total(is_token.sum(-1)).clamp(min=1)
     return total / lengths.square() / len(routes)

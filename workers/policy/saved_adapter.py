@@ -8,11 +8,11 @@ therefore compared with a list of understood entries; peft's own reader ignores 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonMapping, JsonObject, JsonValue
 from workers.engine.lora import CONFIG_FILE
 from workers.policy.model_errors import user_error_on_failure
 
@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = frozenset(
 # Compared with the options of the run by the caller.
 _COMPARED = frozenset({"r", "lora_alpha"})
 # Values that keep the function plain. Each initialization here starts from the weights of the base model as they are.
-_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+_ACCEPTED: Mapping[str, tuple[str | bool | None, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
@@ -52,7 +52,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 _MERGE = "merge it into its base model with peft's merge_and_unload, and set model.path to the merged model"
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> JsonObject:
     """Returns the entries of the adapter's config in `folder`.
 
     Raises:
@@ -69,7 +69,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def require_plain_lora(entries: Mapping[str, Any], folder: Path) -> None:
+def require_plain_lora(entries: JsonMapping, folder: Path) -> None:
     """Raises UserError for the first entry that is not understood, with the accepted values.
 
     An entry that is not listed above is accepted only if it is empty: null, false, or without elements.
@@ -81,12 +81,14 @@ def require_plain_lora(entries: Mapping[str, Any], folder: Path) -> None:
         if name in _WITHOUT_EFFECT or name in _COMPARED:
             continue
         accepted = _ACCEPTED.get(name)
-        is_empty = value is None or value is False or value in ("", [], {})
-        is_accepted = is_empty if accepted is None else _is_one_of(value, accepted)
-        if not is_accepted:
+        if accepted is None:
+            # an option that is switched off has no effect, also if this project does not know it
+            is_accepted = value is None or value is False or value in ("", [], {})
             accepted_values = "null or false"
-            if accepted is not None:
-                accepted_values = ", ".join(json.dumps(accepted_value) for accepted_value in accepted)
+        else:
+            is_accepted = _is_one_of(value, accepted)
+            accepted_values = ", ".join(json.dumps(accepted_value) for accepted_value in accepted)
+        if not is_accepted:
             raise UserError(
                 f"model.lora_adapter_path={folder}: its {CONFIG_FILE} has {name}={json.dumps(value)[:200]}, with which "
                 f"the adapter is another function than W x + lora_alpha / r * B A x; accepted: {accepted_values}. To "
@@ -94,16 +96,21 @@ def require_plain_lora(entries: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def _is_one_of(value: Any, accepted: Iterable[Any]) -> bool:
-    """True if the value is equal to one of these and has its type: 1 is not true."""
+def _is_one_of(value: JsonValue, accepted: Collection[JsonValue]) -> bool:
+    """True if the value is equal to an accepted one and has its type: 1 is not true."""
+    # peft accepts the names of initializations in any case, such as Gaussian
     if isinstance(value, str) and value.lower() in accepted:
         value = value.lower()
-    return any(type(value) is type(accepted_value) and value == accepted_value for accepted_value in accepted)
+    for accepted_value in accepted:
+        if type(value) is type(accepted_value) and value == accepted_value:
+            return True
+    return False
 
 
-def require_equal_sizes(entries: Mapping[str, Any], folder: Path, lora_rank: int, lora_alpha: int) -> None:
+def require_equal_sizes(entries: JsonMapping, folder: Path, lora_rank: int, lora_alpha: int) -> None:
     """Raises UserError if the adapter's rank or alpha is missing or differs from the option of the run."""
     for name, key, option in (("r", "lora_rank", lora_rank), ("lora_alpha", "lora_alpha", lora_alpha)):
+        # other writers of JSON have 16.0 for 16
         saved = entries.get(name)
         if type(saved) is not int and not (isinstance(saved, float) and saved.is_integer()):
             raise UserError(

@@ -34,6 +34,7 @@ class SequenceScorePolicy(Policy):
 
     def __init__(self, model: PreTrainedModel, option: str = "reward_model.model.path") -> None:
         super().__init__()
+        # a head of several layers, or on a pooled state, would need more than the state of one token
         if not isinstance(getattr(model, HEAD, None), nn.Linear):
             raise UserError(
                 f"{option}: a {type(model).__name__} does not score by a linear layer on its last "
@@ -48,11 +49,16 @@ class SequenceScorePolicy(Policy):
 
 
 def sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
-    """Builds a `SequenceScorePolicy`. Raises UserError for a checkpoint without a trained head with one label."""
+    """Builds a `SequenceScorePolicy` from a saved reward model.
+
+    Raises:
+        UserError: the checkpoint has no trained head with one label.
+    """
     check_sequence_classifier(spec.config, str(spec.model.path))
     try:
         network = build_network(classifier_of("SequenceClassification", spec.config), spec)
     except UserError as error:
+        # its message begins with the key model.path
         raise UserError(f"reward_model.{error}; {_REMEDY}") from error
     return SequenceScorePolicy(network)
 
@@ -61,7 +67,9 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
     """Builds a `SequenceScorePolicy` for training, from a causal language model or from a saved reward model.
 
     A head that is missing from the checkpoint is initialised with zeros, for the reason in `workers.policy.value_head`.
-    Raises UserError for a sequence-classification model with several labels.
+
+    Raises:
+        UserError: the checkpoint is a sequence-classification model with several labels.
     """
     refusal = (
         "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "
@@ -110,11 +118,13 @@ def scored_rows(columns: Mapping[str, torch.Tensor], pad_token_id: int | None) -
     next_columns = torch.arange(1, response_width + 1, device=is_scored.device)
     column_after_last = (next_columns * is_scored).amax(1)  # (b,)
 
-    response_mask = F.pad(torch.zeros_like(columns["response_mask"]), (0, 1))
-    has_response = columns["response_mask"].any(1)
+    original_mask = columns["response_mask"]
+    has_response = original_mask.any(1)
+    response_mask = F.pad(torch.zeros_like(original_mask), (0, 1))
     rows = torch.arange(len(response_mask), device=response_mask.device)
     response_mask[rows, column_after_last] = has_response.to(response_mask.dtype)
 
+    # the added column is only predicted, so that its content does not matter
     widened = {"response_mask": response_mask}
     for name in ("input_ids", "attention_mask", "position_ids", "responses"):
         widened[name] = F.pad(columns[name], (0, 1))

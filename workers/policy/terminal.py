@@ -22,6 +22,7 @@ def clean_library_logs() -> None:
     """Lets the handlers of the libraries that read model folders replace control characters. Called twice, it has no
     further effect."""
     transformers_logging.get_logger()  # creates transformers' handler
+    # filters of handlers and not of loggers, because a logger's filter does not see the records of its children
     for name in LIBRARIES:
         for handler in logging.getLogger(name).handlers:
             if not any(isinstance(existing, _Printable) for existing in handler.filters):

@@ -14,8 +14,15 @@ def tile_statistics(
 ) -> torch.Tensor:
     """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
 
-    index: (n, M) columns. Returns (M + 1 to M + 3, n): the logits in the columns `index`, the logarithm of the
-    normalizer, and with their options the mean of the logits and the sum of squared probabilities.
+    Args:
+        logits: (n, v).
+        index: (n, M) columns whose logits to return.
+        calculate_entropy: whether to compute the mean of the logits.
+        calculate_sum_pi_squared: whether to compute the sum of squared probabilities.
+
+    Returns:
+        (M + 1 to M + 3, n): the logits in the columns `index`, the logarithm of the normalizer, and with their options
+        the mean of the logits and the sum of squared probabilities.
     """
     # minus the peak, so that exp does not overflow
     peak = logits.amax(dim=1)
@@ -65,7 +72,8 @@ def tile_gradient(
         gradient.mul_(slope.unsqueeze(1))
     else:
         gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
-    if torch.compiler.is_compiling() and index.shape[1] == 1:  # a comparison is fused with the rest, unlike a scatter
+    # compiled, a comparison is fused with the rest, unlike a scatter
+    if torch.compiler.is_compiling() and index.shape[1] == 1:
         is_target = torch.arange(logits.shape[1], device=logits.device) == index
         gradient = gradient + is_target * at_target
     else:

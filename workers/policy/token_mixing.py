@@ -6,7 +6,6 @@ test shows that it respects them. Every other network gets the aligned form, whi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
-from workers.engine.packed_attention import PACKED_ATTENTION, by_sequences
+from workers.engine.packed_attention import PACKED_ATTENTION, LayerOutput, by_sequences
 from workers.engine.packed_sequences import PackedSequences
 from workers.engine.packing import ModelInputs, align, pack, pad
 from workers.engine.sequence_parallel import valid_sizes
@@ -29,10 +28,12 @@ KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", 
 
 
 def mixing_layers(model: PreTrainedModel) -> list[str]:
-    """Names the kinds of layers that prevent packing of a network; empty if the network can be packed.
+    """Returns the kinds of layers that prevent packing of a network; empty if the network can be packed.
 
-    The decoder of a family that is not in the table counts as such a layer. Raises UserError for attention that is not
-    causal: the log-prob of a token would depend on later tokens.
+    The decoder of a family that is not in the table counts as such a layer.
+
+    Raises:
+        UserError: the attention is not causal, so that the log-prob of a token would depend on later tokens.
     """
     _require_causal_attention(model)
     family = family_of(model)
@@ -87,6 +88,7 @@ def _state_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _require_causal_attention(model: PreTrainedModel) -> None:
+    """Raises UserError if the model has attention, and none of it is causal."""
     is_causal = {}
     for module in model.get_decoder().modules():
         if hasattr(module, "is_causal"):
@@ -125,16 +127,22 @@ def sharding_problem(model: PreTrainedModel, network: NetworkConfig, size: int) 
 def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangement:
     """Returns the function that prepares micro-batches for `model`, and sets the attention function that it needs."""
     mixing = mixing_layers(model)
+    text_config = model.config.get_text_config()
     if network.use_remove_padding and not mixing:
         model.set_attn_implementation(attention_of_text(model.config, PACKED_ATTENTION))
-        family = FAMILIES[model.config.get_text_config().model_type]
+        family = FAMILIES[text_config.model_type]
         printed: set[str] = set()
         for owner, layer in _state_layers(model):
-            _pack_layer(owner, layer, family.state_layers[type(layer).__name__], printed)
+            border_names = family.state_layers[type(layer).__name__]
+            _pack_layer(owner, layer, border_names, printed)
         return pack
+
     # transformers' own call of SDPA silently ignores soft-capping
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
+    is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
+    if model._supports_sdpa and not is_capped:
+        model.set_attn_implementation("sdpa")
+    else:
+        model.set_attn_implementation("eager")
     return align if mixing else pad
 
 
@@ -151,26 +159,33 @@ def _pack_layer(owner: nn.Module, layer: nn.Module, border_names: Sequence[str],
     received: list[PackedSequences | None] = [None]
     respects: dict[bool, bool] = {}  # by layer.training, on which the choice of a kernel depends
 
-    def store_sequences(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    # transformers passes the sequences to the layer's owner, which does not pass them on to a stateful layer
+    def store_sequences(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, PackedSequences]) -> None:
         received[0] = kwargs.get("packed_sequences")
 
-    def packed_forward(*args: Any, **kwargs: Any) -> Any:
+    def packed_forward(*args: object, **kwargs: object) -> LayerOutput:
         name = type(layer).__name__
         sequences = received[0]
         if sequences is None:
             raise ValueError(f"{name} received no `packed_sequences`; set model.use_remove_padding=false")
+        # some families pass the hidden states by keyword
         hidden, *rest = args or (kwargs.pop("hidden_states"),)
+        assert isinstance(hidden, torch.Tensor)
 
-        def call(hidden: torch.Tensor, borders: dict[str, torch.Tensor] | None) -> Any:
+        def call(hidden: torch.Tensor, borders: dict[str, torch.Tensor] | None) -> LayerOutput:
             return by_sequences(forward, sequences, (hidden, *rest), kwargs, borders)
 
+        # a single sequence has no boundaries to respect
         if len(sequences.cu_seqlens) == 2:
             return call(hidden, None)
+
         borders = {border: sequences.borders[border] for border in border_names}
-        if layer.training not in respects:  # decided once, so that activation checkpointing repeats the same call
+        # decided once, so that activation checkpointing repeats the same call
+        if layer.training not in respects:
             respects[layer.training], result = _test_borders(call, hidden, borders)
             way = "once for a packed row" if respects[layer.training] else "by sequence"
             note = f"{name} is called {way}"
+            # one line for all layers of a class, from one rank
             if note not in printed and (not dist.is_initialized() or dist.get_rank() == 0):
                 print(f"{note}: with the sequence boundaries, it {result}", flush=True)
             printed.add(note)
@@ -180,7 +195,11 @@ def _pack_layer(owner: nn.Module, layer: nn.Module, border_names: Sequence[str],
     vars(layer)["forward"] = packed_forward
 
 
-def _test_borders(call: Callable[..., Any], hidden: torch.Tensor, borders: dict[str, torch.Tensor]) -> tuple[bool, str]:
+def _test_borders(
+    call: Callable[[torch.Tensor, dict[str, torch.Tensor] | None], LayerOutput],
+    hidden: torch.Tensor,
+    borders: dict[str, torch.Tensor],
+) -> tuple[bool, str]:
     """Tests if a layer respects the sequence boundaries. Returns the answer and a description for the user.
 
     Compares the output and the gradient of each token with those of separate calls per sequence. Both must agree to
@@ -194,25 +213,33 @@ def _test_borders(call: Callable[..., Any], hidden: torch.Tensor, borders: dict[
     def output_and_gradient(borders: dict[str, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
         result = call(hidden, borders)
         output = result[0] if isinstance(result, tuple) else result
-        return output.detach(), torch.autograd.grad(output, hidden, hidden.detach().to(output.dtype))[0]
+        assert output is not None
+        # the gradient of a sum of outputs with different weights, for which the hidden states serve
+        weights = hidden.detach().to(output.dtype)
+        [gradient] = torch.autograd.grad(output, hidden, weights)
+        return output.detach(), gradient
 
     # with these hooks activation checkpointing does not count the tensors that are saved here
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        expected = output_and_gradient(None)
+        expected_output, expected_gradient = output_and_gradient(None)
         try:
-            with_borders = output_and_gradient(borders)
+            output, gradient = output_and_gradient(borders)
+            # without boundaries, but in one row: a state must pass from one sequence to the next
             output_without_borders, _ = output_and_gradient({})
             errors = [
-                _largest_error(with_borders[0], expected[0]),
-                _largest_error(with_borders[1], expected[1]),
-                _largest_error(output_without_borders, expected[0]),
+                _largest_error(output, expected_output),
+                _largest_error(gradient, expected_gradient),
+                _largest_error(output_without_borders, expected_output),
             ]
-            output, gradient, leak = torch.stack(errors).tolist()
+            output_error, gradient_error, leak = torch.stack(errors).tolist()
         except Exception as error:  # kernels raise exceptions of all kinds; the layer is then called by sequence
             return False, f"raises {type(error).__name__}: {error}"
+
     limit = torch.finfo(hidden.dtype).eps ** 0.5
-    result = f"is off by {output:.1g} (gradient {gradient:.1g}), without them by {leak:.1g}; allowed {limit:.1g}"
-    return output <= limit and gradient <= limit < leak, result
+    result = (
+        f"is off by {output_error:.1g} (gradient {gradient_error:.1g}), without them by {leak:.1g}; allowed {limit:.1g}"
+    )
+    return output_error <= limit and gradient_error <= limit < leak, result
 
 
 def _largest_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -220,5 +247,8 @@ def _largest_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor
     precise = torch.promote_types(expected.dtype, torch.float32)
     actual = actual.to(precise)
     expected = expected.to(precise)
+    difference = (actual - expected).norm(dim=-1)
     length = expected.norm(dim=-1)
-    return ((actual - expected).norm(dim=-1) / (length + length.median())).max()
+    # with the median, the rounding error of a vector near zero is no large relative error
+    relative_difference = difference / (length + length.median())
+    return relative_difference.max()

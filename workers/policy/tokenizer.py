@@ -31,6 +31,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     remedy = "expected a folder with tokenizer_config.json and tokenizer.json as Hugging Face writes them"
     with user_error_on_failure(f"{key}={path!r}: its tokenizer cannot be read", remedy):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    # the mask and not the token marks padding, so that any token can pad
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise UserError(
@@ -57,6 +58,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         tokenizer.chat_template = own_templates[chat_template]
     elif chat_template == "none":
         tokenizer.chat_template = plain_template(tokenizer)
+    # a template without an expression or a statement would ignore the chat, so that such a text is a path
     elif "{{" in chat_template or "{%" in chat_template:
         tokenizer.chat_template = chat_template
     else:
@@ -71,8 +73,13 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the Jinja template that concatenates the texts of the messages, after the token that this tokenizer puts
     at the beginning of every text, if any."""
     texts = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    adds_bos = tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return "{{ bos_token }}" + texts if adds_bos else texts
+    if tokenizer.bos_token is None:
+        return texts
+    # chats are encoded without special tokens, so that the template has to write this one
+    first_ids = tokenizer("")["input_ids"][:1]
+    if first_ids == [tokenizer.bos_token_id]:
+        return "{{ bos_token }}" + texts
+    return texts
 
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -80,6 +87,7 @@ def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     return _stop_token_ids(str(model.path), tokenizer.eos_token_id)
 
 
+# cached, because each call would read and check the file
 @functools.cache
 def _stop_token_ids(path: str, eos_token_id: int | None) -> tuple[int, ...]:
     stops = set(eos_token_ids(generation_config(path)))

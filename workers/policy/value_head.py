@@ -17,13 +17,16 @@ from workers.policy.loading import NetworkSpec, Policy, build_with_label
 class ValuePolicy(Policy):
     """The value network.
 
-    model: a `...ForTokenClassification` with one label. Its own dropout layer is not applied.
+    Args:
+        model: a `...ForTokenClassification` with one label. Its own dropout layer is not applied.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        [self.head_name] = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+        # `score` in most families, `classifier` in some
+        linear_layers = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+        [self.head_name] = linear_layers
 
     def forward(self, inputs: ModelInputs) -> dict[str, torch.Tensor]:
         """Computes values (b, R) of the state before each response token; fp32, 0 elsewhere."""
@@ -35,7 +38,8 @@ class ValuePolicy(Policy):
 def value_head(spec: NetworkSpec) -> ValuePolicy:
     """Builds a `ValuePolicy` from a causal language model or from a saved value network.
 
-    Raises UserError if the checkpoint is a token-classification model with more than one label.
+    Raises:
+        UserError: the checkpoint is a token-classification model with more than one label.
     """
     refusal = (
         "critic.model.path={path!r}: a token-classification model with {labels} labels; a critic has one label, the "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -63,13 +62,17 @@ def has_vision(config: PretrainedConfig) -> bool:
 def placeholder_ids(config: PretrainedConfig) -> list[int]:
     """Ids of the tokens that stand for images and videos, which no policy may sample: the network would expect pixels
     for them. Empty for a model of text."""
-    return [config.image_token_id, config.video_token_id] if has_vision(config) else []
+    if not has_vision(config):
+        return []
+    return [config.image_token_id, config.video_token_id]
 
 
 def attention_of_text(config: PretrainedConfig, name: str) -> str | dict[str, str]:
     """Returns the argument of transformers' `set_attn_implementation` that sets the attention function of the language
     model. The attention of a vision tower is not causal and always uses SDPA."""
-    return {"": name, "text_config": name, "vision_config": "sdpa"} if has_vision(config) else name
+    if not has_vision(config):
+        return name
+    return {"": name, "text_config": name, "vision_config": "sdpa"}
 
 
 def prompt_positions(
@@ -77,9 +80,12 @@ def prompt_positions(
 ) -> tuple[torch.Tensor, int]:
     """Returns `ImageInputs.position_ids` and next_position of a prompt (L,), by the rule of the network, which may be
     on the meta device."""
-    ids = token_ids.unsqueeze(0)
-    is_image = (ids == network.config.image_token_id).int()
-    positions, shift = network.base_model.get_rope_index(ids, mm_token_type_ids=is_image, image_grid_thw=image_grid_thw)
+    input_ids = token_ids.unsqueeze(0)
+    token_types = (input_ids == network.config.image_token_id).int()  # 1 for an image, 0 for text
+    positions, shift = network.base_model.get_rope_index(
+        input_ids, mm_token_type_ids=token_types, image_grid_thw=image_grid_thw
+    )
+    # an image advances the position by its longer side, not by its number of tokens
     return positions[:, 0].int(), len(token_ids) + int(shift)
 
 
@@ -140,8 +146,11 @@ def with_images(
 
 def prompt_digests(images: Sequence[ImageInputs | None]) -> torch.Tensor:
     """Returns (b,) `ImageInputs.digest` of each row, 0 for rows of text."""
-    digests = [0 if row_images is None else row_images.digest for row_images in images]
-    return torch.tensor(digests)
+    digests = torch.zeros(len(images), dtype=torch.long)
+    for row, row_images in enumerate(images):
+        if row_images is not None:
+            digests[row] = row_images.digest
+    return digests
 
 
 def unused_tower(network: PreTrainedModel) -> torch.Tensor:
@@ -151,11 +160,12 @@ def unused_tower(network: PreTrainedModel) -> torch.Tensor:
     """
     config = network.config.vision_config
     device = network.get_input_embeddings().weight.device
-    side = config.spatial_merge_size
+    side = config.spatial_merge_size  # of the smallest image, whose patches the tower merges into one token
     patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     pixels = torch.zeros(side**2, patch_width, device=device)
     grid = torch.tensor([[1, side, side]], device=device)
-    outputs: Any = network.base_model.get_image_features(pixels, grid, return_dict=True)
+    outputs = network.base_model.get_image_features(pixels, grid, return_dict=True)
+    # Qwen3-VL also passes features of inner layers to the decoder, which are outputs of parameters of their own
     features = tree_leaves([outputs.pooler_output, getattr(outputs, "deepstack_features", None) or ()])
     sums = [feature.float().sum() for feature in features]
     return torch.stack(sums).sum() * 0.0

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -24,6 +24,7 @@ from transformers.utils import (
 )
 
 from verl_lite.errors import UserError
+from workers.policy.classifier import causal_lm_class_of
 from workers.policy.generation_config import model_file
 from workers.policy.model_errors import user_error_on_failure
 
@@ -32,9 +33,23 @@ _FOREIGN_HEADS = ("v_head.", "value_head.")
 _MOST_NAMES = 5
 
 
+class LoadingReport(TypedDict):
+    """How the weight files differ from the network, from `from_pretrained(..., output_loading_info=True)`.
+
+    Attributes:
+        missing_keys: names of weights that only the network has.
+        unexpected_keys: names of weights that only the files have.
+        mismatched_keys: name, shape in the files, and shape in the network of weights whose shapes differ.
+    """
+
+    missing_keys: Collection[str]
+    unexpected_keys: Collection[str]
+    mismatched_keys: Collection[tuple[str, Sequence[int], Sequence[int]]]
+
+
 def require_fitting_weights(
     network: PreTrainedModel,
-    report: Mapping[str, Any],
+    report: LoadingReport,
     shown_path: str,
     *,
     may_lack: Collection[str] = (),
@@ -44,12 +59,13 @@ def require_fitting_weights(
 
     Args:
         network: the network.
-        report: transformers' loading info, with missing_keys, unexpected_keys and mismatched_keys.
+        report: transformers' loading info.
         shown_path: the network as messages name it.
         may_lack: names of weights that may be missing from the files.
         may_have: beginnings of names that the files may contain besides the network's weights; "" permits all.
     """
     kind = type(network).__name__
+    # transformers would initialise them at random, with no more than a line in the log
     missing = sorted(set(report["missing_keys"]) - set(may_lack))
     if missing:
         raise UserError(
@@ -57,14 +73,16 @@ def require_fitting_weights(
             "all weights, or correct its config.json (an output layer that is the embedding: tie_word_embeddings=true)"
         )
 
-    mismatched = sorted((str(name), tuple(file), tuple(own)) for name, file, own in report["mismatched_keys"])
-    if mismatched:
-        differences = [f"{name} {file} instead of {own}" for name, file, own in mismatched]
+    differences = []
+    for name, file_shape, own_shape in sorted(report["mismatched_keys"]):
+        differences.append(f"{name} {tuple(file_shape)} instead of {tuple(own_shape)}")
+    if differences:
         raise UserError(
             f"{shown_path}: the weights cannot be loaded: weights of other sizes than those of its config.json and "
             f"model.override_config: {_listed(differences)}; correct the entry, or give the weights that belong to it"
         )
 
+    # a wrong class or a wrong number of layers leaves weights unread, and would silently compute something else
     beginnings = (*_FOREIGN_HEADS, *may_have)
     unexpected = sorted(name for name in report["unexpected_keys"] if not name.startswith(beginnings))
     if unexpected:
@@ -89,9 +107,8 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
     Raises:
         UserError: the weight files or their index cannot be read.
     """
-    network_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    tied_names = getattr(network_class, "_tied_weights_keys", None)
-    if not isinstance(tied_names, dict):
+    tied_names = getattr(causal_lm_class_of(config), "_tied_weights_keys", None)
+    if not isinstance(tied_names, dict):  # None, or a class of other code
         return False
     remedy = "its weight files must be complete; copy or download the folder again"
     with user_error_on_failure(f"model.path={path!r}: the weights cannot be loaded", remedy):
@@ -105,6 +122,7 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
 
 def weight_files(path: str) -> list[str]:
     """Returns the weight files that transformers would load from a folder or from the hub's cache."""
+    # in the order in which transformers looks for them
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         single_file = model_file(path, single)
         if single_file is not None:

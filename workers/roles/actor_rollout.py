@@ -26,7 +26,7 @@ from workers.engines.base import RolloutEngine, SamplingParams
 from workers.engines.weight_transfer import ChannelEnd, WeightChannel
 from workers.losses import actor_loss, check_loss_is_additive
 from workers.policy.adapter import KeptBase, sends_adapter
-from workers.policy.causal_lm import causal_lm
+from workers.policy.causal_lm import TEACHER_IDS, causal_lm
 from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer
 from workers.roles.frozen_models import ref_log_prob, teacher_log_probs
@@ -57,7 +57,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         log_dir: str | None = None,
     ) -> None:
         super().__init__(config, total_training_steps)
-        self.rewards, self.env_modules, self.log_dir = rewards, tuple(env_modules), log_dir
+        self.rewards = rewards
+        self.env_modules = tuple(env_modules)
+        self.log_dir = log_dir
         self.version = 0
         self._channel: WeightChannel | None = None  # to engines in separate pools, on the first rank
         self._channel_address: tuple[str, int] | None = None  # on all ranks
@@ -68,24 +70,30 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def init_model(self) -> None:
         """Builds the training engine, then the rollout engine, which sees the remaining memory. With
         hybrid_engine=false the rollout engines are workers of their own (`workers.roles.rollout_worker`)."""
-        config, model = self.config, self.config.model
-        self.tokenizer = load_tokenizer(model, config.data.chat_template)
-        with_routers = config.actor.router_aux_loss_coef > 0 or config.rollout.router_replay
-        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, with_routers)
-        trains_vision = not config.actor.freeze_vision_tower
+        config = self.config
+        actor = config.actor
+        self.tokenizer = load_tokenizer(config.model, config.data.chat_template)
+        with_routers = actor.router_aux_loss_coef > 0 or config.rollout.router_replay
         network = token_network(
-            model,
-            build_policy,
-            config.actor.ulysses_sequence_parallel_size,
-            trains_vision,
-            config.data.chat_template,
+            config.model,
+            causal_lm(actor.log_prob_chunk_tokens, with_routers),
+            actor.ulysses_sequence_parallel_size,
+            trains_vision=not actor.freeze_vision_tower,
+            chat_template=config.data.chat_template,
         )
-        self.build_engine(network, config.actor.fsdp_config, config.actor.optim)
-        if not config.hybrid_engine:
-            return
-        self.engine_index, self.num_engines = self.rank, num_engines(config, self.world_size)
+        self.build_engine(network, actor.fsdp_config, actor.optim)
+        if config.hybrid_engine:
+            self._build_colocated_rollout()
+
+    def _build_colocated_rollout(self) -> None:
+        """Builds the rollout engine on the device of the training engine, and its mesh "rollout"."""
+        config = self.config
+        self.engine_index = self.rank
+        self.num_engines = num_engines(config, self.world_size)
         self.build_rollout()
         self.phases.add(self.rollout)
+
+        # the ranks of one engine get the same prompts, and its first rank returns their answers
         tensor_parallel = config.rollout.tensor_model_parallel_size
         self.register_mesh(
             "rollout",
@@ -93,10 +101,13 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             dp_size=self.world_size // tensor_parallel,
             is_collect=self.rank % tensor_parallel == 0,
         )
+
+        # groups run during the passes of critic and reference, too; these workers are built before this one
         if config.async_training.depth or config.spans_updates:
-            for role in self.slot.roles.values():  # critic and reference too: they are built before this worker
-                if isinstance(trained := getattr(role, "engine", None), FSDPEngine):
-                    trained.interleave = self._run_slice
+            for role in self.slot.roles.values():
+                engine = getattr(role, "engine", None)
+                if isinstance(engine, FSDPEngine):
+                    engine.interleave = self._run_slice
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
@@ -118,6 +129,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def snapshot_groups(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups; see `GroupRun.snapshot`. Empty except on the first rank of
         each engine."""
+        # no engine step, so that the other ranks of an engine need not take part and have no groups
         return self.groups.snapshot()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
@@ -139,14 +151,20 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates one answer for each prompt, for loops without a trainer. Returns token columns.
 
-        prompts: the rows of `answers.answer_plans`; meta_info sampling (`SamplingParams`), step and seed.
+        Args:
+            prompts: the rows of `answers.answer_plans`; meta_info sampling (`SamplingParams`), step and seed.
+
+        Raises:
+            RuntimeError: groups are running on the engine.
         """
         self.enter_rollout()
-        meta, keys = prompts.meta_info, [f"generate/{row}" for row in range(len(prompts))]
+        meta = prompts.meta_info
+        keys = [f"generate/{row}" for row in range(len(prompts))]
         plans = answer_plans(prompts, [1] * len(keys), keys, meta["seed"], meta["step"])
         with self.runner.lead() as leads:
             if not leads:
                 return DataProto()  # only the first rank of an engine returns its rows
+            # a run of its own on the engine, whose completions must not reach the groups of the training
             if not self.groups.is_idle:
                 raise RuntimeError(
                     "groups are running, and generate_sequences would take their completions: end them first"
@@ -154,9 +172,11 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             groups = GroupRun(self.answer_runner())
             groups.begin(list(plans), meta["sampling"])
             results = groups.run(keys)
-        order = {report.key: row for row, report in enumerate(results.reports)}
+
+        # the rows come in the order in which the answers ended
+        row_of_key = {report.key: row for row, report in enumerate(results.reports)}
         assert results.rows is not None
-        result = results.rows.select_idxs([order[key] for key in keys])
+        result = results.rows.select_idxs([row_of_key[key] for key in keys])
         result.meta_info["metrics"] = results.metrics
         return result
 
@@ -168,23 +188,38 @@ class ActorWorker(SamplingWorker, TrainingWorker):
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Computes old_log_probs (n, R) of the responses under the current weights, and on request entropys and
-        sum_pi_squared (n, R), and teacher_ids (n, R, K), the K most probable tokens.
+        """Computes statistics of the responses under the current weights.
 
-        data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy, calculate_sum_pi_squared,
-        calculate_topk (K, or 0).
+        Args:
+            data: a planned batch (`BatchPlan.apply`); meta_info temperature, calculate_entropy,
+                calculate_sum_pi_squared, calculate_topk (K, or 0).
+
+        Returns:
+            old_log_probs (n, R), and on request entropys and sum_pi_squared (n, R), and teacher_ids (n, R, K), the K
+            most probable tokens.
         """
         self.phases.enter(self.engine)
-        options = ("temperature", "calculate_entropy", "calculate_sum_pi_squared", "calculate_topk")
-        outputs = self.engine.infer(data, **{name: data.meta_info[name] for name in options})
-        outputs.pop("topk_log_probs", None)
-        columns = {"log_probs": "old_log_probs", "topk_ids": "teacher_ids"}
-        return DataProto.from_dict(tensors={columns.get(name, name): value for name, value in outputs.items()})
+        meta = data.meta_info
+        outputs = self.engine.infer(
+            data,
+            temperature=meta["temperature"],
+            calculate_entropy=meta["calculate_entropy"],
+            calculate_sum_pi_squared=meta["calculate_sum_pi_squared"],
+            calculate_topk=meta["calculate_topk"],
+        )
+
+        columns = {"old_log_probs": outputs.pop("log_probs")}
+        if "topk_ids" in outputs:
+            columns[TEACHER_IDS] = outputs.pop("topk_ids")
+            # the update computes the log-probs of these tokens again, with gradient
+            del outputs["topk_log_probs"]
+        return DataProto.from_dict(tensors=columns | outputs)
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Computes ref_log_prob (n, R) of a planned batch as `ReferenceWorker` does, with the policy's adapter
         disabled."""
+        # the base model of the adapter is the initial policy, so that no second network is needed
         self.phases.enter(self.engine)
         with self.engine.adapter_off():
             return ref_log_prob(self.engine, data)
@@ -231,28 +266,35 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             The loss and actor/* metrics under ROLL's names without the suffixes @sum, @max and @min, which its
             trackers remove.
         """
+        # numbers instead of `Metric`, as a loss of ROLL returns them
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
         return loss, values(_with_prefix(metrics))
 
     def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Computes the loss and the metrics of a planned micro-batch; both combine to those of a whole step."""
-        if type(self).loss_func is not ActorWorker.loss_func:
-            loss_func = partial(user_loss, self.loss_func)
-            if not self._is_additive:
-                self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
-            loss, metrics = loss_func(data, outputs)
-        else:
-            config = self.config
-            more = config.algorithm.rollout_correction, config.distillation.active_loss
-            loss, metrics = actor_loss(data, outputs, config.actor, *more)
+        config = self.config
+        if type(self).loss_func is ActorWorker.loss_func:
+            loss, metrics = actor_loss(
+                data, outputs, config.actor, config.algorithm.rollout_correction, config.distillation.active_loss
+            )
+            return loss, _with_prefix(metrics)
+
+        # a loss that averages over its own arguments would change with the size of the micro-batches
+        loss_func = partial(user_loss, self.loss_func)
+        if not self._is_additive:
+            self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
+        loss, metrics = loss_func(data, outputs)
         return loss, _with_prefix(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
         """Copies the trained weights to the rollout engine. Returns seconds and megabytes as metrics.
 
-        version: number of the weights, which later samples carry. Raises RuntimeError if groups are running and the
-        run is not allowed to change the weights under them.
+        Args:
+            version: number of the weights, which later samples carry.
+
+        Raises:
+            RuntimeError: groups are running, and the run is not allowed to change the weights under them.
         """
         if not (self.groups.is_idle or self.config.spans_updates):
             raise RuntimeError(
@@ -260,36 +302,47 @@ class ActorWorker(SamplingWorker, TrainingWorker):
                 "RolloutScheduler.finish() first"
             )
         self.version = version
+        # parameters and rollout weights are on the device together while they are copied, without the optimizer state
         self.engine.move_out_optimizer()
         self.phases.enter(self.rollout)
         self.engine.move_in()
         bucket_mb = self.config.rollout.bucket_megabytes(self.device.type == "cpu")
         metrics = sync_weights(self.engine, self.rollout, version, bucket_mb, self._kept_base)
+        # the rollout engine has the device from here on
         self.engine.move_out()
         return metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_channel(self) -> tuple[str, int]:
         """Opens the store of a new channel to engines in separate pools. Returns its address."""
+        # a run on several processes has a store, at an address that the other machines can reach
         host = "127.0.0.1" if self.slot.store is None else self.slot.store[0]
+        # kept, because a store ends with the object that hosts it
         self._channel_store = host_store(host)
         return host, self._channel_store.port
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, end: ChannelEnd) -> dict[str, Metric] | TransferError:
-        """Sends the trained weights to the engines of the channel, from the first rank. If only an adapter is trained,
-        the base model is sent through each channel once.
+        """Sends the trained weights from the first rank to the engines of the channel.
 
-        Returns seconds and megabytes as metrics, or the error if an engine did not receive the weights.
+        If only an adapter is trained, the base model is sent through each channel once.
+
+        Returns:
+            Seconds and megabytes as metrics, or the error if an engine did not receive the weights.
         """
         self.phases.enter(self.engine)
-        started, sent = time.perf_counter(), 0
+        started = time.perf_counter()
         bucket_bytes = self.config.rollout.bucket_megabytes(self.device.type == "cpu") << 20
-        is_new, self._channel_address = end.address != self._channel_address, end.address
+
+        # compared on all ranks, because they must agree on the weights that they gather
+        is_new = end.address != self._channel_address
+        self._channel_address = end.address
         if sends_adapter(self.config):
             weights = self.engine.unmerged_params(is_new, bucket_bytes)
         else:
             weights = self.engine.full_params(bucket_bytes)
+
+        sent = 0
         failure = None
         if self.rank == 0:
             try:
@@ -298,7 +351,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
                 sent = self._channel.send(weights, bucket_bytes)
             except TransferError as error:
                 failure = error
-        for _ in weights:  # gathering is collective: the ranks do it together, also after a failure
+        # gathering is collective: the other ranks do it with the first one, which does the rest after a failure
+        for _ in weights:
             pass
         return failure or _sync_metrics(started, sent)
 
@@ -312,10 +366,19 @@ def sync_weights(
 ) -> dict[str, Metric]:
     """Copies all parameters into the rollout engine and resets its cache. Collective.
 
-    bucket_mb: size of the full tensors that exist at one time, in MiB. kept: keeps the base model, of which only the
-    adapter is then gathered; None = gathers all parameters. Returns seconds and megabytes as metrics.
+    Args:
+        source: the training engine.
+        rollout: the rollout engine.
+        version: number of the weights.
+        bucket_mb: size of the full tensors that exist at one time, in MiB.
+        kept: the host's copy of an adapter's base model, filled by the first call. Later calls then gather the adapter
+            alone; with None, all calls gather all parameters.
+
+    Returns:
+        Seconds and megabytes as metrics.
     """
-    started, sent = time.perf_counter(), 0
+    started = time.perf_counter()
+    sent = 0
 
     def counted(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal sent
@@ -323,7 +386,9 @@ def sync_weights(
             sent += tensor.numel() * tensor.element_size()
             yield name, tensor
 
-    if (whole := source.whole_params()) is not None:
+    whole = source.whole_params()
+    if whole is not None:
+        # nothing to gather: an engine in this process can use the parameters where they are
         rollout.load_weights(whole, version)
         sent = whole.nbytes
     elif kept is None:
@@ -331,6 +396,7 @@ def sync_weights(
     else:
         adapter = source.unmerged_params(not kept.tensors, bucket_mb << 20)
         rollout.load_weights(kept.merged(counted(adapter), source.device), version)
+    # cached keys and values of prefixes are those of the former weights
     rollout.reset_cache()
     return _sync_metrics(started, sent)
 
@@ -345,4 +411,8 @@ def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
 
 def _with_prefix(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Adds the prefix actor/ to names of metrics without a prefix."""
-    return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+    prefixed = {}
+    for name, metric in metrics.items():
+        full_name = name if "/" in name else f"actor/{name}"
+        prefixed[full_name] = metric
+    return prefixed

@@ -25,26 +25,30 @@ class CriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        critic = self.config.critic
-        ranks_per_sequence = self.config.sequence_parallel_size("critic")
-        chat_template = self.config.data.chat_template
+        config = self.config
         network = token_network(
-            critic_network(self.config), value_head, ranks_per_sequence, chat_template=chat_template
+            critic_network(config),
+            value_head,
+            config.sequence_parallel_size("critic"),
+            # written to the critic's checkpoints, which have a tokenizer as the policy's have
+            chat_template=config.data.chat_template,
         )
-        self.build_engine(network, critic.fsdp_config, critic.optim)
+        self.build_engine(network, config.critic.fsdp_config, config.critic.optim)
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         """Computes values (n, R) of the states before the policy's tokens in a planned batch, 0 at other tokens."""
         self.phases.enter(self.engine)
-        return DataProto.from_dict(tensors={"values": self.engine.infer(data)["values"]})
+        outputs = self.engine.infer(data)
+        return DataProto.from_dict(tensors={"values": outputs["values"]})
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def update_critic(self, data: DataProto) -> DataProto:
         """Trains on a planned batch, one optimizer step per mini-batch and epoch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)
         metrics = self.engine.train(data, self.loss_func)
-        return DataProto(meta_info={"metrics": {f"critic/{name}": metric for name, metric in metrics.items()}})
+        prefixed = {f"critic/{name}": metric for name, metric in metrics.items()}
+        return DataProto(meta_info={"metrics": prefixed})
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor]
@@ -55,12 +59,14 @@ class CriticWorker(TrainingWorker):
 
 def critic_network(config: PPOConfig) -> NetworkConfig:
     """Returns `critic.model`. If its path is null, fills in the policy's path and the policy's override_config."""
-    network, policy = config.critic.model, config.model
+    network = config.critic.model
+    policy = config.model
     if network.path is not None:
         return network
     return replace(
         network,
         path=policy.path,
+        # the user trusts the code in the policy's folder, which is the critic's folder here
         trust_remote_code=network.trust_remote_code or policy.trust_remote_code,
         override_config=policy.override_config | network.override_config,
     )

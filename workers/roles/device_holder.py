@@ -8,14 +8,21 @@ from verl_lite.single_controller.worker import Worker
 
 
 class DeviceHolder(Worker):
-    """Worker that reserves the device which an existing Ray cluster assigned to its process. The constructor raises
-    UserError if another process uses the device. It is a separate role that starts before all others, so that no model
-    is loaded onto such a device. request: the request for one device.
+    """Reserves the device that an existing Ray cluster assigned to the process of this worker.
+
+    It is a separate role that starts before all others, so that no model is loaded onto a device that another process
+    uses.
+
+    Args:
+        request: the request for one device.
+
+    Raises:
+        UserError: another process uses the device.
     """
 
     def __init__(self, request: ResourceRequest) -> None:
-        self._held = ExitStack()
-        self._held.enter_context(reserve_gpus(request, print))
+        self._reservation = ExitStack()
+        self._reservation.enter_context(reserve_gpus(request, print))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

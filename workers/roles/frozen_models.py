@@ -26,9 +26,11 @@ class ReferenceWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine."""
-        build_policy = causal_lm(self.config.actor.log_prob_chunk_tokens)
-        network = token_network(self.config.model, build_policy, self.config.sequence_parallel_size("ref"))
-        self.build_engine(network, self.config.ref.fsdp_config)
+        # without options of an optimizer, the parameters stay in the dtype of the computation
+        config = self.config
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens)
+        network = token_network(config.model, build_policy, config.sequence_parallel_size("ref"))
+        self.build_engine(network, config.ref.fsdp_config)
 
     @register(dispatch_mode=COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -59,6 +61,7 @@ class TeacherWorker(ModelWorker):
     def init_model(self) -> None:
         """Builds the forward-only engine. Tokens that the policy does not have get the probability 0."""
         config = self.config
+        # the divergence sums over the student's tokens, so that the teacher's probabilities must sum to 1 over them
         policy_vocab_size = load_model_config(config.model).get_text_config().vocab_size
         build_policy = causal_lm(config.actor.log_prob_chunk_tokens, vocab_size=policy_vocab_size)
         model = teacher_network(config, self.teacher)
@@ -86,18 +89,17 @@ def teacher_network(config: PPOConfig, teacher: Teacher) -> NetworkConfig:
 def teacher_log_probs(engine: FSDPEngine, data: DataProto) -> DataProto:
     """Computes a teacher's log-probs of a planned batch. Reads meta_info temperature and topk.
 
-    Returns teacher_log_probs (n, R) of the responses if topk is 0. Otherwise returns teacher_topk_log_probs (n, R, K)
-    of the tokens in the column teacher_ids; without that column, also teacher_ids (n, R, K), the teacher's K most
-    probable tokens.
+    Returns:
+        teacher_log_probs (n, R) of the responses if topk is 0. Otherwise teacher_topk_log_probs (n, R, K) of the tokens
+        in the column teacher_ids; without that column, also teacher_ids (n, R, K), the teacher's K most probable
+        tokens.
     """
+    temperature = data.meta_info["temperature"]
     topk = data.meta_info["topk"]
+    # the tokens that the student (or a first teacher) chose; without them, the teacher chooses
     has_ids = TEACHER_IDS in data
-    outputs = engine.infer(
-        data,
-        temperature=data.meta_info["temperature"],
-        calculate_entropy=False,
-        calculate_topk=0 if has_ids else topk,
-    )
+    searched_topk = 0 if has_ids else topk
+    outputs = engine.infer(data, temperature=temperature, calculate_entropy=False, calculate_topk=searched_topk)
     if has_ids:
         return DataProto.from_dict(tensors={"teacher_topk_log_probs": outputs["log_probs_at_ids"]})
     if not topk:
@@ -124,7 +126,8 @@ class RewardModelWorker(ModelWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Computes rm_scores (n,) of a planned batch of prompts and answers, fp32; 0 for an empty response_mask.
 
-        Raises UserError if a token is not in the model's vocabulary.
+        Raises:
+            UserError: a token is not in the model's vocabulary.
         """
         largest_id = int(data.batch["input_ids"].max())
         vocab_size = self.text_config.vocab_size
@@ -138,4 +141,5 @@ class RewardModelWorker(ModelWorker):
         rows = data.select()
         rows.batch.update(scored_rows(data.batch, self.text_config.pad_token_id))
         scores = self.engine.infer(rows)["scores"]
+        # each row has one score, and zeros in the other columns
         return DataProto.from_dict(tensors={"rm_scores": scores.sum(1)})

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -34,7 +34,10 @@ from workers.rollout.specs import GroupPlan, GroupResults
 
 SLICE_S = 0.1
 """Longest time between two looks at the driver's commands and at the queue, besides the duration of an engine step."""
-_IDLE_S, _MOST_IDLE_S = 0.01, 0.1  # between two looks of an idle engine; each is twice as long as the last one
+# Seconds between two looks of an idle engine at the queue: the first pause, and the longest one. Each pause is twice as
+# long as the one before it.
+_IDLE_S = 0.01
+_MOST_IDLE_S = 0.1
 
 Result = TypeVar("Result")
 
@@ -59,8 +62,12 @@ class RolloutWorker(SamplingWorker):
         env_modules: Sequence[str] = (),
         log_dir: str | None = None,
     ) -> None:
-        self.config, self.engine_index, self.num_engines = config, engine, num_engines
-        self.rewards, self.env_modules, self.log_dir = rewards, tuple(env_modules), log_dir
+        self.config = config
+        self.engine_index = engine
+        self.num_engines = num_engines
+        self.rewards = rewards
+        self.env_modules = tuple(env_modules)
+        self.log_dir = log_dir
         self._groups_queue = groups_queue
         self._channel: WeightChannel | None = None
         self._address: tuple[str, int] | None = None
@@ -69,18 +76,21 @@ class RolloutWorker(SamplingWorker):
         self._pulled: list[tuple[GroupPlan, SamplingParams]] = []
         self._completed = threading.Event()
         self._is_closed = False
-        self._pulled_at = self._reported_at = 0.0
+        self._pulled_at = 0.0
+        self._reported_at = 0.0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine and starts its thread."""
-        trainer, model = self.config.trainer, self.config.model
+        trainer = self.config.trainer
         set_deterministic(trainer.deterministic)
         self.device = get_device(trainer.device)
-        self.tokenizer = load_tokenizer(model, self.config.data.chat_template)
+        self.tokenizer = load_tokenizer(self.config.model, self.config.data.chat_template)
+        # only for the ranks of this engine: the weights come over a group of their own
         if self.world_size > 1:
             self.init_process_group(dist_backend(self.device))
         self.build_rollout()
+        # a daemon, so that a process whose driver is gone can end without `close`
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -92,19 +102,24 @@ class RolloutWorker(SamplingWorker):
         engine, None on the others."""
         if not self.runner.leads:
             return None
+        # in the thread of the call, while the engine's thread generates
         self._completed.wait(seconds)
         return self._run(lambda: self._take(with_metrics), together=False)
 
     def _take(self, with_metrics: bool) -> GroupResults:
+        # cleared first: a group that ends after `take` sets it again
         self._completed.clear()
         results = self.groups.take(with_metrics)
-        if with_metrics:
-            now, active = time.perf_counter(), results.metrics["rollout/slowest_rank_seconds"].value
-            share = min(1.0, active / (now - self._reported_at))
-            results.metrics[f"rollout/active_frac/engine_{self.engine_index}"] = Metric.last(share)
-            memory = device_memory(self.device)
-            results.metrics.update({f"rollout/perf/{name}": Metric.max(value) for name, value in memory.items()})
-            self._reported_at = now
+        if not with_metrics:
+            return results
+
+        now = time.perf_counter()
+        active_s = results.metrics["rollout/slowest_rank_seconds"].value
+        share = min(1.0, active_s / (now - self._reported_at))
+        self._reported_at = now
+        results.metrics[f"rollout/active_frac/engine_{self.engine_index}"] = Metric.last(share)
+        for name, value in device_memory(self.device).items():
+            results.metrics[f"rollout/perf/{name}"] = Metric.max(value)
         return results
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -124,10 +139,17 @@ class RolloutWorker(SamplingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int, end: ChannelEnd) -> TransferError | None:
-        """Receives the weights of `ActorWorker.send_weights`. Returns the error if they did not arrive; the engine then
-        generates nothing until the next update.
+        """Receives the weights of `ActorWorker.send_weights`.
 
-        Raises RuntimeError if groups are running and the run is not allowed to change the weights under them.
+        Args:
+            version: number of the weights.
+            end: the engine's end of the channel; for an engine with several ranks, that of its first rank.
+
+        Returns:
+            The error if the weights did not arrive. The engine then generates nothing until the next update.
+
+        Raises:
+            RuntimeError: groups are running, and the run is not allowed to change the weights under them.
         """
         return self._run(lambda: self._receive(version, end))
 
@@ -135,6 +157,7 @@ class RolloutWorker(SamplingWorker):
         if not (self.groups.is_idle or self.config.spans_updates):
             raise RuntimeError("groups are running, and new weights would change the policy within them")
         try:
+            # the ends of an engine's ranks have consecutive numbers
             if self._address != end.address:
                 self._channel = replace(end, rank=end.rank + self.rank).connect(self.device)
                 self._address = end.address
@@ -142,7 +165,9 @@ class RolloutWorker(SamplingWorker):
             self._channel.receive(lambda weights: self.rollout.load_weights(self._whole(weights), version))
             self.rollout.reset_cache()
         except TransferError as error:
-            self._channel = self._address = None
+            # the ends no longer agree on the buckets that were sent; the trainer opens another channel
+            self._channel = None
+            self._address = None
             return error
         return None
 
@@ -152,6 +177,7 @@ class RolloutWorker(SamplingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Ends the thread, closes the rollout engine and releases its resources."""
+        # a command, so that the thread ends between two slices
         self._run(self._end)
         self._thread.join()
         super().close()
@@ -162,10 +188,21 @@ class RolloutWorker(SamplingWorker):
     # --------------------------------------------------------------------------------------------- the engine's thread
 
     def _run(self, function: Callable[[], Result], together: bool = True) -> Result:
-        """Executes a function in the engine's thread, and returns its result. together: True if all ranks of the engine
-        were called with it, which then execute it at the same time."""
+        """Executes a function in the engine's thread, and returns its result.
+
+        Args:
+            function: the function.
+            together: True if all ranks of the engine were called with it. They then execute it at the same time.
+        """
         future = Future[Result]()
-        self._commands.put(_Command(function, future, together))
+
+        def execute() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._commands.put(_Command(execute, future.set_exception, together))
         return future.result()
 
     def _serve(self) -> None:
@@ -174,17 +211,20 @@ class RolloutWorker(SamplingWorker):
             while not self._is_closed:
                 self._serve_once()
         except Exception as error:
+            # `take_groups` may be waiting for this event; it and all later calls get the cause
             self._completed.set()
-            while True:  # whoever calls receives the cause
-                self._commands.get().future.set_exception(error)
+            while True:
+                self._commands.get().fail(error)
 
     def _serve_once(self) -> None:
         """Executes the next command, or runs the groups for a slice of time."""
-        found = self._next() if self.runner.leads else None
-        if found is not None and not found.together:
-            found.execute()
-        elif self.runner.agree(found is not None):
-            (found or self._commands.get()).execute()
+        command = self._next() if self.runner.leads else None
+        if command is not None and not command.together:
+            command.execute()
+        elif self.runner.agree(command is not None):
+            if command is None:
+                command = self._commands.get()  # the driver gave it to this rank, too
+            command.execute()
         else:
             with self.runner.lead() as leads:
                 if leads:
@@ -194,8 +234,9 @@ class RolloutWorker(SamplingWorker):
         """Returns the driver's next command, or None if there are groups to run. Waits for one of them."""
         idle_s = 0.0
         while True:
+            # before the queue, so that a weight update does not wait for groups that are not running yet
             with suppress(queue.Empty):
-                if not self.rollout.has_weights:
+                if not self.rollout.has_weights:  # nothing can run before the command that brings them
                     return self._commands.get()
                 return self._commands.get(block=idle_s > 0, timeout=idle_s)
             self._pull()
@@ -205,30 +246,34 @@ class RolloutWorker(SamplingWorker):
 
     def _pull(self) -> None:
         """Takes groups from the queue as far as the engine has room for their samples."""
-        room, now = self.config.rollout.max_num_seqs - self.groups.num_samples, time.perf_counter()
+        room = self.config.rollout.max_num_seqs - self.groups.num_samples
+        now = time.perf_counter()
         if room > 0 and now - self._pulled_at >= _IDLE_S:
             self._pulled_at = now
-            self._pulled += map(pickle.loads, self._groups_queue.call("take", self.engine_index, room))
+            entries = self._groups_queue.call("take", self.engine_index, room)
+            self._pulled += map(pickle.loads, entries)
 
     def _run_slice(self) -> None:
-        pulled, self._pulled = self._pulled, []
-        for _, entries in groupby(pulled, key=itemgetter(1)):
-            plans, sampling = zip(*entries, strict=True)
-            self.groups.begin(plans, sampling[0])
+        """Starts the groups that were pulled, and runs all groups for a slice of time."""
+        pulled = self._pulled
+        self._pulled = []
+        for sampling, entries in groupby(pulled, key=itemgetter(1)):
+            plans = [plan for plan, _ in entries]
+            self.groups.begin(plans, sampling)
         self.groups.run_for(SLICE_S)
         if self.groups.has_complete:
             self._completed.set()
 
 
 class _Command(NamedTuple):
-    """A function for the engine's thread, and the future of its result; see `RolloutWorker._run`."""
+    """A function for the engine's thread.
 
-    function: Callable[[], Any]
-    future: "Future[Any]"
+    Attributes:
+        execute: calls the function, and gives its result or its error to the caller.
+        fail: gives an error to the caller, without a call of the function.
+        together: see `RolloutWorker._run`.
+    """
+
+    execute: Callable[[], None]
+    fail: Callable[[BaseException], None]
     together: bool
-
-    def execute(self) -> None:
-        try:
-            self.future.set_result(self.function())
-        except Exception as error:
-            self.future.set_exception(error)

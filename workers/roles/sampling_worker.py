@@ -7,7 +7,6 @@ episodes of a program. Environments and programs run in child processes of the f
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,8 @@ class SamplingWorker(Worker):
     def build_rollout(self) -> None:
         """Builds the engine with the remaining memory of the device, and sets rollout, runner and groups. Collective
         among the ranks of an engine."""
-        config, model = self.config, self.config.model
+        config = self.config
+        model = config.model
         assert model.path is not None
         self.max_model_len = config.rollout.max_model_len or config.longest_sample
         self.rollout = build_rollout_engine(
@@ -78,6 +78,7 @@ class SamplingWorker(Worker):
             override_config=rollout_overrides(model),
             trust_remote_code=model.trust_remote_code,
         )
+        # samples continue under newer weights, or end when enough groups are complete
         interrupts = config.spans_updates or config.rollout.oversample > 1
         tensor_parallel = config.rollout.tensor_model_parallel_size
         self.runner: Runner[Any] = Runner(self.rollout, group_of_engine(tensor_parallel), interrupts)
@@ -88,7 +89,9 @@ class SamplingWorker(Worker):
         # ranks that repeat the calls of their engine's first rank run no samples of their own
         if not (self.config.is_agentic and self.runner.leads):
             return self.answer_runner()
-        return self._program_runner() if self.config.agentic.has_program else self._episode_runner()
+        if self.config.agentic.has_program:
+            return self._program_runner()
+        return self._episode_runner()
 
     def answer_runner(self) -> AnswerRunner:
         """Returns a runner of answers, whose rewards the pool computes meanwhile."""
@@ -101,10 +104,14 @@ class SamplingWorker(Worker):
         )
 
     def _send_rewards(self, finished: list[tuple[RewardItem, list[int]]]) -> None:
-        """Sends finished answers to the reward pool."""
-        if self.rewards:
-            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-            self.rewards.send("submit", [replace(item, solution_str=str(decode(ids))) for item, ids in finished])
+        """Sends finished answers to the reward pool, as texts without special tokens."""
+        if not self.rewards:
+            return
+        items = []
+        for item, token_ids in finished:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            items.append(replace(item, solution_str=str(text)))
+        self.rewards.send("submit", items)
 
     def _episode_runner(self) -> EpisodeRunner:
         """Starts the processes of the environments and returns the runner of their episodes."""
@@ -113,12 +120,14 @@ class SamplingWorker(Worker):
         pool = EnvPool(agentic.env_pool, templates, modules=self.env_modules, log_dir=self._log_folder("environments"))
         pool.start()
 
+        # one limit for training and validation, which allows all episodes of the larger one
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
         most_episodes = []
         for manager in managers.values():
             if manager.tags:
                 groups_per_engine = -(-manager.num_env_groups // self.num_engines)
-                most_episodes.append(groups_per_engine * (manager.group_size + manager.group_size_redundancy))
+                episodes_per_group = manager.group_size + manager.group_size_redundancy
+                most_episodes.append(groups_per_engine * episodes_per_group)
 
         return EpisodeRunner(
             self.runner,
@@ -139,20 +148,27 @@ class SamplingWorker(Worker):
         from workers.agents.endpoint.server import Endpoint  # imports aiohttp, which takes a second; other runs skip it
         from workers.agents.programs import ProgramRunner
 
-        config, agentic, rollout = self.config, self.config.agentic, self.config.rollout
-        tokenizer = copy.deepcopy(self.tokenizer)  # the server's thread uses it
+        config = self.config
+        agentic = config.agentic
+        rollout = config.rollout
+        # the server's thread uses it while this thread uses the other one
+        tokenizer = copy.deepcopy(self.tokenizer)
         template_kwargs = config.data.apply_chat_template_kwargs
         joins = ChatJoins(tokenizer, template_kwargs, most_tokens=self._token_limits.max_model_len)
         stop_ids = sorted({*stop_token_ids(config.model, self.tokenizer), *joins.ends_of_turn})
 
         spec = program_pool(agentic, self._log_folder("programs"), on_repeat=lambda number: runner.repeat(number))
         programs = ProcessPool(spec)
-        port = agentic.endpoint.port and agentic.endpoint.port + self.engine_index  # 0 is any free port
+        port = agentic.endpoint.port
+        if port:  # 0 is any free port
+            port += self.engine_index
         training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         endpoint = Endpoint(agentic.endpoint, port, Path(str(config.model.path)).name, programs.wake, training)
+        # commands run as one user, and each can read the keys of the others
         if agentic.program is not None and is_command(agentic.program):
             endpoint.callers = Callers(lambda: programs.pids)
 
+        # the lambda of `spec` reads this name later
         runner = ProgramRunner(
             self.runner,
             endpoint,
@@ -189,5 +205,6 @@ class SamplingWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Ends environments or programs, closes the rollout engine and releases its resources."""
+        # first the processes that send requests to the engine
         self.groups.close()
         self.rollout.close()

@@ -21,7 +21,9 @@ COMPUTE_METRIC = make_nd_compute_dataproto_dispatch_fn("train", concat=False)
 class ModelWorker(Worker):
     """A worker with an FSDP engine, which `init_model` of the subclass builds.
 
-    config: the whole configuration. total_training_steps: number of steps of the learning-rate schedule.
+    Args:
+        config: the whole configuration.
+        total_training_steps: number of steps of the learning-rate schedule.
     """
 
     config: RunOptions
@@ -30,16 +32,21 @@ class ModelWorker(Worker):
 
     def __init__(self, config: RunOptions, total_training_steps: int = 0) -> None:
         super().__init__()
-        self.config, self.total_training_steps = config, total_training_steps
+        self.config = config
+        self.total_training_steps = total_training_steps
         self.phases = process_phases()
 
     def build_engine(
         self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
     ) -> None:
         """Builds `engine` in the process group of this worker class, and moves it off the device until it is needed.
+
         Registers the mesh "train", in which the ranks of a sequence group are one data-parallel rank.
 
-        optim_config: optimizer options; None for a network that is never trained.
+        Args:
+            network: builds the network.
+            fsdp_config: sharding, precision and offload.
+            optim_config: optimizer options; None for a network that is never trained.
         """
         set_deterministic(self.config.trainer.deterministic)
         self.device = get_device(self.config.trainer.device)
@@ -47,23 +54,26 @@ class ModelWorker(Worker):
         # ranks outside of such a group split NCCL's communicator (`_new_process_group_helper`) and wait for the ranks
         # inside, which do not split it: a deadlock.
         engine = getattr(getattr(self.config, "rollout", None), "name", "")  # a flow model has no rollout engine
-        binds = self.device.type == "cuda" and resolve_engine_name(engine) != "vllm"
-        self.init_process_group(dist_backend(self.device), device_id=self.device if binds else None)
+        bound_device = None
+        if self.device.type == "cuda" and resolve_engine_name(engine) != "vllm":
+            bound_device = self.device
+        self.init_process_group(dist_backend(self.device), device_id=bound_device)
+
         self.engine = self.new_engine(network, fsdp_config, optim_config)
         group = self.engine.policy.sequence_group
         if group is None:
             self.register_mesh("train", self.rank, self.world_size)
-        else:
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            self.register_mesh("train", rank // group.size, ranks // group.size, is_collect=group.rank == 0)
+            return
+        # all ranks of a sequence group get the same rows and compute the same outputs; its first rank returns them
+        dp_rank = dist.get_rank() // group.size
+        dp_size = dist.get_world_size() // group.size
+        self.register_mesh("train", dp_rank, dp_size, is_collect=group.rank == 0)
 
     def new_engine(
         self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
     ) -> FSDPEngine:
         """Returns a new engine in the process group of `build_engine`, and moves it off the device until it is needed.
-
-        optim_config: optimizer options; None for a network that is never trained.
-        """
+        For the arguments see `build_engine`."""
         engine = FSDPEngine(
             network,
             fsdp_config,
@@ -85,7 +95,9 @@ class TrainingWorker(ModelWorker):
     def save_checkpoint(self, path: str, background: bool) -> None:
         """Writes model, optimizer, schedule and random states under `path`, sharded over the ranks.
 
-        background: True returns after copying them to the host; `finish_save` waits until the files are written.
+        Args:
+            path: the folder to write.
+            background: True returns after copying them to the host; `finish_save` waits until the files are written.
         """
         self.phases.enter(self.engine)
         self.engine.save(path, background=background)

@@ -196,7 +196,7 @@ def test_rows_with_one_prompt_and_all_its_answers_by_hand() -> None:
     assert sequences.to(torch.device("meta")).trees is None, "another device has attention for runs of sequences"
     trees = sequences.to(torch.device("cpu")).trees
     assert trees.index.tolist() == [[0, 1, 2, 3, 4]]
-    assert trees.places.tolist() == [0, 1, 2, 3, 4]
+    assert trees.flat_positions.tolist() == [0, 1, 2, 3, 4]
     assert trees.mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
