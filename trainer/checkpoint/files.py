@@ -292,7 +292,11 @@ def _changed_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
     """Returns the files that are missing or have another digest than `expected`, by name."""
     top = folder.resolve()
     # a name in the manifest must not lead to a file outside the checkpoint
-    inside = [name for name in expected if (top / name).is_file() and (top / name).resolve().is_relative_to(top)]
+    inside = []
+    for name in expected:
+        file = top / name
+        if file.is_file() and file.resolve().is_relative_to(top):
+            inside.append(name)
     digests = hashes(folder, inside)
     return [name for name, digest in expected.items() if digests.get(name) != digest]
 
