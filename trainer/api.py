@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
     from trainer.callbacks import Callback
-    from trainer.observe.health import Finding
+    from trainer.observe.health_checks import Finding
 
 _BATCH = 64
 _REDRAW_S = 3.0

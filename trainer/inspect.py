@@ -25,7 +25,8 @@ from trainer.cli import command
 from trainer.observe.console import Terminal, format_seconds
 from trainer.observe.final_report import shortened, validation_means, validation_table
 from trainer.observe.findings import findings_table
-from trainer.observe.health import findings_of, number
+from trainer.observe.health import findings_of
+from trainer.observe.health_checks import number
 from trainer.observe.page_data import panels_of
 from trainer.observe.run_data import Answer, Request, Run, chosen, read_run, run_titles, stage_seconds
 from verl_lite.errors import printable

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.checkpoint.files import saved_steps, why_not_written
 from trainer.cli import failure_text
@@ -33,10 +33,14 @@ END_OF_LOG = 64 << 10  # bytes of each log in a dump
 class FailedStep:
     """Content of step.pkl.
 
-    job: class of the job. options: class of its configuration. phase: phase of the step, such as update_actor.
-    sampling: state of the sampling before the step (see `steps.TrainingSteps`); None in supervised training, where the
-    step determines its rows. batch: responses and their scores; None if the step failed before they were complete.
-    checkpoint: newest checkpoint at that time, or None.
+    Attributes:
+        job: Class of the job.
+        options: Class of its configuration.
+        phase: Phase of the step, such as update_actor.
+        sampling: State of the sampling before the step (see `TrainingSteps`); None in supervised training, where the
+            step determines its rows.
+        batch: Responses and their scores; None if the step failed before they were complete.
+        checkpoint: Newest checkpoint at that time, or None.
     """
 
     job: type[Any]
@@ -49,19 +53,63 @@ class FailedStep:
     checkpoint: str | None
 
 
+class CrashedJob(Protocol):
+    """What a dump contains of a job (`trainer.launch.run.Job`)."""
+
+    run_dir: Path
+
+    @property
+    def config(self) -> object: ...
+
+    @property
+    def replays_steps(self) -> bool: ...
+
+
+class CrashedSteps(Protocol):
+    """What a dump contains of the steps of a run (`trainer.loop.steps.StepCounter`)."""
+
+    @property
+    def global_step(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class SavingThread(Protocol):
+    """The saver of a run (`trainer.loop.saving.Saver`)."""
+
+    def wait(self) -> None: ...
+
+
+class CrashedTrainer(Protocol):
+    """What a dump contains of a trainer (`trainer.loop.training_loop.TrainingLoop`)."""
+
+    @property
+    def steps(self) -> CrashedSteps: ...
+
+    @property
+    def saver(self) -> SavingThread: ...
+
+    @property
+    def step_data(self) -> object: ...
+
+    @property
+    def scored_batch(self) -> DataProto | None: ...
+
+
 @contextmanager
-def dump_on_failure(job: Any, trainer: Any) -> Iterator[None]:
+def dump_on_failure(job: CrashedJob, trainer: CrashedTrainer) -> Iterator[None]:
     """Writes a dump into the run folder if the block raises an exception other than UserError, which passes through. A
     replay, whose run folder is inside a dump, writes none. A dump that cannot be written adds a note to the error."""
-    run_dir: Path = job.run_dir
     try:
         yield
-    except UserError:
+    except UserError:  # wrong input of the user: its message says what to change
         raise
     except Exception as error:
-        if (run_dir.parent / STEP).exists():
+        if (job.run_dir.parent / STEP).exists():
             raise
-        folder = run_dir / "crash" / f"step_{trainer.steps.global_step}"
+        folder = job.run_dir / "crash" / f"step_{trainer.steps.global_step}"
+        # an error of the dump, such as a full disk, must not hide the error of the run
         try:
             error.add_note(write_dump(job, trainer, folder, error))
         except OSError as why:
@@ -71,23 +119,27 @@ def dump_on_failure(job: Any, trainer: Any) -> Iterator[None]:
         raise
 
 
-def write_dump(job: Any, trainer: Any, folder: Path, error: BaseException) -> str:
+def write_dump(job: CrashedJob, trainer: CrashedTrainer, folder: Path, error: BaseException) -> str:
     """Writes a dump. Returns a sentence that tells the user how to use it."""
-    run_dir: Path = job.run_dir
     failed = _failed_step(job, trainer, error)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "error.txt").write_text("".join(traceback.format_exception(error)) + failure_text(error))
     with (folder / "stacks.txt").open("w") as file:
         faulthandler.dump_traceback(file)
-    installed = {entry.name: entry.version for entry in distributions() if entry.name in PACKAGES}
-    versions = {"python": platform.python_version(), "system": platform.platform()} | installed
+
+    versions = {"python": platform.python_version(), "system": platform.platform()}
+    versions |= {entry.name: entry.version for entry in distributions() if entry.name in PACKAGES}
     (folder / "versions.json").write_text(json.dumps(versions, indent=2))
-    if (run_dir / "config.yaml").exists():
-        shutil.copy(run_dir / "config.yaml", folder)
-    for log in (run_dir / "logs").glob("*.log"):
+
+    config_file = job.run_dir / "config.yaml"
+    if config_file.exists():
+        shutil.copy(config_file, folder)
+    for log in (job.run_dir / "logs").glob("*.log"):
         with log.open("rb") as source:
             source.seek(max(0, log.stat().st_size - END_OF_LOG))
             (folder / "logs" / log.name).write_bytes(source.read())
+
+    # last, because objects of a user can make it fail: the files above then exist
     if failed is None:
         return f"Stacks, versions and the ends of all logs: {folder}"
     DataProto(meta_info={"failed": failed}).save_to_disk(folder / STEP)
@@ -95,22 +147,36 @@ def write_dump(job: Any, trainer: Any, folder: Path, error: BaseException) -> st
 
 
 def read_dump(folder: Path) -> FailedStep:
-    """Returns the step that `write_dump` stored. It is a pickle: open only dumps that you trust. Raises UserError if
-    the folder has none."""
+    """Returns the step that `write_dump` stored. It is a pickle: open only dumps that you trust.
+
+    Raises:
+        UserError: if the folder has none.
+    """
     if not (folder / STEP).exists() or not (folder / "config.yaml").exists():
         raise UserError(f"{folder}: no crash dump there; expected RUN/crash/step_N with step.pkl and config.yaml")
     return DataProto.load_from_disk(folder / STEP).meta_info["failed"]
 
 
-def _failed_step(job: Any, trainer: Any, error: BaseException) -> FailedStep | None:
+def _failed_step(job: CrashedJob, trainer: CrashedTrainer, error: BaseException) -> FailedStep | None:
     """Returns the failed step; None if the run failed before its first step or cannot replay one."""
-    data, phase = trainer.step_data, circumstances(error).phase
-    sampling = data if isinstance(data, DataProto) else None
-    if data is None or (sampling is None and not job.replays_steps):
+    if trainer.step_data is None:
         return None
+    # steps that sample yield the state of the sampling; all others yield their number
+    sampling = trainer.step_data if isinstance(trainer.step_data, DataProto) else None
+    if sampling is None and not job.replays_steps:
+        return None
+
+    # a checkpoint can still be in publication; the replay starts from the newest one
     trainer.saver.wait()
     saved = saved_steps(job.run_dir)
-    batch = None if trainer.scored_batch is None else trainer.scored_batch.select(meta_info_keys=[])
-    checkpoint = str(saved[max(saved)]) if saved else None
-    steps, kinds = trainer.steps, (type(job), type(job.config))
-    return FailedStep(*kinds, steps.global_step, steps.epoch, phase, sampling, batch, checkpoint)
+    batch = trainer.scored_batch
+    return FailedStep(
+        job=type(job),
+        options=type(job.config),
+        step=trainer.steps.global_step,
+        epoch=trainer.steps.epoch,
+        phase=circumstances(error).phase,
+        sampling=sampling,
+        batch=None if batch is None else batch.select(meta_info_keys=[]),
+        checkpoint=str(saved[max(saved)]) if saved else None,
+    )

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +31,8 @@ SPARE_SHARE = 0.05  # free space required beyond a checkpoint's size, as a share
 LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
 MOST_MANIFEST_BYTES = 16 << 20  # size for 100,000 files; this program writes no larger manifest
 LOADED = ("*/.metadata", "*/*.distcp", "*/*.pt")  # model files that a resumed run reads
+# what reading a file of any content can raise; UserError of `read_state` is a ValueError
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class DiskFull(UserError):
@@ -52,80 +54,120 @@ def removed_on_failure(draft: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # measured before the draft is removed, which frees its space
         needed = expected_size(draft.parent, folder_bytes(draft))
         free = free_bytes(draft.parent)
         _remove(draft)
-        if isinstance(error, Exception) and free < LEAST_FREE_BYTES:  # a worker's error has no errno
+        # judged by the free space, because a worker's error has no errno
+        if isinstance(error, Exception) and free < LEAST_FREE_BYTES:
             raise DiskFull(_no_room(draft.parent, needed, free)) from error
         raise
 
 
 def publish(draft: Path) -> Path:
     """Turns a completely written draft into the checkpoint of its step, then updates the marker. Returns its folder."""
-    run_dir, name = draft.parent, draft.stem[1:]
-    final, old = run_dir / name, run_dir / f".{name}.old"
-    names = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
-    entries = {name: [(draft / name).stat().st_size, digest] for name, digest in hashes(draft, names).items()}
+    run_dir = draft.parent
+    name = draft.stem[1:]
+    final = run_dir / name
+    replaced = run_dir / f".{name}.old"
+
+    files = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
+    digests = hashes(draft, files)
+    entries = {file: [(draft / file).stat().st_size, digests[file]] for file in files}
     (draft / MANIFEST).write_text(json.dumps({"sha256": entries}, indent=1), encoding="utf-8")
+
+    # before the rename: a visible checkpoint has all its bytes on the disk, also after a power failure
     for path in (*draft.rglob("*"), draft):
         _sync(path)
-    if os.path.lexists(final):  # a run resumed at an earlier step saves this step again
-        final.rename(old)
+
+    # A run resumed at an earlier step saves this step again. If the process is killed between the two renames, `tidy`
+    # restores the replaced checkpoint. lexists: a broken link would prevent the rename, too
+    if os.path.lexists(final):
+        final.rename(replaced)
     draft.rename(final)
     _sync(run_dir)
+
+    # the marker follows the folder, so that it never names a step that is not there
     if (run_dir / MARKER).is_dir():  # os.replace cannot put a file in place of a folder
         _set_aside(run_dir / MARKER)
     write_atomically(run_dir / MARKER, name.removeprefix("global_step_"))
-    _remove(old)
+    _remove(replaced)
     return final
 
 
 def tidy(run_dir: Path) -> None:
     """Removes the drafts and partly deleted checkpoints of a killed process. Restores a checkpoint whose replacement
     was not completed."""
-    for old in run_dir.glob(".global_step_*.old"):
-        if old.is_dir() and not os.path.lexists(final := run_dir / old.stem[1:]):
-            old.rename(final)
-    for left in run_dir.glob(".global_step_*"):
-        _remove(left)
+    for replaced in run_dir.glob(".global_step_*.old"):
+        final = run_dir / replaced.stem[1:]
+        if replaced.is_dir() and not os.path.lexists(final):
+            replaced.rename(final)
+    for remains in run_dir.glob(".global_step_*"):
+        _remove(remains)
 
 
 def prune(run_dir: Path, keep_newest: int | None) -> None:
-    """Deletes all checkpoints except the `keep_newest` newest. None keeps all; at least one is kept."""
+    """Deletes all checkpoints except the `keep_newest` newest, which is at least 1. None keeps all."""
+    if keep_newest is None:
+        return
     folders = saved_steps(run_dir)
-    for step in sorted(folders)[: -max(1, keep_newest or len(folders))]:
-        _remove(folders[step].rename(run_dir / f".global_step_{step}.gone"))
+    for step in sorted(folders)[:-keep_newest]:
+        # deleting takes time: if the process is killed meanwhile, the rest must not pass for a checkpoint
+        hidden = folders[step].rename(run_dir / f".global_step_{step}.gone")
+        _remove(hidden)
 
 
 def saved_steps(run_dir: Path) -> dict[int, Path]:
     """Returns the folders of the complete checkpoints of a run, by step."""
-    paths = run_dir.glob("global_step_*")
-    found = ((re.fullmatch(r"global_step_(0|[1-9][0-9]{0,17})", path.name), path) for path in paths)
-    return {int(match[1]): path for match, path in found if match and path.is_dir()}
+    folders = {}
+    for path in run_dir.glob("global_step_*"):
+        # as `publish` writes numbers: global_step_07 would be a second folder of step 7
+        match = re.fullmatch(r"global_step_(0|[1-9][0-9]{0,17})", path.name)
+        if match and path.is_dir():
+            folders[int(match[1])] = path
+    return folders
 
 
 def whole_steps(run_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
     """Yields the undamaged checkpoints of a run folder, newest first, and logs each damaged one. Changes no file.
-    Raises UserError if all checkpoints are damaged."""
-    steps, found = saved_steps(run_dir), False
+
+    Raises:
+        UserError: if all checkpoints are damaged.
+    """
+    steps = saved_steps(run_dir)
+    has_whole = False
     for step in sorted(steps, reverse=True):
-        if damage := damage_of(steps[step]):
-            log(f"{steps[step]} is damaged: {damage}. It is left out")
-        else:
-            found = True
+        damage = damage_of(steps[step])
+        if damage is None:
+            has_whole = True
             yield steps[step]
-    if steps and not found:
+        else:
+            log(f"{steps[step]} is damaged: {damage}. It is left out")
+    if steps and not has_whole:
         raise UserError(f"{run_dir} has no whole checkpoint: all {len(steps)} are damaged, as said above")
 
 
 def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
-    """Returns the checkpoint for trainer.resume_mode: none, the newest if any, or `path`, which must be one."""
+    """Returns the checkpoint that trainer.resume_mode selects.
+
+    Args:
+        run_dir: the run folder.
+        mode: `disable` for none, `auto` for the newest of the run folder if there is one, `resume_path` for `path`.
+        path: trainer.resume_from_path.
+
+    Raises:
+        UserError: if `path` is no checkpoint.
+    """
     if mode == "disable":
         return None
     if mode == "auto":
         tidy(run_dir)
         steps = saved_steps(run_dir)
-        return steps.get(marked_step(run_dir)[0]) or (steps[max(steps)] if steps else None)
+        # a run that was resumed at an earlier step writes steps below the highest one; the marker names the last write
+        marked, _ = marked_step(run_dir)
+        if marked in steps:
+            return steps[marked]
+        return steps[max(steps)] if steps else None
     folder = Path(path or "").expanduser().resolve()
     if not (folder / STATE).exists():
         raise UserError(
@@ -136,81 +178,139 @@ def find_checkpoint(run_dir: Path, mode: str, path: str | None) -> Path | None:
 
 
 def marked_step(run_dir: Path) -> tuple[int, str]:
-    """Returns the step in the marker file, or -1 if this folder lacks its checkpoint, and the problem ("" if none)."""
+    """Reads the marker file.
+
+    Returns:
+        The step in it, or -1 if the folder has no checkpoint of this step, and the problem of the marker; empty if it
+        has none or does not exist.
+    """
     marker = run_dir / MARKER
     if not marker.is_file():
         return -1, "it is not a file" if os.path.lexists(marker) else ""
     try:
         with marker.open("rb") as file:
-            step = int(file.read(32))
+            step = int(file.read(32))  # a damaged file can have any length
     except (OSError, ValueError) as error:
         return -1, f"it does not name a step ({error})"
-    return (step, "") if step in saved_steps(run_dir) else (-1, f"it names step {step}, of which no checkpoint is here")
+    if step not in saved_steps(run_dir):
+        return -1, f"it names step {step}, of which no checkpoint is here"
+    return step, ""
 
 
 def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[str], None]) -> Path | None:
-    """Returns the checkpoint of `find_checkpoint` after verifying every file. With `auto` a damaged checkpoint is
-    renamed and the next older one is used. Raises UserError if the checkpoint at `path` is damaged, or if all those of
-    the folder are, so that a run never restarts from scratch unnoticed."""
-    if mode == "auto" and (problem := marked_step(run_dir)[1]):
-        log(f"{run_dir / MARKER}: {problem}. The newest whole checkpoint is taken; the next one replaces this file")
-    while (folder := find_checkpoint(run_dir, mode, path)) and (damage := damage_of(folder)):
+    """Returns the checkpoint of `find_checkpoint` after verifying every file. With `auto`, a damaged checkpoint is
+    renamed and the next older one is used.
+
+    Raises:
+        UserError: if the checkpoint at `path` is damaged, or if all those of the run folder are, so that a run never
+            restarts from scratch unnoticed.
+    """
+    if mode == "auto":
+        _, problem = marked_step(run_dir)
+        if problem:
+            log(f"{run_dir / MARKER}: {problem}. The newest whole checkpoint is taken; the next one replaces this file")
+
+    folder = find_checkpoint(run_dir, mode, path)
+    while folder is not None:
+        damage = damage_of(folder)
+        if damage is None:
+            return folder
         if mode != "auto":
-            others = [str(other) for _, other in sorted(saved_steps(folder.parent).items()) if other != folder]
+            of_run = saved_steps(folder.parent)
+            others = [str(of_run[step]) for step in sorted(of_run) if of_run[step] != folder]
             raise UserError(f"{folder} is damaged: {damage}. Others of its run: {', '.join(others) or 'none'}")
+
+        # under another name, the next search does not find it, and the user can still look at it
         aside = _set_aside(folder)
         log(f"{folder} is damaged: {damage}. It is {aside.name} now; the run goes back to the newest whole one")
-    remains = [path.name for name in (MARKER, "global_step_*.damaged") for path in sorted(run_dir.glob(name))]
-    if mode == "auto" and folder is None and remains:
+        folder = find_checkpoint(run_dir, mode, path)
+
+    if mode == "auto":
+        _refuse_remains(run_dir)
+    return None
+
+
+def _refuse_remains(run_dir: Path) -> None:
+    """Raises UserError if a run folder without checkpoints has traces of some: a marker, or damaged checkpoints."""
+    remains: list[str] = []
+    for pattern in (MARKER, "global_step_*.damaged"):
+        remains += [path.name for path in sorted(run_dir.glob(pattern))]
+    if remains:
         raise UserError(
             f"trainer.resume_mode=auto: {run_dir} had checkpoints, and no whole one is left (only {', '.join(remains)})"
             ". The run does not start from scratch by itself. Put a whole checkpoint back; or, to start from scratch, "
             "choose another folder (trainer.default_local_dir or trainer.experiment_name)"
         )
-    return folder
 
 
 def damage_of(folder: Path) -> str | None:
     """Describes the damage of a checkpoint (its files, its manifest, or the step in its name); None if undamaged."""
-    manifest, top, reading = folder / MANIFEST, folder.resolve(), MANIFEST
-    if not manifest.is_file():
+    manifest = folder / MANIFEST
+    if not manifest.is_file():  # nor a pipe, which would never end
         return (
             f"it has no {MANIFEST}, which lists its files and their SHA-256 (a copy that left it out, or a folder that "
             "this program did not write), so nothing says whether it is whole"
         )
+
+    reading = MANIFEST
     try:
         if manifest.stat().st_size > MOST_MANIFEST_BYTES:
             return f"{MANIFEST} has more than {MOST_MANIFEST_BYTES >> 20} MiB"
-        written = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-        expected = {str(name): str(digest) for name, (_, digest) in written.items()}
-        needed = {STATE, *(path.relative_to(folder).as_posix() for pattern in LOADED for path in folder.glob(pattern))}
-        if not any(name.endswith("/.metadata") for name in expected):
-            needed.add("MODEL/.metadata")
-        if unlisted := sorted(needed - expected.keys()):
+        entries = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
+        expected = {str(name): str(digest) for name, (_, digest) in entries.items()}
+        unlisted = _unlisted_files(folder, expected)
+        if unlisted:
             return f"{MANIFEST} does not list {printable(', '.join(unlisted))[:1000]}"
+
         reading = "one of its files"
-        there = [name for name in expected if (folder / name).is_file() and (top / name).resolve().is_relative_to(top)]
-        digests = hashes(folder, there)
-        if changed := [name for name, digest in expected.items() if digests.get(name) != digest]:
+        changed = _changed_files(folder, expected)
+        if changed:
             return f"missing, or not the bytes that were written: {printable(', '.join(changed))[:1000]}"
+
+        # after the digests, so that a changed file is reported as changed and not as unreadable
         reading = STATE
-        inside = read_state(folder)["steps"]["global_step"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        step_inside = read_state(folder)["steps"]["global_step"]
+    except _UNREADABLE as error:
         return f"{reading} cannot be read ({printable(str(error))[:1000]})"
-    if re.fullmatch(r"global_step_\d+", folder.name) and folder.name != f"global_step_{inside}":
-        return f"its name is not that of the step in {STATE}, {printable(str(inside))[:20]}: folders were renamed"
+    if re.fullmatch(r"global_step_\d+", folder.name) and folder.name != f"global_step_{step_inside}":
+        return f"its name is not that of the step in {STATE}, {printable(str(step_inside))[:20]}: folders were renamed"
     return None
 
 
-def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def _unlisted_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
+    """Returns the files that a resumed run needs and the manifest does not list. expected: its digests by name."""
+    needed = {STATE}
+    for pattern in LOADED:
+        needed.update(path.relative_to(folder).as_posix() for path in folder.glob(pattern))
+    # every checkpoint has at least one model, whose files can be missing together with their entries
+    if not any(name.endswith("/.metadata") for name in expected):
+        needed.add("MODEL/.metadata")
+    return sorted(needed - expected.keys())
+
+
+def _changed_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
+    """Returns the files that are missing or have another digest than `expected`, by name."""
+    top = folder.resolve()
+    # a name in the manifest must not lead to a file outside the checkpoint
+    inside = []
+    for name in expected:
+        file = top / name
+        if file.is_file() and file.resolve().is_relative_to(top):
+            inside.append(name)
+    digests = hashes(folder, inside)
+    return [name for name, digest in expected.items() if digests.get(name) != digest]
+
+
+def hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Returns the SHA-256 of files by name. Uses threads, since hashing and reading release the GIL."""
 
-    def hashed(name: str) -> tuple[str, str]:
+    def digest_of(name: str) -> str:
         with (folder / name).open("rb") as file:
-            return name, hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(pool.map(hashed, names))
+        digests = list(pool.map(digest_of, names))
+    return dict(zip(names, digests, strict=True))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -229,7 +329,9 @@ def folder_bytes(folder: Path) -> int:
 def expected_size(run_dir: Path, guess: int = 0) -> int:
     """Estimates the size of the next checkpoint in bytes: that of the newest one, or `guess` if there is none."""
     steps = saved_steps(run_dir)
-    return folder_bytes(steps[max(steps)]) if steps else guess
+    if not steps:
+        return guess
+    return folder_bytes(steps[max(steps)])
 
 
 def require_space(run_dir: Path, needed: int) -> None:
@@ -254,10 +356,12 @@ def why_not_written(path: Path, error: OSError) -> str:
 
 def free_bytes(path: Path) -> int:
     """Returns the free bytes on the disk of `path`, which need not exist yet."""
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(existing).free
 
 
 _REPORTED_PATHS: set[Path] = set()
+"""The paths of `beside_training` whose failure this process has reported."""
 
 
 @contextmanager
@@ -276,7 +380,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces a small file atomically: readers see the old or the new text, also after a crash."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
-    _sync(draft)
+    _sync(draft)  # before the rename, which could otherwise reach the disk before the text
     os.replace(draft, path)
     _sync(path.parent)
 
@@ -297,6 +401,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
+    """Waits until the content of a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

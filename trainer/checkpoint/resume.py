@@ -52,8 +52,11 @@ def flat_config(config: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        inner = {f".{name}": each for name, each in flat_config(value).items()} if is_dataclass(value) else {"": value}
-        flat |= {f"{field.name}{name}": each for name, each in inner.items()}
+        if not is_dataclass(value):
+            flat[field.name] = value
+            continue
+        for name, inner_value in flat_config(value).items():
+            flat[f"{field.name}.{name}"] = inner_value
     return flat
 
 
@@ -61,13 +64,19 @@ def is_bound(name: str, config: RunOptions) -> bool:
     """Returns True if results depend on the key. They depend on the length of the run only if a learning rate schedule
     does."""
     if name not in ("trainer.total_training_steps", "trainer.total_epochs"):
-        return name in BOUND or not (name.startswith(FREE) or name.endswith(FREE_LEAVES))
+        is_free = name.startswith(FREE) or name.endswith(FREE_LEAVES)
+        return name in BOUND or not is_free
+
+    # a schedule after the warm-up, or a warm-up whose length is a share of all steps, of any optimizer of the run
     flat = flat_config(config)
-    return any(
-        flat[key] != "constant" or (flat[f"{optim}lr_warmup_steps"] < 0 and flat[f"{optim}lr_warmup_steps_ratio"] > 0)
-        for key in flat
-        if (optim := key.removesuffix("lr_scheduler_type")) != key
-    )
+    for key, schedule in flat.items():
+        if not key.endswith("lr_scheduler_type"):
+            continue
+        optim = key.removesuffix("lr_scheduler_type")
+        has_relative_warmup = flat[f"{optim}lr_warmup_steps"] < 0 and flat[f"{optim}lr_warmup_steps_ratio"] > 0
+        if schedule != "constant" or has_relative_warmup:
+            return True
+    return False
 
 
 def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
@@ -76,23 +85,41 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
     A key that is missing in the checkpoint, because it is newer, counts with its default. A key of the checkpoint that
     no longer exists counts as changed.
     """
-    now, allowed = flat_config(config), config.trainer.resume_allow
+    now = flat_config(config)
     before = flat_config(type(config)()) | dict(saved)
-    if now.get("rollout.name") != "auto" == before.get("rollout.name"):
-        before["rollout.name"] = "vllm"  # checkpoints of version 0.1 say auto if auto chose vllm
-    names = sorted(name for name in {*before, *now} if is_bound(name, config) and name not in allowed)
-    values = ((name, before[name], now.get(name, "(no such key)")) for name in names)
-    return [f"{name}: {old} in the checkpoint, {new} now" for name, old, new in values if old != new]
+    # checkpoints of version 0.1 say auto if auto chose vllm
+    if before.get("rollout.name") == "auto" and now.get("rollout.name") != "auto":
+        before["rollout.name"] = "vllm"
+
+    differing = []
+    for name in sorted({*before, *now}):
+        if name in config.trainer.resume_allow or not is_bound(name, config):
+            continue
+        new_value = now.get(name, "(no such key)")
+        if before[name] != new_value:
+            differing.append(f"{name}: {before[name]} in the checkpoint, {new_value} now")
+    return differing
 
 
 def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_look: str) -> None:
-    """Raises UserError if `trainer.resume_mode` finds a checkpoint of another configuration, or of a run without
-    remaining steps. to_look: for the message, how a user can look at a finished run."""
+    """Checks that the run may continue from the checkpoint that `trainer.resume_mode` finds.
+
+    Args:
+        config: configuration of the run.
+        run_dir: the run folder.
+        total_steps: number of steps of the whole run.
+        to_look: for the message, how a user can look at a finished run.
+
+    Raises:
+        UserError: if the checkpoint is of another configuration.
+        FinishedRunError: if no steps remain.
+    """
     folder = find_checkpoint(run_dir, config.trainer.resume_mode, config.trainer.resume_from_path)
     if folder is None:
         return
     state = read_state(folder)
-    if differing := differing_keys(state["config"], config):
+    differing = differing_keys(state["config"], config)
+    if differing:
         raise UserError(
             f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nRestore the old values, "
             "start from the beginning with trainer.resume_mode=disable, or, if the change is intended, name the keys: "
@@ -115,8 +142,13 @@ def refuse_missed_profiles(trainer: RunConfig, run_dir: Path, total_steps: int) 
     """Raises UserError if trainer.profile_steps has a step that the run does not reach, or passed without a profile."""
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     done = 0 if folder is None else read_state(folder)["steps"]["global_step"]
-    profiled = [step for step in trainer.profile_steps if profile_folder(run_dir, step).is_dir()]
-    if missed := [step for step in trainer.profile_steps if not done < step <= total_steps and step not in profiled]:
+    missed = []
+    for step in trainer.profile_steps:
+        is_ahead = done < step <= total_steps
+        # the command of a stopped run is repeated with its options, so a step that has its profile is no mistake
+        if not is_ahead and not profile_folder(run_dir, step).is_dir():
+            missed.append(step)
+    if missed:
         raise UserError(
             f"trainer.profile_steps={trainer.profile_steps}: this run has steps {done + 1} to {total_steps}, so "
             f"{missed} never occur: choose other steps, or set trainer.profile_steps=[]"
@@ -124,14 +156,25 @@ def refuse_missed_profiles(trainer: RunConfig, run_dir: Path, total_steps: int) 
 
 
 def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
-    """Raises UserError if the run would continue from a checkpoint of other data, unless trainer.resume_allow names
-    data.train_files or data.train_max_samples. dataset: fingerprint of the data, see `steps.EpochSteps`."""
+    """Checks that the run continues with the data of its checkpoint.
+
+    Args:
+        trainer: options of the run; data may differ if `resume_allow` has data.train_files or data.train_max_samples.
+        run_dir: the run folder.
+        dataset: fingerprint of the data, see `EpochSteps`.
+
+    Raises:
+        UserError: if the data differ.
+    """
     if {"data.train_files", "data.train_max_samples"} & set(trainer.resume_allow):
         return
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
-    before = dataset if folder is None else read_state(folder)["steps"].get("dataset", dataset)
+    if folder is None:
+        return
+    before = read_state(folder)["steps"].get("dataset", dataset)
     # checkpoints of version 0.2.0 and earlier of supervised training have only the number of rows
-    if before not in (dataset, dataset.partition(",")[0]):
+    number_of_rows = dataset.partition(",")[0]
+    if before not in (dataset, number_of_rows):
         raise UserError(
             f"The data is not that of {folder}: its fingerprint is {dataset}, that of the checkpoint {before}. It "
             "changes with the rows, the tokenizer, and the chat template, also with one that writes the date of today. "

@@ -31,7 +31,7 @@ from trainer.observe import final_report
 from trainer.observe.console import Console
 from trainer.observe.final_report import FitResult
 from trainer.observe.findings import closing_findings, findings_table
-from trainer.observe.health import DIVERGED
+from trainer.observe.health_checks import DIVERGED
 from trainer.observe.tracking import Tracking, check_trackers
 from trainer.recipe import prepare_recipe
 from verl_lite.config import (

@@ -47,8 +47,14 @@ class SavedByWorkers:
 class Saver:
     """Writes the checkpoints of a run folder, and restores the checkpoint that a run resumes from.
 
-    learners: trained models, by the name of their folder. expected_bytes: estimated size of the first checkpoint.
-    log: shows a sentence to the user.
+    Args:
+        learners: trained models, by the name of their folder.
+        expected_bytes: estimated size of the first checkpoint.
+        log: shows a sentence to the user.
+
+    Attributes:
+        newest: The newest checkpoint that this process has completed.
+        is_overdue: True if the last checkpoint failed because the disk was full.
     """
 
     def __init__(
@@ -71,20 +77,28 @@ class Saver:
         self._written: Path | None = None  # a draft whose files the workers write
         self._publishing: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # a killed process leaves drafts, which would occupy the space of the next checkpoint
         files.tidy(run_dir)
 
     def is_due(self, steps: StepCounter) -> bool:
         """Returns True if the current step ends with a checkpoint: it is due, the disk was full at the last one, or
         the run is being stopped."""
         frequency = self.trainer.save_freq
+        # called in every step, also if a checkpoint is due anyway: `must_stop` decides whether the run ends
         is_stopped = steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
     def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
         """Writes the checkpoint of this step. With trainer.async_save the workers write their files in the background.
 
-        state: state of the trainer to save in addition to options, steps and random states. If the disk is full, the
-        next step tries again (`is_due`); the last step raises DiskFull.
+        If the disk is full, the next step tries again (`is_due`).
+
+        Args:
+            steps: the steps of the run, whose state becomes part of the checkpoint.
+            state: state of the trainer to save in addition to options, steps and random states.
+
+        Raises:
+            DiskFull: if the disk is full in the last step, after which nothing tries again.
         """
         step = steps.global_step
         is_last = steps.is_last or steps.stopping
@@ -95,6 +109,7 @@ class Saver:
             **(state or {}),
         }
         try:
+            # the workers keep only one copy of their state on the host, so the previous save comes to its end first
             self._collect()
             draft = files.open_draft(self.run_dir, step, self.expected_bytes)
             with files.removed_on_failure(draft):
@@ -102,6 +117,8 @@ class Saver:
                     learner.save(str(draft / name), background=self.trainer.async_save)
                 write_state(draft / files.STATE, driver_state)
             self._written = draft
+
+            # hashing and publishing run in the thread in any case; only the last step waits for them
             if is_last:
                 self.finish()
             elif not self.trainer.async_save:
@@ -125,9 +142,12 @@ class Saver:
 
     def _collect(self) -> None:
         """Waits for the files of the workers; a thread then publishes them and deletes surplus checkpoints."""
-        self._join()  # the previous checkpoint
+        # one publication at a time, so that checkpoints become visible in the order of their steps
+        self._join()
         if self._written is None:
             return
+
+        # cleared first: if the workers fail, the draft is removed, and the next save must not wait for its files
         draft = self._written
         self._written = None
         with files.removed_on_failure(draft):
@@ -139,6 +159,7 @@ class Saver:
         """Waits for the thread that publishes a checkpoint, if one is running. Raises its error."""
         if self._publishing is None:
             return
+        # cleared first, so that an error is raised once and the next save can succeed
         publishing = self._publishing
         self._publishing = None
         self.newest = publishing.result()
@@ -158,6 +179,7 @@ class Saver:
     def _publish(self, draft: Path) -> Path:
         with files.removed_on_failure(draft):
             folder = files.publish(draft)
+        # older checkpoints are deleted only when the new one is complete, so there is always one to resume from
         files.prune(self.run_dir, self.trainer.max_actor_ckpt_to_keep)
         return folder
 
@@ -175,6 +197,7 @@ class Saver:
         for name, learner in self.learners.items():
             learner.load(str(folder / name))
         steps.load_state_dict(state["steps"])
+        # after the models: with trainer.backend=inline, loading them also sets the generators of this process
         set_random_state(state["random"])
         self.log(f"The run continues after step {steps.global_step} of {steps.total}, from {folder}")
         return state
@@ -184,16 +207,24 @@ def most_checkpoints(trainer: RunConfig, total_steps: int) -> int:
     """Returns the largest number of checkpoints in the run folder at a time: those kept and one being written."""
     if trainer.save_freq == 0:
         return 0
-    written = 1 if trainer.save_freq < 0 else math.ceil(total_steps / trainer.save_freq)
-    return min(written, (trainer.max_actor_ckpt_to_keep or written) + 1)
+    total = 1  # a negative save_freq saves only the last step
+    if trainer.save_freq > 0:
+        total = math.ceil(total_steps / trainer.save_freq)
+    if trainer.max_actor_ckpt_to_keep is None:
+        return total
+    return min(total, trainer.max_actor_ckpt_to_keep + 1)
 
 
 def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps: int, estimated_bytes: int) -> None:
     """Raises DiskFull, before anything heavy starts, unless the disk has room for all remaining checkpoints.
 
-    estimated_bytes: size of a checkpoint, used while the folder contains none.
+    Args:
+        total_steps: number of steps of the whole run.
+        estimated_bytes: size of a checkpoint, used while the folder contains none.
     """
     most = most_checkpoints(trainer, total_steps)
-    if most:
-        missing = max(1, most - len(files.saved_steps(run_dir)))
-        files.require_space(run_dir, missing * files.expected_size(run_dir, estimated_bytes))
+    if most == 0:
+        return
+    # at least one: a checkpoint is complete before the one that it replaces is deleted
+    missing = max(1, most - len(files.saved_steps(run_dir)))
+    files.require_space(run_dir, missing * files.expected_size(run_dir, estimated_bytes))

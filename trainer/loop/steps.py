@@ -10,14 +10,21 @@ from verl_lite.config import RunConfig
 
 
 class StepCounter:
-    """Counts training steps. `global_step`: current step, from 1 (0 before the first). `epoch`: current epoch, from 0.
-    `total`: last step."""
+    """Counts training steps.
+
+    Attributes:
+        total: Last step of the run.
+        global_step: Current step, from 1; 0 before the first.
+        epoch: Current epoch, from 0.
+        stop_asked: True if `stop` was called.
+        stopping: True if the run ends after the current step although steps remain.
+    """
 
     total: int
     global_step: int = 0
     epoch: int = 0
     stop_asked = False
-    stopping = False  # True if the run ends after the current step although steps remain
+    stopping = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the data of each remaining step, and counts the steps."""
@@ -29,7 +36,8 @@ class StepCounter:
 
     def must_stop(self) -> bool:
         """True if the run must end after this step because `stop` was called."""
-        # evaluated once per step, before its checkpoint, so that a stopped run always has one
+        # evaluated once per step, before its checkpoint, so that a stopped run always has one: a signal that arrives
+        # between this checkpoint and the end of the step is for the next step
         self.stopping = self.stop_asked and not self.is_last
         return self.stopping
 
@@ -39,7 +47,10 @@ class StepCounter:
 
     def due(self, frequency: int) -> bool:
         """True if an action with this frequency is due in the current step; -1 = only in the last step, 0 = never."""
-        return frequency != 0 and (self.is_last or (frequency > 0 and self.global_step % frequency == 0))
+        if frequency == 0:
+            return False
+        # the last step counts with any frequency, so that the result is validated and saved
+        return self.is_last or (frequency > 0 and self.global_step % frequency == 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state from which a resumed run continues."""
@@ -56,7 +67,10 @@ class EpochSteps(StepCounter):
 
     Args:
         rows: number of training rows.
+        batch_size: number of rows of a step.
         options: number of epochs or steps, and the seed.
+        shuffle: True to draw a new order of the rows in each epoch.
+        repeat: number of times that an epoch contains each row.
         dataset: fingerprint of the data, which checkpoints store.
     """
 
@@ -81,13 +95,15 @@ class EpochSteps(StepCounter):
             yield self.global_step
 
     def state_dict(self) -> dict[str, Any]:
+        # `refuse_other_data` compares it when the run resumes
         return super().state_dict() | {"dataset": self.dataset}
 
     def rows_of(self, step: int) -> list[int]:
         """Returns the row numbers of the batch of `step`; steps count from 1, rows from 0."""
-        epoch, number = divmod(step - 1, self.per_epoch)
+        epoch, position = divmod(step - 1, self.per_epoch)
         order = np.tile(np.arange(self.rows), self.repeat)
         if self.shuffle:
+            # a generator for each epoch: a resumed run finds its rows without drawing those of the steps before
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
-        start = number * self.batch_size
+        start = position * self.batch_size
         return order[start : start + self.batch_size].tolist()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 from codetiming import Timer
 
 from trainer.callbacks import Callbacks, RunState
@@ -33,10 +34,15 @@ Result = TypeVar("Result", bound=FitResult)
 class TrainingLoop(Generic[Steps, Result]):
     """Base class of the trainers. A subclass defines `train_step` or its own `fit`, and the other methods as needed.
 
-    options: section `trainer` of the configuration. result: results so far. metrics, timing, usage: metrics, and by
-    phase seconds and `WorkerGroup.usage`, of the current step. step_data: the item of `steps` for the current step;
-    None before the first step. scored_batch: the sampled and scored batch of the current step; None before that, or
-    if the step samples nothing. callbacks: the user's callbacks, which `trainer.launch.run` sets.
+    Attributes:
+        options: Section `trainer` of the configuration.
+        result: Results so far.
+        metrics: Metrics of the current step.
+        timing: Seconds of the current step, by phase.
+        usage: Use of the workers in the current step, by phase; see `WorkerGroup.usage`.
+        step_data: Item of `steps` for the current step; None before the first step.
+        scored_batch: Sampled and scored batch of the current step; None before that, or if the step samples nothing.
+        callbacks: The user's callbacks, which `trainer.launch.run` sets.
     """
 
     val_only = False  # True: validate once, and run no step
@@ -49,8 +55,8 @@ class TrainingLoop(Generic[Steps, Result]):
         self.result = result
         self.metrics: dict[str, Any] = {}
         self.timing: dict[str, float] = {}
-        self.usage: dict[str, Any] = {}
-        self.step_data: Any = None
+        self.usage: dict[str, np.ndarray] = {}
+        self.step_data: Any = None  # its type depends on the steps of the subclass
         self.scored_batch: DataProto | None = None
         self.callbacks = Callbacks()
         self.ended_early = False  # a callback has ended the run before its last step
@@ -67,23 +73,41 @@ class TrainingLoop(Generic[Steps, Result]):
         """Yields the data of each remaining step. Calls `begin` before the first step; completes `result` at the end.
         Call `end_step` after each step."""
         self.begin()
+        # a callback can end the run in on_run_begin or after the first validation, before there is a step
         if self.callbacks.control.should_training_stop:
             self.end_early()
-        for data in () if self.val_only else self.steps:
-            self.metrics = {}
-            self.timing = {}
-            self.usage = {}
-            self.step_data = data
-            self.scored_batch = None
-            if self.steps.global_step in self.options.profile_steps:
-                self.start_profile()
-            yield data
+
+        if not self.val_only:
+            for data in self.steps:
+                self._reset_step(data)
+                # the workers profile until `end_step`, so the profile shows neither validation nor checkpoint
+                if self.steps.global_step in self.options.profile_steps:
+                    self.start_profile()
+                yield data
+        self._complete_result()
+
+    def _reset_step(self, data: object) -> None:
+        """Forgets the previous step. data: the item of `steps` for the new step."""
+        self.metrics = {}
+        self.timing = {}
+        self.usage = {}
+        self.step_data = data
+        self.scored_batch = None
+
+    def _complete_result(self) -> None:
+        """Completes `result` after the last step, and tells the callbacks that the run has ended."""
+        # the last step waits for its own checkpoint. One that a callback requested shortly before the end may still be
+        # written in the background
         if self.callbacks:
-            self.saver.finish()  # a callback may have requested a checkpoint shortly before the end
+            self.saver.finish()
         self.result.checkpoint = self.saver.newest
         self.result.stopped = self.steps.stopping
+
+        # a run that its user stopped in the same step is reported as stopped
         if self.ended_early and not self.result.stopped:
             write_early_end(self.saver.run_dir, self.steps.global_step)
+
+        # on_run_end is the last hook: it comes after on_checkpoint of the last checkpoint
         self.report_checkpoints()
         self.call_callbacks("on_run_end")
 
@@ -95,32 +119,49 @@ class TrainingLoop(Generic[Steps, Result]):
     def validate_first(self) -> None:
         """Validates before the first step, if the options require it, and logs the metrics. A resumed run takes the
         validations that it has logged before."""
-        if not self.validates or not (self.options.val_before_train or self.val_only):
+        is_required = self.options.val_before_train or self.val_only
+        if not self.validates or not is_required:
             return
+
+        # the final report of a resumed run compares with the run's first validation, not with one at the checkpoint
         step = self.steps.global_step
-        logged = {} if self.val_only or step == 0 else logged_validations(self.saver.run_dir / METRICS, step)
+        is_resumed = step > 0 and not self.val_only
+        logged = logged_validations(self.saver.run_dir / METRICS, step) if is_resumed else {}
         if logged:
             self.result.before_step = min(logged)
             self.result.before = logged[self.result.before_step]
             self.result.after = logged[max(logged)]
             return
+
+        metrics = self.validate(self.result)
         self.result.before_step = step
-        self.result.before = self.result.after = self.validate(self.result)
-        self.tracking.log(self.result.before, step=step)
-        self.report_validation(self.result.before)
+        self.result.before = metrics
+        self.result.after = metrics
+        self.tracking.log(metrics, step=step)
+        self.report_validation(metrics)
 
     def end_step(self, batch: DataProto) -> None:
         """Validates if due, logs the step, calls the callbacks, and saves a checkpoint if due or requested."""
         if self.steps.global_step in self.options.profile_steps:
             self.stop_profile()
+
         validation: dict[str, float] = {}
         if self.validates and self.steps.due(self.options.test_freq):
             with self.timed("testing"):
-                validation = self.result.after = self.validate(self.result)
+                validation = self.validate(self.result)
+            self.result.after = validation
         self.log_step(batch, validation)
-        must_save = self.callbacks_of_step(batch, validation) if self.callbacks else False
-        if self.saver.is_due(self.steps) or must_save:
-            self.save()  # after logging, so that a resumed run finds the metrics of all earlier steps
+
+        # callbacks read the logged metrics, and the checkpoint contains the state that they have after this step
+        must_save = False
+        if self.callbacks:
+            must_save = self.callbacks_of_step(batch, validation)
+
+        # saved after logging, so that a resumed run finds the metrics of all earlier steps. `is_due` is called in any
+        # case, because it also decides whether a run that is to stop ends with this step
+        is_due = self.saver.is_due(self.steps)
+        if is_due or must_save:
+            self.save()
         self.report_checkpoints()
 
     # -------------------------------------------------------------------------------------------------- callbacks
@@ -144,20 +185,25 @@ class TrainingLoop(Generic[Steps, Result]):
             is_validated = True
 
         requests = self.callbacks.take_requests()
-        if requests.should_training_stop and not self.steps.is_last:
-            self.end_early()
-            if self.validates and self.steps.due(self.options.test_freq) and not is_validated:
-                self.validate_again()
-                requests.should_save |= self.callbacks.take_requests().should_save  # of this validation
+        if not requests.should_training_stop or self.steps.is_last:
+            return requests.should_save
+
+        # the step has become the last one, and any test_freq except 0 validates in the last step
+        self.end_early()
+        if self.validates and self.steps.due(self.options.test_freq) and not is_validated:
+            self.validate_again()
+            of_validation = self.callbacks.take_requests()
+            return requests.should_save or of_validation.should_save
         return requests.should_save
 
     def validate_again(self) -> None:
         """Validates after the step was logged, and adds the metrics to those of the step."""
         with self.timed("testing"):
-            self.result.after = self.validate(self.result)
+            metrics = self.validate(self.result)
+        self.result.after = metrics
         testing = {"timing_s/testing": self.timing["testing"]}
-        self.tracking.log(self.result.after | testing, step=self.steps.global_step)
-        self.report_validation(self.result.after)
+        self.tracking.log(metrics | testing, step=self.steps.global_step)
+        self.report_validation(metrics)
 
     def end_early(self) -> None:
         """Makes the current step the last one."""
@@ -209,6 +255,7 @@ class TrainingLoop(Generic[Steps, Result]):
         try:
             self.callbacks.call(event, state)
         except Exception:
+            # hooks are called between steps; before the first one there is nothing to save
             if self.step_data is not None:
                 self.save_completed_step()
             raise
@@ -217,9 +264,14 @@ class TrainingLoop(Generic[Steps, Result]):
         """Saves the current step, which is complete, before an error of a callback ends the run."""
         self.step_data = None  # the crash dump then offers no replay: the step itself did not fail
         self.saver.finish()
-        if self.options.save_freq != 0 and self.steps.global_step not in saved_steps(self.saver.run_dir):
-            self.saver.save(self.steps, self.state_dict() | {CALLBACKS: self.callbacks.readable_states()})
-            self.saver.finish()
+        is_saved = self.steps.global_step in saved_steps(self.saver.run_dir)
+        if self.options.save_freq == 0 or is_saved:
+            return
+
+        # only the readable states: the error can be that of a callback whose state cannot be read
+        states = self.callbacks.readable_states()
+        self.saver.save(self.steps, self.state_dict() | {CALLBACKS: states})
+        self.saver.finish()
 
     def training_samples(self, batch: DataProto) -> list[Sample]:
         """Returns the answers of a training batch with their scores; none in runs that generate no text."""
@@ -249,18 +301,24 @@ class TrainingLoop(Generic[Steps, Result]):
         """Adds the block's seconds to timing_s/<name>, and its use of workers to `usage`. Exceptions raised inside name
         this phase and the step.
 
-        within: the enclosing phase, which is still running; seconds and use are subtracted from it.
+        Args:
+            name: the phase.
+            within: the enclosing phase, which is still running; seconds and use are subtracted from it.
         """
+        # the roles that share processes share one transport, so the first group counts the calls of all of them
         usage_before = self.groups[0].usage
         timer = Timer(name=name, logger=None)
         with timer, during(name, self.steps.global_step), profiling.span(name):
             yield
         used = self.groups[0].usage - usage_before
-        self.timing[name] = self.timing.get(name, 0.0) + timer.last
-        self.usage[name] = self.usage.get(name, 0.0) + used
+        self._add_to_phase(name, timer.last, used)
         if within is not None:
-            self.timing[within] = self.timing.get(within, 0.0) - timer.last
-            self.usage[within] = self.usage.get(within, 0.0) - used
+            self._add_to_phase(within, -timer.last, -used)
+
+    def _add_to_phase(self, name: str, seconds: float, used: np.ndarray) -> None:
+        # a phase can run several times in a step, such as the rewards of each group that is sampled
+        self.timing[name] = self.timing.get(name, 0.0) + seconds
+        self.usage[name] = self.usage.get(name, np.zeros(2)) + used
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -276,6 +334,7 @@ class TrainingLoop(Generic[Steps, Result]):
             if busy_s <= 0:
                 continue
             suffix = "" if phase == "step" else f"/{phase}"
+            # a call counts in the phase that waits for its result, so one that began earlier can make this more than 1
             busy_share = busy_s / (num_ranks * self.timing[phase])
             metrics[f"perf/idle_frac{suffix}"] = max(0.0, 1.0 - busy_share)
             metrics[f"perf/moved_mb{suffix}"] = moved_bytes / 1e6
@@ -290,13 +349,16 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def stop_profile(self) -> None:
         """Writes the profiles into the run folder, and shows the table of the first rank."""
-        tables = [table for group in self.groups for table in group.stop_profile()]
+        tables: list[str] = []
+        for group in self.groups:
+            tables += group.stop_profile()
         profiling.stop_profile()
         step = self.steps.global_step
         self.tracking.show(f"profile of step {step}: {profile_folder(self.saver.run_dir, step)}\n{tables[0]}")
 
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""
+        # read outside the phase, so that an error of a callback is not reported as one of the checkpoint
         try:
             states = self.callbacks.state_dict()
         except Exception:
@@ -312,6 +374,7 @@ class TrainingLoop(Generic[Steps, Result]):
         state = self.saver.restore(self.steps)
         if state is not None:
             self.load_state_dict(state)
+            # checkpoints from before there were callbacks have no states
             self.callbacks.load_state_dict(state.get(CALLBACKS, {}))
         self.call_callbacks("on_run_begin")
         self.callbacks.state_dict()  # a state that no checkpoint can hold is an error now and not at the first save

@@ -50,6 +50,7 @@ def read_early_end(run_dir: Path) -> int | None:
     if not file.is_file():
         return None
     text = file.read_text(encoding="utf-8", errors="replace").strip()
+    # isdigit alone also accepts characters such as a superscript 2, which int refuses
     is_number = text.isascii() and text.isdigit()
     return int(text) if is_number else None
 

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.observe.final_report import shortened
-from trainer.observe.health import BAD, LOOK, OK, Finding, findings_of
+from trainer.observe.health import findings_of
+from trainer.observe.health_checks import BAD, LOOK, OK, Finding
 from trainer.observe.run_data import METRICS, read_run
 
 _STYLES = {BAD: "bold red", LOOK: "yellow", OK: "green"}

@@ -33,9 +33,12 @@ class Metric:
     @property
     def names(self) -> list[str]:
         """The names that result from the alternatives; placeholders are kept."""
-        parts = _ALTERNATIVES.split(self.name)  # text at even places, alternatives at odd places
-        choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
-        return ["".join(chosen) for chosen in itertools.product(*choices)]
+        # split with a group: texts at even positions, and between them the alternatives
+        parts = _ALTERNATIVES.split(self.name)
+        choices = [[part] for part in parts]
+        for index in range(1, len(parts), 2):
+            choices[index] = parts[index].split(",")
+        return ["".join(words) for words in itertools.product(*choices)]
 
     def matches(self, logged: str) -> bool:
         """Returns True if the line describes the metric `logged`."""
@@ -43,25 +46,46 @@ class Metric:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        def placeholder(word: str) -> str:
-            return r"\d+" if word in "NK" else ".+" if word in ("data_source", "tag") else "[^/]+"
+        return re.compile("|".join(_pattern_of(name) for name in self.names))
 
-        split = [_PLACEHOLDER.split(name) for name in self.names]
-        patterns = ([placeholder(x) if at % 2 else re.escape(x) for at, x in enumerate(parts)] for parts in split)
-        return re.compile("|".join(map("".join, patterns)))
+
+def _pattern_of(name: str) -> str:
+    """Returns the regular expression of a name with placeholders."""
+    pattern = ""
+    # split with a group: texts at even positions, and between them the placeholders
+    for index, part in enumerate(_PLACEHOLDER.split(name)):
+        if index % 2 == 0:
+            pattern += re.escape(part)
+        elif part in ("N", "K"):
+            pattern += r"\d+"
+        elif part in ("data_source", "tag"):  # names of the user's data, which can contain slashes
+            pattern += ".+"
+        else:
+            pattern += "[^/]+"
+    return pattern
 
 
 @cache
 def metrics() -> tuple[Metric, ...]:
     """Returns all lines of the table in order."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    cells = (match.groups() for match in map(_LINE.fullmatch, lines) if match is not None)
-    return tuple(Metric(name, formula.replace(r"\|", "|"), unit, healthy) for name, formula, unit, healthy in cells)
+    table = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        match = _LINE.fullmatch(line)
+        if match is not None:
+            name, formula, unit, healthy = match.groups()
+            # in a table of Markdown, a bar in a cell has a backslash
+            table.append(Metric(name, formula.replace(r"\|", "|"), unit, healthy))
+    return tuple(table)
 
 
 @cache
 def find(name: str) -> Metric | None:
     """Returns the line that describes a logged name, or None. A line without placeholders takes precedence over
     patterns, and a longer pattern over a shorter one."""
+
+    def order(metric: Metric) -> tuple[bool, int]:
+        has_placeholder = _PLACEHOLDER.search(metric.name) is not None
+        return has_placeholder, -len(metric.name)
+
     matching = [metric for metric in metrics() if metric.matches(name)]
-    return min(matching, key=lambda metric: (bool(_PLACEHOLDER.search(metric.name)), -len(metric.name)), default=None)
+    return min(matching, key=order, default=None)

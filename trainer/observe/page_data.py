@@ -28,15 +28,15 @@ from verl_lite.json_types import JsonObject
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
 DASHES = ("solid", "dash", "dot")
-MAX_POINTS = 1500
-MAX_BARS = 120
+MAX_POINTS = 1500  # of a curve
+MAX_BARS = 120  # of the chart of times
 MAX_PICTURE_BYTES = 1_500_000
-MAX_TEXT = 6000
-SAMPLE_BYTES = IMAGE_BYTES = 5_000_000
+MAX_TEXT = 6000  # characters of a text
+SAMPLE_BYTES = IMAGE_BYTES = 5_000_000  # of all runs together
 PUBLIC_SAMPLE_BYTES = 150_000
+MAX_SAMPLES = 8000
 _FOLDERS = re.compile(r"(?<![\w/:.…])~?/(?:[^\s/,;:'\"()\[\]{}=]+/)+")
 """The folders of an absolute path. A path within a URL or after another folder does not match."""
-MAX_SAMPLES = 8000
 
 
 def _of_pairs(*names: str) -> dict[str, str]:
@@ -98,15 +98,18 @@ PANELS: tuple[PanelSpec, ...] = (
     PanelSpec("Weights sent in an update", "MB", {"weight_sync/megabytes": ""}),
 )
 """Charts of a run, in the order of the page."""
-"""Charts of a run: title, unit, and the label of each metric's line. Metrics that were not logged are not drawn."""
 
 
 def panels_of(names: Iterable[str]) -> list[PanelSpec]:
     """Returns the charts of runs that logged these metrics: `PANELS`, one for the engines of a separate pool, and one
     for the entries that the reward function returns."""
-    names = list(names)
-    engine_labels = {name: name.rpartition("/")[2] for name in names if name.startswith("rollout/active_frac/")}
-    entry_labels = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
+    engine_labels = {}
+    entry_labels = {}
+    for name in names:
+        if name.startswith("rollout/active_frac/"):
+            engine_labels[name] = name.rpartition("/")[2]
+        elif re.fullmatch(r"reward/[^/]+/mean", name):
+            entry_labels[name] = name.split("/")[1]
     return [
         *PANELS,
         PanelSpec("Activity of each engine", "share", engine_labels),
@@ -131,31 +134,24 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
     sample_rows: list[list[object]] = []
     run_entries: list[Json] = []
 
+    # the runs share the limits equally, so that a comparison shows samples of all of them
     for run_number, (run, title) in enumerate(zip(runs, run_titles(runs), strict=True)):
-        total, answers = _samples(run.folder, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
+        total_answers, answers = _samples(run.folder, sample_bytes // len(runs), MAX_SAMPLES // len(runs))
         for answer in answers:
             row = asdict(answer)
             row["prompt"] = prompt_numbers.setdefault(answer.prompt, len(prompt_numbers))
             sample_rows.append([run_number, *map(compact, row.values())])
         images, total_images = _images(run.folder, answers, IMAGE_BYTES // len(runs))
 
-        notes = []
-        if len(answers) < total:
-            notes.append(
-                f"{len(answers):,} of {total:,} samples are on this page (for each step the best, the worst, and "
-                f"repeated prompts); all are in {run.folder / 'samples'}"
-            )
-        if len(images) < total_images:
-            notes.append(f"{len(images):,} of {total_images:,} images of these samples are on this page")
-        run_entries.append(_run(run, title, notes) | {"images": images})
+        entry = _run(run, title, _notes_on_samples(run, len(answers), total_answers, len(images), total_images))
+        entry["images"] = images
+        run_entries.append(entry)
 
-    metric_names = list(dict.fromkeys(name for entry in run_entries for name in entry["series"]))
+    logged_metrics: dict[str, None] = {}  # in order of first appearance
+    for entry in run_entries:
+        logged_metrics |= dict.fromkeys(entry["series"])
+    metric_names = list(logged_metrics)
     panels = panels_of(metric_names)
-    docs = {}
-    for name in metric_names:
-        doc = find(name)
-        if doc is not None:
-            docs[name] = {"formula": doc.formula, "unit": doc.unit, "healthy": doc.healthy}
 
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -163,13 +159,36 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
         "runs": run_entries,
         "study": study,
         "metrics": metric_names,
-        "docs": docs,
+        "docs": _docs(metric_names),
         "charts": _charts(runs, run_entries, panels),
         "compared": _compared_metrics(metric_names, panels),
         "prompts": [[[role, compact(text)] for role, text in prompt] for prompt in prompt_numbers],
         "fields": ["run", *(field.name for field in fields(Answer))],
         "samples": sample_rows,
     }
+
+
+def _notes_on_samples(run: Run, answers: int, total_answers: int, images: int, total_images: int) -> list[str]:
+    """Returns what the page leaves out of the samples. answers, images: numbers of those on the page."""
+    notes = []
+    if answers < total_answers:
+        notes.append(
+            f"{answers:,} of {total_answers:,} samples are on this page (for each step the best, the worst, and "
+            f"repeated prompts); all are in {run.folder / 'samples'}"
+        )
+    if images < total_images:
+        notes.append(f"{images:,} of {total_images:,} images of these samples are on this page")
+    return notes
+
+
+def _docs(metric_names: Sequence[str]) -> dict[str, Json]:
+    """Returns the explanations of trainer/METRICS.md by metric. A user's own metrics have none."""
+    docs = {}
+    for name in metric_names:
+        doc = find(name)
+        if doc is not None:
+            docs[name] = {"formula": doc.formula, "unit": doc.unit, "healthy": doc.healthy}
+    return docs
 
 
 def _charts(runs: Sequence[Run], run_entries: Sequence[Json], panels: Sequence[PanelSpec]) -> list[Json]:
@@ -182,7 +201,10 @@ def _charts(runs: Sequence[Run], run_entries: Sequence[Json], panels: Sequence[P
         for metrics in run.steps.values():
             nonzero_metrics.update(name for name, value in metrics.items() if value)
 
-    panel_charts = [_panel_chart(runs, run_entries, panel) for panel in panels if nonzero_metrics & panel.labels.keys()]
+    panel_charts = []
+    for panel in panels:
+        if nonzero_metrics & panel.labels.keys():
+            panel_charts.append(_panel_chart(runs, run_entries, panel))
     time_charts = [_time_chart(run, entry["title"]) for run, entry in zip(runs, run_entries, strict=True)]
     return [*panel_charts[:1], *_validation_charts(runs), *panel_charts[1:], *time_charts]
 
@@ -198,12 +220,11 @@ def _compared_metrics(names: Sequence[str], panels: Sequence[PanelSpec]) -> list
 def _run(run: Run, title: str, notes: list[str]) -> Json:
     """Returns the page's entry of a run. notes: what the page leaves out of the samples."""
     steps = list(run.steps)
-    notes = [*run.notes, *notes]
     stride = math.ceil(len(steps) / MAX_POINTS)
     if stride > 1:
         # the last step is always drawn, because the facts name it
         steps = [*steps[:-1:stride], run.last_step]
-        notes.insert(len(run.notes), f"the curves show one in {stride} steps, and the last step")
+        notes = [f"the curves show one in {stride} steps, and the last step", *notes]
 
     findings = findings_of(run)
     grade_counts = Counter(finding.grade for finding in findings)
@@ -220,7 +241,7 @@ def _run(run: Run, title: str, notes: list[str]) -> Json:
             "Last written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.modified)),
             "Findings": ", ".join(grade_texts) or "all ok",
         },
-        "notes": notes,
+        "notes": [*run.notes, *notes],
         "steps": steps,
         "series": {name: _series_values(dict(points), steps) for name, points in run.series().items()},
         "findings": [asdict(finding) for finding in findings],
@@ -306,8 +327,10 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
     traces_by_title: dict[str, list[Json]] = {}
     for (source, greedy), means_by_run in means_by_line.items():
         source_text = f"{source} (greedy)" if greedy else source
-        common_variables = set.intersection(*(set(means) for means in means_by_run.values()))
+        variables_by_run = [set(means) for means in means_by_run.values()]
+        common_variables = set.intersection(*variables_by_run)
         for run_number, means in means_by_run.items():
+            # acc is the core variable; without it, all runs take the same one
             variables = common_variables or means.keys()
             mean = means["acc" if "acc" in variables else min(variables)]
             if len(runs) == 1:
@@ -373,8 +396,9 @@ def interval(values: Sequence[float], widths: Sequence[float], *, are_shares: bo
     up = list(widths)
     down = list(widths)
     if are_shares:
-        up = [min(width, 1 - value) for value, width in zip(values, widths, strict=True)]
-        down = [min(width, value) for value, width in zip(values, widths, strict=True)]
+        for index, value in enumerate(values):
+            up[index] = min(up[index], 1 - value)
+            down[index] = min(down[index], value)
     return {"symmetric": False, "array": compact(up), "arrayminus": compact(down), "thickness": 1, "width": 2}
 
 
@@ -384,6 +408,7 @@ def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> 
     The result is [values] with one value or None for each of `steps`, or [steps, values] for a metric that is logged
     at few steps, which is never thinned out.
     """
+    # with fewer values than gaps, the steps of the values take less room than a None for each gap
     if len(value_by_step) <= len(steps) // 2:
         return [list(value_by_step), compact(list(value_by_step.values()))]
     return [[compact(value_by_step.get(step)) for step in steps]]
@@ -392,6 +417,7 @@ def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> 
 def compact(value: object) -> object:
     """Rounds numbers to five digits and cuts long texts, also inside lists and dicts."""
     if isinstance(value, float):
+        # NaN and infinity are no json, and the page's script could not read any of the data
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, list):
         return [compact(entry) for entry in value]
@@ -403,24 +429,24 @@ def compact(value: object) -> object:
 
 
 @overload
-def without_folders(value: str, known: Sequence[str] = ()) -> str: ...
+def without_folders(value: str, folders: Sequence[str] = ()) -> str: ...
 @overload
-def without_folders(value: object, known: Sequence[str] = ()) -> object: ...
-def without_folders(value: object, known: Sequence[str] = ()) -> object:
+def without_folders(value: object, folders: Sequence[str] = ()) -> object: ...
+def without_folders(value: object, folders: Sequence[str] = ()) -> object:
     """Replaces each absolute path by `…/` and its last part in all texts of a JSON-compatible value.
 
     Args:
         value: A text, or lists and dicts of texts. Other values are returned as they are.
-        known: Folders that are replaced as a whole, because their names can contain spaces; longest first.
+        folders: Folders that are replaced as a whole, because their names can contain spaces; longest first.
     """
     if isinstance(value, str):
-        for folder in known:
+        for folder in folders:
             value = value.replace(f"{folder}/", "…/")
         return _FOLDERS.sub("…/", value)
     if isinstance(value, list):
-        return [without_folders(entry, known) for entry in value]
+        return [without_folders(entry, folders) for entry in value]
     if isinstance(value, dict):
-        return {key: without_folders(entry, known) for key, entry in value.items()}
+        return {key: without_folders(entry, folders) for key, entry in value.items()}
     return value
 
 
@@ -449,45 +475,63 @@ def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[
         The number of all samples of the run, and the selected ones.
     """
     all_groups = list(groups(run_dir))
-    stride = max(1, math.ceil(len(all_groups) / max(1, most_rows // 2)))  # so that each step has room for 2 rows
+    total = sum(len(group.uids) for group in all_groups)
+    # each step that is read has room for 2 rows, the best and the worst
+    stride = max(1, math.ceil(len(all_groups) / max(1, most_rows // 2)))
     answers: list[Answer] = []
-    tree_room = 0  # room that a step does not use is left to the next steps: a tree may need more than that of a step
+    # room that a step does not use is left to the next steps, because a tree may need more than that of a step
+    tree_room = 0
     for group in all_groups[::stride]:
         text_room = stride * most_bytes // len(all_groups)
         tree_room += text_room
         row_limit = max(2, stride * most_rows // len(all_groups))
-        for rank, answer in enumerate(group.read(_rows_by_interest(group)[:row_limit])):
-            text_room -= 120 + sum(len(text[:MAX_TEXT].encode()) for text in (answer.output, answer.prompt[-1][1]))
+        rows = _rows_by_interest(group)[:row_limit]
+        for rank, answer in enumerate(group.read(rows)):
+            text_room -= _size_on_page(answer)
             if text_room < 0 and rank >= 2:
                 break
             tree_size = len(str(answer.requests))
             if tree_size <= tree_room:
                 tree_room -= tree_size
-                answers.append(answer)
             else:
-                answers.append(replace(answer, requests=()))
-    return sum(len(group.uids) for group in all_groups), answers
+                answer = replace(answer, requests=())
+            answers.append(answer)
+    return total, answers
+
+
+def _size_on_page(answer: Answer) -> int:
+    """Estimates the bytes of an answer on the page, without its tree. All other fields together count as 120."""
+    _, last_message = answer.prompt[-1]
+    return 120 + sum(len(text[:MAX_TEXT].encode()) for text in (answer.output, last_message))
 
 
 def _rows_by_interest(group: Group) -> list[int]:
     """Returns all rows of a group: the best, the worst and a failed sample, then the others by prompt."""
-    scored_rows = [row for row, score in enumerate(group.scores) if score is not None and not math.isnan(score)]
-    ranked_rows = sorted(scored_rows, key=lambda row: group.scores[row] or 0.0)
-    failed_rows = sorted(set(range(len(group.scores))) - set(scored_rows))
+    scored_rows: list[tuple[float, int]] = []
+    failed_rows: list[int] = []
+    for row, score in enumerate(group.scores):
+        if score is None or math.isnan(score):
+            failed_rows.append(row)
+        else:
+            scored_rows.append((score, row))
+
+    ranked_rows = [row for _, row in sorted(scored_rows)]
 
     # the order by checksum is the same in all steps, so that the page shows the same prompts over the training
-    by_prompt = sorted(range(len(group.uids)), key=lambda row: (zlib.crc32(group.uids[row].encode()), row))
-    return list(dict.fromkeys([*ranked_rows[-1:], *ranked_rows[:1], *failed_rows[:1], *by_prompt]))
+    checksums = [zlib.crc32(uid.encode()) for uid in group.uids]
+    rows_by_prompt = sorted(range(len(checksums)), key=checksums.__getitem__)
+    return list(dict.fromkeys([*ranked_rows[-1:], *ranked_rows[:1], *failed_rows[:1], *rows_by_prompt]))
 
 
 def _images(run_dir: Path, answers: Sequence[Answer], room: int) -> tuple[dict[str, str], int]:
     """Returns the data URIs of images by path, and the number of all images of the answers. Images of the most answers
     come first, until they fill `room` bytes."""
-    counts = Counter(path for answer in answers for path in answer.images)
-    # names are digests, so ties mix the steps
-    paths = sorted(counts, key=lambda path: (-counts[path], path))
+    counts: Counter[str] = Counter()
+    for answer in answers:
+        counts.update(answer.images)
     uri_by_path = {}
-    for path in paths:
+    # names are digests, so ties mix the steps
+    for path in sorted(counts, key=lambda path: (-counts[path], path)):
         with suppress(FileNotFoundError):  # the run has deleted the file in the meantime
             encoded_size = (run_dir / path).stat().st_size * 4 // 3  # base64
             if encoded_size <= room:

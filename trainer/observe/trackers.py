@@ -46,13 +46,15 @@ class TrackedRun:
         """Returns the tracker's id of the run. RUN/{tracker}_id.txt keeps it, so a resumed run continues the same
         entry.
 
-        new: creates the id if the file has none.
+        Args:
+            tracker: name of the tracker, for the name of the file.
+            new: creates the id if the file has none.
         """
         file = self.run_dir / f"{tracker}_id.txt"
         if file.is_file():
-            kept = file.read_text(encoding="utf-8").strip()
-            if kept:
-                return kept
+            stored_id = file.read_text(encoding="utf-8").strip()
+            if stored_id:
+                return stored_id
         file.write_text(new(), encoding="utf-8")
         return file.read_text(encoding="utf-8").strip()
 

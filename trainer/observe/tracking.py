@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,20 +39,27 @@ class Tracking:
     """
 
     before_log: Callable[[], object] | None = None
+    """Called before each line is written; `trainer.launch.run` restores a deleted run folder in it."""
 
     def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
-        names = list(config.trainer.logger)
-        check_trackers(names)
-        trainer, options = config.trainer, dataclasses.asdict(config)
-        name = trainer.experiment_name or Path(run_dir).name
-        run = TrackedRun(Path(run_dir), trainer.project_name, name, options, console)
+        trainer = config.trainer
+        check_trackers(trainer.logger)
+        run_dir = Path(run_dir)
+        run = TrackedRun(
+            run_dir=run_dir,
+            project=trainer.project_name,
+            name=trainer.experiment_name or run_dir.name,
+            options=dataclasses.asdict(config),
+            console=console,
+        )
         self.note = console.note
-        self._console, self._shows = console, "console" in names
-        self._following = following(run.run_dir / "logs", console)
-        self._record = Record(run.run_dir, console.note)
+        self._console = console
+        self._shows = "console" in trainer.logger
+        self._following = following(run_dir / "logs", console)
+        self._record = Record(run_dir, console.note)
         self._newest: tuple[int, dict[str, float]] = (-1, {})  # the last logged step and all metrics logged for it
-        self._last_before = max(read_metrics(run.run_dir / METRICS), default=-1)  # step of an earlier process
-        self._trackers = [TrackerThread(name, run) for name in names if name not in OWN]
+        self._last_before = max(read_metrics(run_dir / METRICS), default=-1)  # step of an earlier process
+        self._trackers = [TrackerThread(name, run) for name in trainer.logger if name not in OWN]
 
     def __enter__(self) -> Tracking:
         self._following.__enter__()
@@ -62,7 +70,12 @@ class Tracking:
         self._following.__exit__(None, None, None)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Logs the metrics of one step. step: number of training steps done; 0 is before the first step."""
+        """Logs the metrics of one step.
+
+        Args:
+            metrics: metrics by name, which are added to those that were logged for the same step.
+            step: number of training steps done; 0 is before the first step.
+        """
         if self.before_log is not None:
             self.before_log()
         self._newest = (step, self.logged_at(step) | dict(metrics))
@@ -70,10 +83,13 @@ class Tracking:
         if self._shows:
             self._console.log(metrics, step)
         self._record.log(metrics, step)
-        # trackers cannot delete values: for a step that a resumed run repeats, they keep the first ones
-        if step > self._last_before or (step == self._last_before and TRAINED not in metrics):
-            known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            self._call(lambda tracker: tracker.log(known, step))
+
+        # trackers cannot delete values: for a step that a resumed run repeats, they keep the first ones. Its newest
+        # step is not repeated, and a validation or checkpoint can still add metrics to it
+        is_addition = step == self._last_before and TRAINED not in metrics
+        if step > self._last_before or is_addition:
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self._call(lambda tracker: tracker.log(finite, step))
 
     def logged_at(self, step: int) -> dict[str, float]:
         """Returns all metrics that were logged for a step if it is the last logged one, otherwise none."""
@@ -108,9 +124,11 @@ class TrackerThread(threading.Thread):
     # the cluster and ends it with the cluster.
 
     def __init__(self, name: str, run: TrackedRun) -> None:
+        # daemon: a tracker that hangs must not keep the process alive after `finish` has given up
         super().__init__(name=f"tracker-{name}", daemon=True)
         self.calls: SimpleQueue[Callable[[Tracker], object] | None] = SimpleQueue()
-        self._tracker_name, self._run = name, run
+        self._tracker_name = name
+        self._run = run
         self.start()
 
     def run(self) -> None:
@@ -118,7 +136,9 @@ class TrackerThread(threading.Thread):
         tracker: Tracker | None = None
         try:
             while (call := self.calls.get()) is not None:
-                tracker = tracker or TRACKERS.get_fn(self._tracker_name)(self._run)
+                if tracker is None:
+                    create = TRACKERS.get_fn(self._tracker_name)
+                    tracker = create(self._run)
                 call(tracker)
             if tracker is not None:
                 tracker.finish()
@@ -132,9 +152,9 @@ class TrackerThread(threading.Thread):
         if self.is_alive():
             self._warn("does not finish")
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         self._run.console.note(
-            f"tracker {self._tracker_name} {what}; it is left out. {METRICS} has the whole run, and "
+            f"tracker {self._tracker_name} {problem}; it is left out. {METRICS} has the whole run, and "
             "trainer/REPORTS.md#trackers the lines that send it to the tracker afterwards"
         )
 
@@ -147,16 +167,25 @@ class Record:
     """
 
     def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
-        self._path, self._note, self._warned = run_dir / METRICS, note, False
+        self._path = run_dir / METRICS
+        self._note = note
+        self._warned = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        finite = {x: None if isinstance(y, float) and not math.isfinite(y) else y for x, y in metrics.items()}
-        text = json.dumps({"step": step, "data": finite}, default=float) + "\n"
+        data: dict[str, float | None] = dict(metrics)
+        for name, value in metrics.items():
+            # json has no NaN and no infinity
+            if isinstance(value, float) and not math.isfinite(value):
+                data[name] = None
+        # default: numbers of NumPy, which json cannot write
+        text = json.dumps({"step": step, "data": data}, default=float) + "\n"
         try:
             with self._path.open("a+b") as file:
+                # a killed process can leave a part of a line, which must not be joined with this one
                 if file.tell():
-                    file.seek(-1, 2)
-                    text = text if file.read(1) == b"\n" else f"\n{text}"  # the last line is cut off
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        text = f"\n{text}"
                 file.write(text.encode())
         except OSError as error:
             if not self._warned:
@@ -181,15 +210,23 @@ def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
     lines, such as a line that a crash cut off, are left out too.
     """
     path = Path(path)
+    if not path.is_file():
+        return {}
     steps: dict[int, dict[str, float]] = {}
-    for line in filter(None, path.read_bytes().split(b"\n")[:-1] if path.is_file() else []):
+    # the text after the last line end is a line that is being written
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        if not line:
+            continue
         try:
             row = json.loads(line)
             step = int(row["step"])
-            found = {name: float(x) for name, x in row["data"].items() if x is not None}
+            metrics = {name: float(value) for name, value in row["data"].items() if value is not None}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
             continue  # a damaged line, for example because the machine failed while it wrote the line
-        while steps and (last := next(reversed(steps))) >= step and (TRAINED in found or last > step):
+
+        # a second training line of a step comes from a resumed run, which repeats this step and all later ones
+        last_kept = step if TRAINED not in metrics else step - 1
+        while steps and next(reversed(steps)) > last_kept:
             steps.popitem()
-        steps.setdefault(step, {}).update(found)
+        steps.setdefault(step, {}).update(metrics)
     return steps

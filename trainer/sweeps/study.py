@@ -63,8 +63,16 @@ class Run:
 
 @dataclass
 class Trial:
-    """A choice of parameters, with one run for each seed. means: by step, the mean over started runs that was
-    judged."""
+    """A choice of parameters, with one run for each seed.
+
+    Args:
+        number: number of the trial in the study, from 0.
+        parameters: the chosen values by name.
+        folder: folder of the trial, which contains those of its runs.
+        runs: one run for each seed.
+        means: by step, the mean over started runs that was judged.
+        is_pruned: True if the pruner has ended the trial.
+    """
 
     number: int
     parameters: dict[str, Value]
@@ -77,10 +85,12 @@ class Trial:
     def state(self) -> str:
         """waiting | running | complete | pruned | failed."""
         states = {run.state for run in self.runs}
+        # before `is_pruned`: all runs can have reached their last step before they were asked to end
         if states == {"done"}:
             return "complete"
         if self.is_pruned:
             return "pruned"
+        # one failed seed is enough: a mean over the remaining seeds would be too good
         if "failed" in states:
             return "failed"
         if states == {"waiting"}:
@@ -141,10 +151,11 @@ class Study:
             description = json.loads(path.read_text())
             search = Search(**description.pop("search"))
             study = cls(folder, StudySpec(**description), search)
-            path = folder / _LOG
-            lines = path.read_text().split("\n") if path.exists() else []
-            for line in lines[:-1]:  # a crash can leave an incomplete line after the last newline
-                study._replay(json.loads(line))
+            path = folder / _LOG  # for the message of an error
+            if path.exists():
+                complete_lines = path.read_text().split("\n")[:-1]  # a crash can leave a part of a line at the end
+                for line in complete_lines:
+                    study._replay(json.loads(line))
             return study
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"--study: {path} cannot be read ({error}): start a study with another name") from None
@@ -174,22 +185,23 @@ class Study:
         return self.trials[-1]
 
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
-        """Records the mean of a trial's runs at a step. prune: True = the trial is pruned, and its runs are asked to
-        end."""
+        """Records the mean of a trial's runs at a step. With `prune=True` the trial is pruned, and its runs are asked
+        to end."""
         self._log({"trial": trial.number, "step": step, "mean": mean, "prune": prune})
 
-    def end(self, trial: Trial, run: Run, state: str, **known: object) -> None:
+    def end(self, trial: Trial, run: Run, state: str, **details: object) -> None:
         """Records the end of a run. After a failure the other runs of the trial are asked to end.
 
         Args:
             trial: the trial of the run.
             run: the run.
             state: done | failed | stopped.
-            known: value, error, seconds and steps of the run, as far as they are known; see `Run`.
+            details: value, error, seconds and steps of the run, as far as they are known; see `Run`.
         """
-        self._log({"trial": trial.number, "seed": run.seed, "state": state} | known)
+        self._log({"trial": trial.number, "seed": run.seed, "state": state} | details)
 
     def _log(self, event: JsonObject) -> None:
+        """Writes an event to the log, and then applies it."""
         path = self.folder / _LOG
         with path.open("rb+" if path.exists() else "wb+") as file:
             file.seek(file.read().rfind(b"\n") + 1)  # overwrites a line that a crash cut off
@@ -209,27 +221,29 @@ class Study:
     def _replay(self, event: JsonObject) -> None:
         """Applies an event of the log to the trials. A continued sweep applies all of them."""
         number = event["trial"]
-        if "parameters" in event:
-            folder = self.folder / "trials" / f"{number:04}"
-            parameters = event["parameters"]
-            seeds: Sequence[int | None] = self.spec.seeds or [None]
-            runs = []
-            for seed in seeds:
-                name = "run" if seed is None else f"seed-{seed}"
-                words = [*COMMAND, *self.spec.command(parameters, seed)]
-                runs.append(Run(seed, folder / name, words))
-            self.trials.append(Trial(number, parameters, folder, runs))
-        elif "mean" in event:
+        if "parameters" in event:  # of `begin`
+            self.trials.append(self._new_trial(number, event["parameters"]))
+        elif "mean" in event:  # of `judge`
             trial = self.trials[number]
             trial.means[event["step"]] = event["mean"]
             trial.is_pruned |= event["prune"]
-        else:
+        else:  # of `end`
             run = next(run for run in self.trials[number].runs if run.seed == event["seed"])
             run.state = event["state"]
             run.value = event.get("value")
             run.error = event.get("error", "")
             run.seconds = event.get("seconds", 0.0)
             run.steps = event.get("steps", 0)
+
+    def _new_trial(self, number: int, parameters: dict[str, Value]) -> Trial:
+        folder = self.folder / "trials" / f"{number:04}"
+        seeds: Sequence[int | None] = self.spec.seeds or [None]
+        runs = []
+        for seed in seeds:
+            name = "run" if seed is None else f"seed-{seed}"
+            words = [*COMMAND, *self.spec.command(parameters, seed)]
+            runs.append(Run(seed, folder / name, words))
+        return Trial(number, parameters, folder, runs)
 
     def finished(self) -> list[Trial]:
         """Returns the complete trials, the best first."""
@@ -275,10 +289,11 @@ def locked(folder: Path, umask: str = "077") -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = (folder / "lock").read_text() or "another sweep"
+            holder = (folder / "lock").read_text() or "another sweep"
             raise UserError(
-                f"--study {folder}: {who} is working on it: wait for it, or start another study: --study NAME"
+                f"--study {folder}: {holder} is working on it: wait for it, or start another study: --study NAME"
             ) from None
+        # for the message of another sweep; the kernel releases the lock of a killed process
         file.truncate(0)
         print(f"pid {os.getpid()} of user {psutil.Process().username()}", file=file, end="", flush=True)
         yield

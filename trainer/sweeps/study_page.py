@@ -22,7 +22,7 @@ _GAP = 0.02
 def read_study(folder: Path) -> Json:
     """Returns the page's data about a sweep, which may still be running. `runs` are the first run folders of the best
     trials."""
-    study = Study.load(folder)
+    study = Study.load(folder)  # from its log, without a lock, so that a running sweep is not disturbed
     metric = study.spec.metric
     parameters = [parameter.name for parameter in study.spec.space]
 
@@ -35,6 +35,7 @@ def read_study(folder: Path) -> Json:
             curves.append(_curve(trial, metric_by_step(metrics, metric), is_first=number == 0))
     layout = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
     charts = [chart(metric, "one line per run", curves, wide=True, layout=layout)]
+    # a parameter that has had one value so far would be a single column of points
     for name in parameters:
         is_varied = len({trial.parameters[name] for trial in study.trials}) > 1
         if is_varied:
@@ -55,10 +56,12 @@ def read_study(folder: Path) -> Json:
 
 def _row(trial: Trial, parameters: Sequence[str]) -> list[object]:
     """Returns the trial's row of the table. parameters: names of the columns of parameters."""
-    values = [_as_number(trial.parameters[name]) for name in parameters]
-    steps = max(run.steps for run in trial.runs)
-    seconds = sum(run.seconds for run in trial.runs)
-    return [trial.number, trial.state, trial.value, trial.half_width, *values, steps, seconds, trial.error]
+    row: list[object] = [trial.number, trial.state, trial.value, trial.half_width]
+    row += [_as_number(trial.parameters[name]) for name in parameters]
+    row.append(max(run.steps for run in trial.runs))
+    row.append(sum(run.seconds for run in trial.runs))
+    row.append(trial.error)
+    return row
 
 
 def _curve(trial: Trial, points: dict[int, float], *, is_first: bool) -> Json:
@@ -79,8 +82,11 @@ def _curve(trial: Trial, points: dict[int, float], *, is_first: bool) -> Json:
 class _Axis:
     """The axis of a parameter.
 
-    positions: place of each trial, in the unit of the axis, with logarithms if `is_log`. words: names of the ticks if
-    the values are not numbers. numbers: the distinct values if they are.
+    Attributes:
+        positions: Position of each trial, in the unit of the axis; logarithms if `is_log`.
+        words: Names of the ticks if the values are not numbers.
+        numbers: The distinct values if they are.
+        is_log: True for a logarithmic axis.
     """
 
     positions: list[float]
@@ -103,6 +109,7 @@ def _axis_of(name: str, values: Sequence[str | float]) -> _Axis:
     """Returns the axis of the parameter `name`. It is logarithmic for learning rates, and for positive values of which
     the largest is at least ten times the smallest."""
     numbers = [value for value in values if isinstance(value, float)]
+    # a single word among numbers, such as null, makes all of them words: an axis has either numbers or ticks
     if not numbers or len(numbers) < len(values):
         words = list(dict.fromkeys(map(str, values)))
         positions = [float(words.index(str(value))) for value in values]
@@ -131,6 +138,7 @@ def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_shar
         same_value = [other for other, value in enumerate(values) if value == values[number]]
         offset = same_value.index(number) - (len(same_value) - 1) / 2
         x = axis.positions[number] + gap * offset
+        # plotly takes the values themselves, also for a logarithmic axis
         trace: Json = {
             "x": [10**x if axis.is_log else x],
             "y": [trial.value],

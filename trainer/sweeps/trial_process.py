@@ -51,8 +51,15 @@ class MachineFault(RuntimeError):
 class Order:
     """The order to start a run.
 
-    environment: environment variables; None = those of its machine. sweep: mark of all runs of the sweep. gpus: True if
-    the run uses GPUs. umask: umask of its log.
+    Attributes:
+        command: The command with its arguments.
+        folder: The run folder.
+        cwd: Working directory of the process.
+        metric: The compared metric.
+        environment: Environment variables; None = those of its machine.
+        sweep: Mark of all runs of the sweep.
+        gpus: True if the run uses GPUs.
+        umask: Umask of its log.
     """
 
     command: list[str]
@@ -73,20 +80,26 @@ class Order:
 def train(config: dict[str, Order]) -> None:
     """Runs the process of `config["order"]` on the machine of the run. The process ends with this one, even by kill -9.
 
-    Reports its metrics and its end to Tune, as JSON because Tune flattens nested results. Raises MachineFault.
+    Reports its metrics and its end to Tune, as JSON because Tune flattens nested results.
+
+    Raises:
+        MachineFault: if the run has to be started again.
     """
     order = config["order"]
     log_path = order.folder.with_suffix(".log")
     os.umask(order.umask)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        while (reason := held_up(order, log)) and not order.is_unwanted():
+        reason = held_up(order, log)
+        while reason and not order.is_unwanted():
             _report(order, {}, waits=reason)
             time.sleep(_WAITING_POLL_S)
+            reason = held_up(order, log)
         if order.is_unwanted():
             _report(order, {}, {"state": "stopped"})
             return
 
+        # a run that is started again appends to its log; only the new part tells why it ended
         start_of_output = log.tell()
         start_time = time.monotonic()
         tree = _start_process(order, log)
@@ -111,6 +124,7 @@ def _follow(order: Order, tree: ProcessTree) -> bool:
     metrics = order.folder / METRICS
     reported_bytes = -1
     asked_at: float | None = None
+    # the first report, from which the sweep learns that the run has started
     _report(order, read_metrics(metrics))
     while True:
         time.sleep(_POLL_S)
@@ -129,7 +143,7 @@ def _follow(order: Order, tree: ProcessTree) -> bool:
 
 
 def held_up(order: Order, log: BinaryIO) -> str:
-    """Returns the reason why the run must wait; empty if it can start, and then the log is locked for it."""
+    """Tries to lock the log for this run. Returns an empty string on success, otherwise the reason to wait."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process inherits the lock
     except BlockingIOError:
@@ -140,7 +154,7 @@ def held_up(order: Order, log: BinaryIO) -> str:
 def _start_process(order: Order, log: BinaryIO) -> ProcessTree:
     environment = clean(os.environ) if order.environment is None else dict(order.environment)
     environment[SWEEP_MARK] = order.sweep
-    if order.gpus:
+    if order.gpus:  # the devices that Ray assigned to this process
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     parent = os.getpid()
 
@@ -200,8 +214,10 @@ def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -
     Raises:
         MachineFault: if the machine caused the end.
     """
+    # a run that was asked to end can have completed its last step before
     if status == 0 or was_asked:
         return {"state": "stopped" if status else "done"}
+
     with log.open("rb") as file:
         file.seek(max(start_of_output, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         output = file.read().decode(errors="replace")
@@ -226,7 +242,9 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
 def diagnose(status: int, output: str) -> tuple[bool, str]:
     """Returns whether the machine caused the failure of a run, and the run's last error.
 
-    status: exit status, negative for a signal. output: the end of the run's output.
+    Args:
+        status: exit status of its process, negative for a signal.
+        output: the end of its output.
     """
     lines = [line.strip()[:_LINE_CHARACTERS] for line in printable(output).splitlines() if line.strip()]
     for line in reversed(lines):
@@ -253,6 +271,7 @@ def _last_error(lines: Sequence[str]) -> str:
 
 def busy_device(sweep: str) -> str:
     """Returns who else uses a device that Ray assigned to this process; empty if nobody does."""
+    # processes of the same sweep are no other users
     pids_of_sweep = marked_processes(SWEEP_MARK, sweep)
     for visible in visible_gpus(list_gpus() or []):
         gpu = without_processes(visible.gpu, pids_of_sweep)

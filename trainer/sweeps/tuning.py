@@ -46,9 +46,9 @@ Tell = Callable[[str], None]
 _CONNECT_TIMEOUT_S = 20.0
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stopping_on_signal` handles it
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # `Faults` reports them in one line
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Tune's own state is not kept
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
@@ -84,6 +84,7 @@ def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
                 stack.callback(set_environment, set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free)}))
             stack.enter_context(guarded())
             slots = options.slots or max(1, len(free) // options.per_trial)
+        # Ray accepts no store below 75 MiB; this one carries only reports, because runs have a Ray of their own
         ray_init = RayInitConfig(
             address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
@@ -137,6 +138,7 @@ class Sweep(Searcher):
         self._tell = tell
         self._mark = uuid.uuid4().hex
 
+        # always the same order, so that a continued sweep takes the combinations that are left
         plan = planned(study.spec, study.search)
         if plan is not None and study.search.kind == "random":
             random.Random(0).shuffle(plan)
@@ -147,6 +149,7 @@ class Sweep(Searcher):
 
         self._asha = None if study.search.asha is None else _make_asha(study.search.asha, study.spec.mode)
         self._known_to_asha: set[int] = set()
+        # a new pruner gets the means that the log contains; its decisions about them were made before
         for trial in study.trials:
             for step, mean in trial.means.items():
                 self._is_stopped(trial, step, mean)
@@ -312,6 +315,7 @@ def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandSche
     arguments: dict[str, float] = {}
     for name, value in parameters.items():
         arguments[name] = value if name == "reduction_factor" else int(value)
+    # max_t: no run is so long that ASHA ends it for its length, which trainer.total_training_steps decides
     return AsyncHyperBandScheduler(
         time_attr="step", metric="value", mode=mode, max_t=10**9, stop_last_trials=False, **arguments
     )
@@ -335,7 +339,7 @@ def draw(study: Study) -> dict[str, Value]:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    seed = len(study.trials)
+    seed = len(study.trials)  # the draws depend on the log alone, not on the process that continues the sweep
     sampler: optuna.samplers.BaseSampler
     if study.search.kind == "optuna":
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
@@ -399,6 +403,7 @@ def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
     """
     stop = study.folder / STOP
     sweep = Sweep(study, place, tell)
+    # requests to end, left by the sweep that this one continues
     stop.unlink(missing_ok=True)
     for trial in study.trials:
         if not trial.is_over:
@@ -410,7 +415,7 @@ def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
                 tune_config=tune.TuneConfig(
                     search_alg=sweep,
                     scheduler=Faults(sweep),
-                    num_samples=-1,
+                    num_samples=-1,  # until `Sweep.suggest` returns FINISHED
                     max_concurrent_trials=options.slots,
                     reuse_actors=True,
                     trial_dirname_creator=lambda trial: trial.trial_id,

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from trainer.observe.health import BAD, LOOK, OK, RULES, Finding, Range, Series, in_range, judge
+from trainer.observe.health import RULES, judge
+from trainer.observe.health_checks import BAD, LOOK, OK, Finding, Range, Series, in_range
 from trainer.observe.metric_docs import metrics
 from verl_lite.config import PPOConfig, schema_of
 
