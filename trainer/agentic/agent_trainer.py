@@ -27,7 +27,7 @@ from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
 from trainer.rollout.dynamic_sampling import rows_of
 from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
-from trainer.rollout.scheduler import Group, GroupFilter
+from trainer.rollout.sample_groups import Group, GroupFilter
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trainer.rewards.groups import KINDS, groups_of
-from trainer.rollout.scheduler import Group, GroupFilter, Rows, assembled
+from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
