@@ -51,6 +51,7 @@ class DynamicSampling(GroupFilter):
             start += size
 
     def most(self, wanted: int) -> float:
+        # 0 = no limit
         return self.config.algorithm.filter_groups.max_num_gen_batches * wanted or math.inf
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
@@ -64,11 +65,11 @@ class DynamicSampling(GroupFilter):
             counts_by_source.setdefault(data_source, Counter())[str(group.kind)] += 1
         lines = []
         for data_source, counts in sorted(counts_by_source.items()):
-            parts = [f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind]]
-            lines.append(f"\n  {data_source}: {counts.total()} asked: {', '.join(parts)}")
+            outcomes = [f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind]]
+            lines.append(f"\n  {data_source}: {counts.total()} asked: {', '.join(outcomes)}")
 
         total = sum(counts_by_source.values(), start=Counter())
-        harder = "harder" if total["all_right"] > total["all_wrong"] else "easier"
+        better_data = "harder" if total["all_right"] > total["all_wrong"] else "easier"
         reason = "all training prompts were asked"
         if len(groups) >= self.most(batch_size):
             reason = "its budget of generation batches is used up"
@@ -76,7 +77,7 @@ class DynamicSampling(GroupFilter):
             f"Step {step}: {reason}, and {total['kept']} of the {batch_size} groups of "
             f"data.train_batch_size have answers of different outcome, after {len(groups)} groups "
             f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:"
-            f"{''.join(lines)}\nGive {harder} data, or more of it; more answers to a prompt "
+            f"{''.join(lines)}\nGive {better_data} data, or more of it; more answers to a prompt "
             f"(rollout.n={self.config.rollout.n}); another algorithm.filter_groups.metric than "
             f"{options.metric} (unjudged: the reward gave no such number); a smaller batch; or a larger budget. "
             "trainer.resume_mode=auto continues from the last checkpoint"
@@ -87,11 +88,13 @@ class DynamicSampling(GroupFilter):
         num_groups = len(chosen) + len(dropped)
         chosen_tokens = sum(map(_tokens, chosen))
         dropped_tokens = sum(map(_tokens, dropped))
+        dropped_rows = sum(len(rows_of(group)) for group in dropped)
         return {
             "groups/generated": Metric.last(num_groups),
             "groups/gen_batches": Metric.last(math.ceil(num_groups / len(chosen))),
             "groups/wasted_tokens_frac": Metric.mean(dropped_tokens, chosen_tokens + dropped_tokens),
-            "training/filter_groups/evicted_samples": Metric.last(sum(len(rows_of(group)) for group in dropped)),
+            "training/filter_groups/evicted_samples": Metric.last(dropped_rows),
+            # verl samples whole generation batches; here each dropped group is replaced alone, which leaves no surplus
             "training/filter_groups/discarded_surplus_samples": Metric.last(0),
         }
 
@@ -105,5 +108,6 @@ def rows_of(group: Group) -> DataProto:
 
 def _tokens(group: Group) -> int:
     """Returns the number of response tokens of a group."""
-    rows = rows_of(group).batch
-    return int(rows["attention_mask"][:, -rows["responses"].shape[1] :].sum())
+    columns = rows_of(group).batch
+    width = columns["responses"].shape[1]
+    return int(columns["attention_mask"][:, -width:].sum())

@@ -83,9 +83,10 @@ class Engines(Protocol):
 
 
 class GroupSource(Protocol):
-    """Draws groups in a fixed order; see `trainer.rollout.group_sources`. epoch: epoch of the last group, from 0."""
+    """Draws groups in a fixed order; see `trainer.rollout.group_sources`."""
 
     epoch: int
+    """Epoch of the last group, from 0."""
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
         """Returns the groups of the batch of `step`, which are started in `start_step`."""
@@ -164,32 +165,35 @@ def with_columns(columns: Rows | None, sampled: Rows) -> Rows:
 
 def gathered(parts: Sequence[Rows]) -> DataProto:
     """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
+    # many groups share a batch, which is concatenated once
     batches = list({id(part.batch): part.batch for part in parts}.values())
     # a dict, because it keeps the order of their first occurrence
     names: dict[str, None] = {}
     for batch in batches:
         names |= dict.fromkeys(batch.non_tensor_batch)
 
-    complete = []
+    complete_batches = []
     first_row: dict[int, int] = {}
     num_rows = 0
     for batch in batches:
         columns = batch.non_tensor_batch
-        selected = batch.select(meta_info_keys=[])
+        complete = batch.select(meta_info_keys=[])
         missing = np.full(len(batch), None)
-        selected.non_tensor_batch = {name: columns.get(name, missing) for name in names}
-        complete.append(selected)
+        complete.non_tensor_batch = {name: columns.get(name, missing) for name in names}
+        complete_batches.append(complete)
         first_row[id(batch)] = num_rows
         num_rows += len(batch)
 
     rows = [first_row[id(part.batch)] + np.arange(part.start, part.stop) for part in parts]
-    return DataProto.concat(complete).select_idxs(np.concatenate(rows).astype(np.int64))
+    row_numbers = np.concatenate(rows).astype(np.int64)
+    return DataProto.concat(complete_batches).select_idxs(row_numbers)
 
 
 def sample_ids(groups: Sequence[Group]) -> list[str]:
     """Returns the ids of the samples of groups of answers, running or complete."""
     ids: list[str] = []
     for group in groups:
+        # a group that was complete in a checkpoint has no columns of the source
         rows = group.columns or group.sampled
         if rows is not None:
             ids += map(str, rows.batch.non_tensor_batch["sample_id"][rows.start : rows.stop])
