@@ -40,11 +40,13 @@ def start(job: str, options: type[Any], argv: list[str], default_recipe: str | N
 
 def start_template(config: RunOptions, stack: ExitStack) -> None:
     """Lets a template import the libraries of the workers while this process imports its own (`worker_template`), if
-    the run starts Ray on Linux and the workers use the CPU. CUDA and libraries of macOS do not survive a fork."""
+    the run starts Ray on Linux and the workers use the CPU."""
     trainer = config.trainer
     starts_ray = trainer.backend == "ray" and config.ray_kwargs.ray_init.address is None and not trainer.dry_run
+    # CUDA and libraries of macOS do not survive a fork
     if not starts_ray or not os.path.isdir("/proc") or trainer.device == "cuda" or list_gpus():
         return
     slots = trainer.n_gpus_per_node or min(MOST_DEFAULT_CPU_SLOTS, cpu_count())
-    stack.enter_context(worker_template_running(worker_environment(cpu=True, threads=max(1, cpu_count() // slots))))
+    threads = max(1, cpu_count() // slots)
+    stack.enter_context(worker_template_running(worker_environment(cpu=True, threads=threads)))
     preload("workers.engine.fsdp", "tensordict")
