@@ -245,7 +245,7 @@ def train(
         raise UserError(f"options: found {options!r:.200}; expected a dictionary such as {{'rollout.n': 8}}")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
-    given = _flat(options or {}) | _flat(keywords)
+    caller_options = _flat(options or {}) | _flat(keywords)
     try:
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
@@ -255,11 +255,11 @@ def train(
             callback_objects = [callback for callback in callbacks if not isinstance(callback, str)]
             own_callbacks = require_callbacks(callback_objects, "callbacks")
             with _folder_problems(folder):
-                settings = _settings(model, data, val_data, reward, folder, given)
+                settings = _settings(model, data, val_data, reward, folder, caller_options)
             if named_callbacks:
                 settings["trainer.callbacks"] = named_callbacks
             with _live_curve(folder):
-                status = run_ppo(_words(settings | given), callbacks=own_callbacks, is_command=False)
+                status = run_ppo(_words(settings | caller_options), callbacks=own_callbacks, is_command=False)
             if status != INTERRUPTED:
                 _require_success(status, "train")
     except FinishedRunError as finished:  # the files of that run, such as its reward, are the old ones again
@@ -296,14 +296,14 @@ def _settings(
     val_data: Rows | None,
     reward: RewardFunction | str | None,
     folder: Path,
-    given: Mapping[str, object],
+    caller_options: Mapping[str, object],
 ) -> Options:
     """Returns the options that the arguments of `train` stand for. Rows and functions become files of the run.
 
     Args:
         model, data, val_data, reward: see `train`.
         folder: the run folder.
-        given: options of the caller.
+        caller_options: options of the caller.
     """
     inputs = folder / "inputs"
     settings: Options = {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto"}
@@ -317,7 +317,7 @@ def _settings(
             num_rows = Path(files[0]).read_text(encoding="utf-8").count("\n")
             batch_size = min(_BATCH, num_rows)
             settings |= {"data.data_source": "data", "data.train_batch_size": batch_size, "rollout.n": 8}
-            settings["actor.ppo_mini_batch_size"] = given.get("data.train_batch_size", batch_size)
+            settings["actor.ppo_mini_batch_size"] = caller_options.get("data.train_batch_size", batch_size)
     if val_data is not None:
         settings["data.val_files"] = data_files(val_data, inputs, "val")
     return settings | reward_settings(reward, inputs)

@@ -164,8 +164,9 @@ class EarlyStopping(Callback):
     def on_run_begin(self, state: RunState, control: RunControl) -> None:
         if state.val_only:
             return
+        # the object has followed another run, or later steps than those that are restored
         if state.global_step == 0 or self.last_step > state.global_step:
-            self._begin_anew()  # the object has followed another run, or later steps than those that are restored
+            self._begin_anew()
         if self.is_exhausted:
             raise FinishedRunError(
                 f"{state.run_dir} ended early at step {state.global_step} of {state.max_steps}: {NOTHING_LEFT}. "
@@ -216,6 +217,7 @@ class EarlyStopping(Callback):
             if is_expected and self.best_value is None:
                 self._report_missing(state)
             return
+        # a value of a validation is in the state of its step, too, and counts once
         if state.global_step <= self.last_step:
             return
         self.last_step = state.global_step
@@ -310,7 +312,8 @@ class Callbacks:
         an error of a callback: the others lose nothing."""
         states = {}
         for name in self.by_name:
-            with suppress(Exception):  # the first error ends the run and is shown
+            # the first error ends the run and is shown
+            with suppress(Exception):
                 states[name] = self._state_of(name)
         return states
 
@@ -320,7 +323,8 @@ class Callbacks:
             if not isinstance(state, Mapping):
                 raise TypeError(f"{name}.state_dict() returned {state!r:.200}; expected a dictionary")
             require_safe(state)
-            return copy.deepcopy(dict(state))  # the callback may go on changing its own lists
+            # the checkpoint may be written while the callback continues to change its own lists
+            return copy.deepcopy(dict(state))
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restores the states of those callbacks that the checkpoint has; others begin anew."""

@@ -37,7 +37,8 @@ WORKERS = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
     **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the worker's process
+    # the engine lives in the worker's process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -49,8 +50,10 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
 DRIVER = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() then does not fix the set of visible devices
+    # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    # torch.cuda.is_available() then does not fix the set of visible devices
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -131,7 +134,8 @@ def leave(status: int) -> NoReturn:
     debugger or profiler it calls `sys.exit`."""
     if sys.gettrace() or sys.getprofile():
         sys.exit(status)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are still writing
+    # waits for threads that are still writing
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -177,7 +181,8 @@ def run_command(command: Callable[[], int]) -> int:
             sys.stderr.flush()
             if error.again is not None:
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *error.again])
-            os._exit(1)  # Ray's client cannot shut down cleanly without its head node; the run's guard cleans up
+            # Ray's client cannot shut down cleanly without its head node; the run's guard cleans up
+            os._exit(1)
 
 
 @contextmanager
@@ -185,7 +190,8 @@ def file_mask(mask: str, folder: Path) -> Iterator[None]:
     """Context manager that creates `folder` and sets the umask of this process, and of processes that it starts, to
     `mask` (octal). New parent folders, which others may use too, have all permissions that `mask` or the user's umask
     grants."""
-    users_mask = os.umask(0o077)  # the umask can only be read by setting another one
+    # the umask can only be read by setting another one
+    users_mask = os.umask(0o077)
     folder_mask = int(mask, 8)
     try:
         os.umask(users_mask & folder_mask)
@@ -211,7 +217,8 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
             os.write(2, f"\nStopped at once by {name}; the run's guard ends its remaining processes.\n".encode())
             os._exit(128 + number)
         received.append(signal.Signals(number))
-        raise KeyboardInterrupt  # the only exception that Ray lets through while the driver waits
+        # the only exception that Ray lets through while the driver waits
+        raise KeyboardInterrupt
 
     with _handled_by(interrupt):
         yield received
@@ -223,8 +230,9 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
     second signal raises KeyboardInterrupt. tell: function that shows a message to the user."""
 
     def stop_at_first_signal(number: int, frame: FrameType | None) -> None:
-        for each_number, handler in replaced_handlers.items():
-            signal.signal(each_number, handler if callable(handler) else signal.default_int_handler)
+        # first, so that a second signal interrupts the run even while the message is shown
+        for handled_number, handler in replaced_handlers.items():
+            signal.signal(handled_number, handler if callable(handler) else signal.default_int_handler)
         name = signal.Signals(number).name
         tell(f"{name}: stopping after this step, with a checkpoint; repeat it to stop at once, without a checkpoint")
         stop()
@@ -250,7 +258,8 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dic
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):  # None: a handler that was not installed by Python
+            # None stands for a handler that was not installed by Python
+            if handler not in (signal.SIG_IGN, None):
                 replaced_handlers[number] = handler
     for number in replaced_handlers:
         signal.signal(number, handle_with_output)
@@ -281,17 +290,18 @@ def failure_text(error: BaseException) -> str:
     It begins with the traceback of the worker or of the user's code that raised the error, or else with the driver's
     traceback below the launch code. Then follow the notes, and in the last line role, rank, phase and error.
     """
-    place = circumstances(error)
+    origin = circumstances(error)
     notes = getattr(error, "__notes__", [])
-    if place.traceback is not None:  # the driver's own traceback only shows where it waited for the failed process
-        parts = [f"The first cause, {place}:\n{place.traceback.rstrip()}"]
-        parts += [note for note in notes if place.traceback not in note and note not in place.traceback]
+    if origin.traceback is not None:
+        # the driver's own traceback only shows where it waited for the failed process
+        parts = [f"The first cause, {origin}:\n{origin.traceback.rstrip()}"]
+        parts += [note for note in notes if origin.traceback not in note and note not in origin.traceback]
     else:
         parts = [_traceback_below_launcher(error), *notes]
 
-    location = f"{place}: " if str(place) else ""
+    location = f"{origin}: " if str(origin) else ""
     first_line = str(error).partition("\n")[0]
-    log = f"\n  its log: {place.log}" if place.log else ""
+    log = f"\n  its log: {origin.log}" if origin.log else ""
     parts.append(f"The run failed: {location}{type(error).__name__}: {first_line}{log}")
     return printable("\n" + "\n\n".join(parts))
 
