@@ -342,7 +342,8 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
     Args:
         sets: options that the call sets itself, with the argument that each comes from.
     """
-    hook = sys.excepthook  # torch.distributed installs its own and never removes it
+    # torch.distributed installs its own and never removes it
+    hook = sys.excepthook
     with process_variables():
         from verl_lite.machine.random_state import get_random_state, set_random_state
 

@@ -86,7 +86,8 @@ class RunState:
         return tuple(self.read_samples())
 
 
-@dataclass(slots=True)  # so that a misspelt request is an error
+# so that a misspelt request is an error
+@dataclass(slots=True)
 class RunControl:
     """What a callback can request. Each attribute is False when a hook is called; the callback sets it to True.
 

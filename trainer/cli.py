@@ -28,10 +28,12 @@ from typing import Any, NoReturn
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 from verl_lite.machine.launcher import refuse_launcher
 
-NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps
+# part of the message about a run that already has all its steps
+NOTHING_LEFT = "nothing is left to do"
 WRONG_INPUT = 2
 MOST_DEFAULT_CPU_SLOTS = 2
-INTERRUPTED = 130  # exit status of a run that its user stopped: the shell's convention for SIGINT
+# exit status of a run that its user stopped: the shell's convention for SIGINT
+INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; a closed terminal
 WORKERS = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
@@ -48,7 +50,8 @@ _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+|evalua
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
+# vLLM 0.26 reads only the second
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 DRIVER = {
     # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -175,7 +178,8 @@ def run_command(command: Callable[[], int]) -> int:
             return 128 + number
         except ClusterLostError as error:
             print_failure(type(error), error, error.__traceback__)
-            if error.again is not None:  # everything that the run started has ended
+            # everything that the run started has ended
+            if error.again is not None:
                 print(f"Starting again from the last checkpoint, in this process: {shlex.join(error.again)}")
             sys.stdout.flush()
             sys.stderr.flush()
@@ -211,7 +215,8 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
-            with contextlib.suppress(OSError, RuntimeError):  # the signal may have interrupted a write to the stream
+            # the signal may have interrupted a write to the stream
+            with contextlib.suppress(OSError, RuntimeError):
                 sys.stdout.flush()
             name = signal.Signals(number).name
             os.write(2, f"\nStopped at once by {name}; the run's guard ends its remaining processes.\n".encode())

@@ -54,7 +54,8 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     study = None
     run_folders = folders
     if (first / "study.json").is_file():
-        from trainer.sweeps.study_page import read_study  # imports optuna
+        # imports optuna
+        from trainer.sweeps.study_page import read_study
 
         study = read_study(first)
         run_folders = study.pop("runs")
@@ -63,7 +64,8 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
     if is_public:
         folders_here = known_folders(runs)
-        for name in data.keys() - {"samples", "prompts"}:  # texts of the data and of the model stay as they are
+        # texts of the data and of the model stay as they are
+        for name in data.keys() - {"samples", "prompts"}:
             data[name] = without_folders(data[name], folders_here)
 
     title = f"Sweep {first.name}"
@@ -105,7 +107,8 @@ def document(title: str, data: Any) -> str:
 </body>
 </html>
 """
-    return text.encode("utf-8", "replace").decode("utf-8")  # a model can write a lone surrogate, which has no UTF-8
+    # a model can write a lone surrogate, which has no UTF-8
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _source_hash(script: str) -> str:

@@ -53,7 +53,8 @@ from workers.rollout.group_queue import GroupQueue
 
 GIB = 1 << 30
 QUEUE_CALLS_AT_ONCE = 16
-REWARD_CALLS_AT_ONCE = 8  # one call of the driver waits for scores while calls of workers submit samples
+# one call of the driver waits for scores while calls of workers submit samples
+REWARD_CALLS_AT_ONCE = 8
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:

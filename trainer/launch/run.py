@@ -205,7 +205,8 @@ def run(
 
 def runs_as_command(job: Job[Options]) -> bool:
     """True if this process runs `python -m` of the job's module."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None under a debugger
+    # None under a debugger
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.removesuffix(".__main__") == job.module
 
 
@@ -315,7 +316,8 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     total_steps = job.read_data()
     tell_idle_options(job, loaded)
     stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
-    stack.enter_context(locked_folder(job.run_dir, job.console.note))  # no other run is writing a checkpoint there
+    # no other run is writing a checkpoint there
+    stack.enter_context(locked_folder(job.run_dir, job.console.note))
     check_run_dir(job, total_steps)
     save_config(loaded, job.run_dir / "dry_run.yaml")
     text, fits = job.full_plan()

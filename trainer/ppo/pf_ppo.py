@@ -13,7 +13,8 @@ from verl_lite.algos.advantages import outcome_scores
 from verl_lite.protocol import DataProto
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-_SMALLEST = 1e-8  # every valid row can be drawn, even if all scores are 0
+# every valid row can be drawn, even if all scores are 0
+_SMALLEST = 1e-8
 
 
 def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:

@@ -31,7 +31,8 @@ class Rows(NamedTuple):
     stop: int
 
 
-@dataclass(eq=False)  # two groups are never the same, and a set may hold them
+# two groups are never the same, and a set may hold them
+@dataclass(eq=False)
 class Group:
     """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
 

@@ -48,7 +48,8 @@ from workers.rollout.specs import EpisodeCounts, GroupPlan
 SLICE_S = 0.1
 """Seconds between two checks of the scores of complete groups while other groups are running."""
 
-torch.serialization.add_safe_globals([Metric])  # the metrics since the last batch are part of a checkpoint
+# the metrics since the last batch are part of a checkpoint
+torch.serialization.add_safe_globals([Metric])
 
 
 SavedGroup: TypeAlias = tuple[GroupPlan, int, int, EpisodeCounts | None, str | None, SavedRows | None]
