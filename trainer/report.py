@@ -21,7 +21,6 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from trainer.cli import command
 
@@ -76,7 +75,7 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     return out
 
 
-def document(title: str, data: Any) -> str:
+def document(title: str, data: object) -> str:
     """Returns the HTML document. data: a JSON-compatible value. Raises ValueError for a number that is not finite."""
     script = (FILES / "page.js").read_text(encoding="utf-8")
     library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")

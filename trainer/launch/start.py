@@ -3,7 +3,6 @@
 import importlib
 import os
 from contextlib import ExitStack
-from typing import Any
 
 from trainer.cli import MOST_DEFAULT_CPU_SLOTS, worker_environment
 from trainer.recipe import recipe_overrides
@@ -14,7 +13,7 @@ from verl_lite.registry import importing
 from verl_lite.single_controller.guard import preload, worker_template_running
 
 
-def start(job: str, options: type[Any], argv: list[str], default_recipe: str | None = None) -> int:
+def start(job: str, options: type[RunOptions], argv: list[str], default_recipe: str | None = None) -> int:
     """Runs a job and returns its exit status. Help and errors in the command line are printed before the job is
     imported, which takes seconds.
 
