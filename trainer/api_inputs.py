@@ -206,8 +206,13 @@ def _not_a_prompt(place: str, prompt: object) -> str:
 
 
 def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
-    """Returns a row as JSON values, with a ground truth, and with its images as files in `folder`. place: the row's
-    name in messages."""
+    """Returns a row as JSON values, with a ground truth, and with its images as files.
+
+    Args:
+        row: the row.
+        folder: folder of the images.
+        place: the row's name in messages.
+    """
     from trainer.data.images import read_image
     from trainer.validation.sample import plain_value
 

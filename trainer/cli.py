@@ -231,8 +231,12 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """In this context the first signal calls `stop`, which ends the run with a checkpoint after the current step. A
-    second signal raises KeyboardInterrupt. tell: function that shows a message to the user."""
+    """In this context the first signal calls `stop`, and a second one raises KeyboardInterrupt.
+
+    Args:
+        stop: ends the run with a checkpoint after the current step.
+        tell: shows a message to the user.
+    """
 
     def stop_at_first_signal(number: int, frame: FrameType | None) -> None:
         # first, so that a second signal interrupts the run even while the message is shown

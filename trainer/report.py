@@ -76,7 +76,15 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
 
 
 def document(title: str, data: object) -> str:
-    """Returns the HTML document. data: a JSON-compatible value. Raises ValueError for a number that is not finite."""
+    """Returns the HTML document.
+
+    Args:
+        title: the title of the page.
+        data: a JSON-compatible value.
+
+    Raises:
+        ValueError: for a number that is not finite.
+    """
     script = (FILES / "page.js").read_text(encoding="utf-8")
     library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     packed_library = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()

@@ -25,7 +25,6 @@ from trainer.observe.final_report import FitResult
 from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
-from trainer.rollout.dynamic_sampling import rows_of
 from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
 from trainer.rollout.sample_groups import Group, GroupFilter
 from trainer.validation.answers import val_samplings
@@ -130,7 +129,7 @@ class EpisodeFilter(GroupFilter):
         """Returns True if the group is not trained on unless too few others are left."""
         if not self.drops:
             return False
-        rows = rows_of(group)
+        rows = group.rows
         if self._compares:
             is_scored = ~rows.non_tensor_batch["reward_failed"].astype(bool)
             scores = rows.batch["episode_scores"][torch.from_numpy(is_scored)]
@@ -179,7 +178,13 @@ def _episodes(rows: DataProto) -> list[DataProto]:
 
 
 class AgentTrainer(RayPPOTrainer):
-    """Trains an agent in environments. val_source: draws the episodes of validations; None without validation."""
+    """Trains an agent on batches of episodes.
+
+    Args:
+        config: the options of the run.
+        val_source: draws the episodes of validations; None without validation.
+        parts: the other arguments of `RayPPOTrainer`.
+    """
 
     def __init__(self, config: PPOConfig, *, val_source: EnvSource | ProgramValidation | None, **parts: Any) -> None:
         super().__init__(config, val_data=None, **parts)

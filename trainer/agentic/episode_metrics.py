@@ -109,6 +109,7 @@ def _sizes_of_episodes(batch: DataProto, table: EpisodeTable) -> dict[str, list[
     num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
     return {
         "response_length": [num_sampled[rows].sum() for rows in table.rows],
+        # with one row per step, the prompts of later rows contain the earlier turns
         "prompt_length": [num_prompt[rows[0]] for rows in table.rows],
         "non_prompt_length": [num_after_prompt[rows].sum() for rows in table.rows],
         "num_turns": [float(num_turns[rows[0]]) for rows in table.rows],
@@ -134,8 +135,11 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     """Returns the metrics of a validation: over episodes, over the groups of each tag, and the validation metrics of
     answers to prompts with each group taken as a prompt. trainer/METRICS.md explains each of them.
 
-    acc is the environment's `success`; a tag has it if all of its episodes report `success`. prefix: text that follows
-    val/ or the tag in metric names, such as "greedy/".
+    acc is the environment's `success`; a tag has it if all of its episodes report `success`.
+
+    Args:
+        batch: the rows of the validation episodes.
+        prefix: text that follows val/ or the tag in metric names, such as "greedy/".
     """
     table = EpisodeTable.of(batch)
     num_turns = column_of(batch, "num_turns", np.ones(len(batch)))

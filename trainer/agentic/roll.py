@@ -160,8 +160,10 @@ def compute_advantage(
 def compute_response_level_rewards(batch: DataProto, pipeline_config: "RollConfig") -> tuple[DataProto, ScalarMetrics]:
     """Adds response_level_rewards (B,) of episodes; see `trainer.agentic.agentic_advantage`.
 
-    pipeline_config: has adv_estimator, reward_normalization, step_reward_gamma, episode_reward_weight and
-    step_reward_weight as attributes.
+    Args:
+        batch: the rows of the episodes.
+        pipeline_config: has adv_estimator, reward_normalization, step_reward_gamma, episode_reward_weight and
+            step_reward_weight as attributes.
     """
     config = AgenticConfig(
         reward_normalization=pipeline_config.reward_normalization,
@@ -218,7 +220,9 @@ class RollScheduler:
         """Returns the rows of `batch_size` episodes, with old_log_probs if algorithm.rollout_correction.bypass_mode is
         true.
 
-        data: a batch with meta_info global_step, counted from 0, which the result has, too.
+        Args:
+            data: a batch with meta_info global_step, counted from 0, which the result has, too.
+            batch_size: number of episodes.
         """
         started = time.perf_counter()
         step = int(data.meta_info["global_step"])
@@ -325,8 +329,12 @@ class AgenticPipeline(AgentTrainer):
         self.config.agentic.model_update_frequency = frequency
 
     def model_update(self, global_step: int | None = None) -> Metrics:
-        """Copies the trained weights to the rollout engines. global_step: number of trained steps, for loops that start
-        each step with this call; running episodes are finished first."""
+        """Copies the trained weights to the rollout engines. Running episodes are finished first.
+
+        Args:
+            global_step: number of trained steps, for loops that start each step with this call; None = the current
+                step, as in `fit`.
+        """
         if global_step is None:
             return super().model_update()
         return self.weight_sync.give_if_due(global_step)

@@ -398,9 +398,10 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
 
 
 class HeldFolder:
-    """The locked folder of a running training; `stack` releases the lock. config_file: the text of its config.yaml."""
+    """The locked folder of a running training; `stack` releases the lock."""
 
     config_file = ""
+    """The text of the config.yaml in the folder."""
 
     def __init__(self, run_dir: Path, note: Callable[[str], None], stack: ExitStack) -> None:
         self.run_dir = run_dir

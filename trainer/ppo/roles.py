@@ -78,12 +78,12 @@ class ModelRole:
     Every pass over a batch is written out: `plan` assigns the rows to the ranks, `planned_rows` orders what the network
     reads, a method of the worker group runs the pass, and `BatchPlan.restore` puts its results in the order of the
     batch.
-
-    section: section of the configuration with the options of the training engine.
     """
 
     section: str
+    """Section of the configuration with the options of the training engine."""
     extra_inputs = Policy.extra_inputs
+    """Columns that the network reads besides the token columns, if the batch has them."""
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
         self.group = group

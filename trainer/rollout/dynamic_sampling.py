@@ -9,8 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from trainer.rewards.groups import KINDS, groups_of
 from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled
 from verl_lite.config import PPOConfig
@@ -61,7 +59,7 @@ class DynamicSampling(GroupFilter):
 
         counts_by_source: dict[str, Counter[str]] = {}
         for group in groups:
-            data_source = str(rows_of(group).non_tensor_batch["data_source"][0])
+            data_source = str(group.rows.non_tensor_batch["data_source"][0])
             counts_by_source.setdefault(data_source, Counter())[str(group.kind)] += 1
         lines = []
         for data_source, counts in sorted(counts_by_source.items()):
@@ -88,7 +86,7 @@ class DynamicSampling(GroupFilter):
         num_groups = len(chosen) + len(dropped)
         chosen_tokens = sum(map(_tokens, chosen))
         dropped_tokens = sum(map(_tokens, dropped))
-        dropped_rows = sum(len(rows_of(group)) for group in dropped)
+        dropped_rows = sum(len(group.rows) for group in dropped)
         return {
             "groups/generated": Metric.last(num_groups),
             "groups/gen_batches": Metric.last(math.ceil(num_groups / len(chosen))),
@@ -99,15 +97,8 @@ class DynamicSampling(GroupFilter):
         }
 
 
-def rows_of(group: Group) -> DataProto:
-    """Returns the rows of a complete group."""
-    assert group.sampled is not None
-    batch, start, stop = group.sampled
-    return batch.select_idxs(np.arange(start, stop))
-
-
 def _tokens(group: Group) -> int:
     """Returns the number of response tokens of a group."""
-    columns = rows_of(group).batch
+    columns = group.rows.batch
     width = columns["responses"].shape[1]
     return int(columns["attention_mask"][:, -width:].sum())

@@ -82,7 +82,7 @@ class PromptState(TypedDict):
 
 
 class PromptSource:
-    """Draws the training prompts, epoch after epoch. epoch: epoch of the last prompts, from 0.
+    """Draws the training prompts, epoch after epoch.
 
     A batch is a batch of the data loader, the last of which may be short in an epoch. With algorithm.filter_groups or
     rollout.oversample every batch has data.train_batch_size prompts, even if an epoch ends among them, and no prompt
@@ -91,7 +91,7 @@ class PromptSource:
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
-        self.epoch = 0
+        self.epoch = 0  # of the prompts that were drawn last
         self.order = build_order(data, config)
         self.loader = build_train_loader(data, config, self.order)
         self._num_prompts = len(data)

@@ -30,6 +30,10 @@ class Rows(NamedTuple):
     start: int
     stop: int
 
+    def copied(self) -> DataProto:
+        """Returns the rows as a batch that shares no memory with the other rows of `batch`."""
+        return self.batch.select_idxs(np.arange(self.start, self.stop))
+
 
 # two groups are never the same, and a set may hold them
 @dataclass(eq=False)
@@ -56,6 +60,12 @@ class Group:
     sampled: Rows | None = None
     counts: EpisodeCounts | None = None
     kind: str | None = None
+
+    @property
+    def rows(self) -> DataProto:
+        """The rows of a complete group."""
+        assert self.sampled is not None
+        return self.sampled.copied()
 
     @property
     def is_kept(self) -> bool:
@@ -139,7 +149,13 @@ class GroupFilter:
         raise NotImplementedError
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
+        """Returns metrics of the batch of this step.
+
+        Args:
+            step: the step.
+            chosen: the groups of its batch.
+            dropped: groups that were dropped since the last batch.
+        """
         return {}
 
 

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias, TypedDict
 
-import numpy as np
 import torch
 
 from trainer.rollout.sample_groups import (
@@ -521,8 +520,7 @@ class RolloutScheduler:
             columns: SavedRows | None = None
             if rows is not None:
                 # without the other rows of their batches, which may be large
-                own_rows = rows.batch.select_idxs(np.arange(rows.start, rows.stop))
-                columns = saved_rows(own_rows)
+                columns = saved_rows(rows.copied())
             groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
         return {**self.snapshot(), "groups": groups}
 
