@@ -33,7 +33,7 @@ from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require
 
 KEY = "trainer.callbacks"
 CallbackState: TypeAlias = dict[str, Any]
-"""What a callback saves in a checkpoint: tensors, arrays, numbers, texts, lists and dictionaries. Only it reads them."""
+"""What a callback saves in a checkpoint: tensors, arrays, numbers, texts, lists and dictionaries."""
 HOOKS = ("on_run_begin", "on_step_end", "on_validation_end", "on_checkpoint", "on_run_end")
 _OTHER_NAMES = {
     "on_init_end": "on_run_begin",
