@@ -128,6 +128,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             teachers.watch_for_stop(lambda: self.steps.stop_asked)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
+        # strictly on-policy, every ratio is 1, and `fit` leaves out the pass
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.update_work: step_metrics.UpdateWork | None = None  # None if the model or the devices are unknown
 
@@ -140,11 +141,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
                 with self.timed("gen"):
                     batch = self.collect_batch()
                 with self.timed("reward"):
-                    batch = self.score(batch)
-                # a crash dump of this step contains the scored batch, and a replay starts from it
-                self.scored_batch = batch
-
-                # strictly on-policy, every ratio is 1 and the pass is left out (`trainer.ppo.requirements`)
+                    batch = self.scored_batch = self.score(batch)
                 if self.needs_old_log_prob:
                     with self.timed("old_log_prob"):
                         batch = self.compute_old_log_prob(batch)
@@ -157,12 +154,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
                 if self.critic:
                     with self.timed("values"):
                         batch |= self.critic.compute_values(batch)
-
                 with self.timed("adv"):
                     batch = self.estimate_advantages(batch)
                     train_batch = self.resample(batch)
-
-                # the advantages are fixed by now, so that neither update reads what the other one changes
                 if self.critic:
                     with self.timed("update_critic"):
                         self.metrics |= self.critic.update(train_batch, self.steps.global_step)
@@ -171,8 +165,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
                         self.metrics |= self.actor.update(train_batch, self.steps.global_step)
                     with self.timed("update_weights"):
                         self.metrics |= self.model_update()
-            # validates, logs and saves; the metrics are those of all rows, also of rows that `resample` left out
-            self.end_step(batch)
+            self.end_step(batch)  # validates, logs and saves
         return self.result
 
     def begin(self) -> None:
@@ -238,7 +231,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return self.weight_sync.after_update()
 
     def score(self, batch: DataProto) -> DataProto:
-        """Adds the rewards, most of which were computed during generation."""
+        """Adds the rewards, most of which were computed during generation. `fit` keeps the result for a crash dump."""
         group_filter = self.scheduler.filter
         if group_filter is not None and group_filter.adds_scores:
             # dynamic sampling needed the scores to choose the groups
@@ -338,6 +331,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def resample(self, batch: DataProto) -> DataProto:
         """Returns the rows for the update: all, or with algorithm.use_pf_ppo the same number drawn by score."""
+        # the metrics of the step are those of all rows, also of rows that are not drawn
         if not self.config.algorithm.use_pf_ppo:
             return batch
         options = self.config.algorithm.pf_ppo

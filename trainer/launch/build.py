@@ -108,8 +108,8 @@ def worker_classes(
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if kind.trains and needs_reference_model(config):
         roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
-    for teacher in config.distillation.named_teachers() if kind.trains else ():
-        if teacher.path:
+    for teacher in config.distillation.named_teachers():
+        if kind.trains and teacher.path:
             roles[role_of(teacher)] = ClassWithInitArgs(TeacherWorker, config, teacher)
     if kind.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)

@@ -83,12 +83,19 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     if any(data.has_images for data in datasets):
         check_images(config)
 
-    named = named_by_options(config) if trains and scores else {}
-    extras = try_rewards(config, datasets, has_named=bool(named)) if tries_rewards else []
-    check_named(config, named, extras)
+    option_of_name: dict[str, str] = {}
+    if trains and scores:
+        option_of_name = named_by_options(config)
+    extras: list[dict[str, float | str]] = []
+    if tries_rewards:
+        extras = try_rewards(config, datasets, has_named=bool(option_of_name))
+    check_named(config, option_of_name, extras)
     if trains:
+        # only the training prompts: validations need no teacher
         check_teachers(config, tokenizer, datasets[:1])
-    inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
+    inputs = None
+    if scores and config.reward_model.enable:
+        inputs = reward_inputs(config, tokenizer)
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
 
 
@@ -122,6 +129,8 @@ def try_rewards(config: PPOConfig, datasets: Sequence[PromptDataset], has_named:
     """Calls the reward function on two rows of each dataset, with the ground truth as the answer.
 
     Args:
+        config: the options of the run.
+        datasets: the datasets of the run.
         has_named: True if options name values of the reward; then also tries one row of each data source.
 
     Returns:
