@@ -77,8 +77,10 @@ _OTHER_NAMES = {
 class TrainResult:
     """A finished or stopped run.
 
-    run_dir: the run folder. is_stopped: True if the run was interrupted before its last step; `train` with the same
-    arguments and this run_dir continues it.
+    Attributes:
+        run_dir: the run folder.
+        is_stopped: True if the run was interrupted before its last step; `train` with the same arguments and this
+            run_dir continues it.
     """
 
     run_dir: Path
@@ -120,14 +122,14 @@ class TrainResult:
         from trainer.observe.run_data import groups
 
         by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
-        wanted = max(by_step, default=0) if step is None else step
-        if wanted not in by_step:
+        sampled_step = max(by_step, default=0) if step is None else step
+        if sampled_step not in by_step:
             steps = f"samples of the steps {min(by_step)} to {max(by_step)}" if by_step else "no samples"
             raise UserError(
                 f"step: found {step}, but {self.run_dir} has {steps}. "
                 "Beyond trainer.samples_max_mb a run deletes the samples of every other step"
             )
-        group = by_step[wanted]
+        group = by_step[sampled_step]
         rows = []
         for answer in group.read(range(len(group.uids))):
             row: dict[str, object] = {
@@ -176,7 +178,9 @@ class TrainResult:
         sampling: Options = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
         if n > 1:
             sampling["rollout.val_kwargs.temperature"] = 1.0
-        options = ["~data.columns", *_words(sampling | _flat(keywords))]  # the prompts have the names of our columns
+        # without data.columns of the run: the prompts have the names of our columns
+        options = ["~data.columns", *_words(sampling | _flat(keywords))]
+        # equal calls share a folder, so that an interrupted one continues
         folder = self.run_dir / "generate" / digest_of([rows, options])
         with _as_caller_expects({}), _removed_if_refused(folder):
             options.append(f"data.val_files=[{json.dumps(write_rows(rows, folder, 'prompts'))}]")
@@ -245,7 +249,7 @@ def train(
         raise UserError(f"options: found {options!r:.200}; expected a dictionary such as {{'rollout.n': 8}}")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
-    given = _flat(options or {}) | _flat(keywords)
+    caller_options = _flat(options or {}) | _flat(keywords)
     try:
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
@@ -255,14 +259,15 @@ def train(
             callback_objects = [callback for callback in callbacks if not isinstance(callback, str)]
             own_callbacks = require_callbacks(callback_objects, "callbacks")
             with _folder_problems(folder):
-                settings = _settings(model, data, val_data, reward, folder, given)
+                settings = _settings(model, data, val_data, reward, folder, caller_options)
             if named_callbacks:
                 settings["trainer.callbacks"] = named_callbacks
             with _live_curve(folder):
-                status = run_ppo(_words(settings | given), callbacks=own_callbacks, is_command=False)
+                status = run_ppo(_words(settings | caller_options), callbacks=own_callbacks, is_command=False)
             if status != INTERRUPTED:
                 _require_success(status, "train")
-    except FinishedRunError as finished:  # the files of that run, such as its reward, are the old ones again
+    except FinishedRunError as finished:
+        # `_removed_if_refused` has restored the files of that run, such as its reward
         print(f"{finished}\ntrain() returns the result of that run. For a new run, choose another run_dir")
         return TrainResult(folder, is_stopped=False)
     return TrainResult(folder, status == INTERRUPTED)
@@ -296,14 +301,14 @@ def _settings(
     val_data: Rows | None,
     reward: RewardFunction | str | None,
     folder: Path,
-    given: Mapping[str, object],
+    caller_options: Mapping[str, object],
 ) -> Options:
     """Returns the options that the arguments of `train` stand for. Rows and functions become files of the run.
 
     Args:
         model, data, val_data, reward: see `train`.
         folder: the run folder.
-        given: options of the caller.
+        caller_options: options of the caller.
     """
     inputs = folder / "inputs"
     settings: Options = {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto"}
@@ -317,7 +322,7 @@ def _settings(
             num_rows = Path(files[0]).read_text(encoding="utf-8").count("\n")
             batch_size = min(_BATCH, num_rows)
             settings |= {"data.data_source": "data", "data.train_batch_size": batch_size, "rollout.n": 8}
-            settings["actor.ppo_mini_batch_size"] = given.get("data.train_batch_size", batch_size)
+            settings["actor.ppo_mini_batch_size"] = caller_options.get("data.train_batch_size", batch_size)
     if val_data is not None:
         settings["data.val_files"] = data_files(val_data, inputs, "val")
     return settings | reward_settings(reward, inputs)
@@ -337,7 +342,8 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
     Args:
         sets: options that the call sets itself, with the argument that each comes from.
     """
-    hook = sys.excepthook  # torch.distributed installs its own and never removes it
+    # torch.distributed installs its own and never removes it
+    hook = sys.excepthook
     with process_variables():
         from verl_lite.machine.random_state import get_random_state, set_random_state
 
@@ -372,12 +378,14 @@ def _removed_if_refused(folder: Path, errors: type[BaseException] = UserError) -
     try:
         yield
     except errors:
+        # once the run has started, it reads the files
         if _start_time(folder) != started_before:
-            raise  # the run reads the files
+            raise
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
             if not parent_existed:
-                with suppress(OSError):  # another call may use it
+                # a folder that is not empty is used by another call
+                with suppress(OSError):
                     folder.parent.rmdir()
         else:
             for file in inputs.glob("*"):
@@ -409,7 +417,8 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{key}.")
         else:
-            flat[key] = value  # also an empty section, such as reward.functions={}
+            # also an empty section, such as reward.functions={}
+            flat[key] = value
     return flat
 
 
@@ -434,7 +443,8 @@ def _live_curve(run_dir: Path) -> Iterator[None]:
 
     def draw() -> None:
         nonlocal drawn
-        with suppress(OSError):  # there are no metrics yet
+        # without the file, there are no metrics yet
+        with suppress(OSError):
             changed = (run_dir / "metrics.jsonl").stat().st_mtime
             if changed <= drawn:
                 return
@@ -454,4 +464,5 @@ def _live_curve(run_dir: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        draw()  # the last steps
+        # the last steps, since the thread has drawn the curve last
+        draw()

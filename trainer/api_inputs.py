@@ -154,7 +154,8 @@ def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
     with _by_value(_module_to_copy(reward)):
         try:
             code = cloudpickle.dumps(reward)
-        except Exception as error:  # pickle calls methods of the user's objects, which may raise anything
+        except Exception as error:
+            # pickle calls methods of the user's objects, which may raise anything
             raise UserError(
                 f"reward: {reward!r:.100} cannot be copied to the reward processes ({error}). Create what it uses, "
                 "such as clients, locks or open files, inside the function, or put it into a file: reward='FILE.py'"
@@ -174,7 +175,8 @@ def _module_to_copy(reward: RewardFunction) -> ModuleType | None:
     while isinstance(function, functools.partial):
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", "") or "")
-    if module is None or module.__name__ == "__main__":  # cloudpickle copies functions of __main__ by itself
+    # cloudpickle copies functions of __main__ by itself
+    if module is None or module.__name__ == "__main__":
         return None
     is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
     is_installed = "site-packages" in str(getattr(module, "__file__", None))
@@ -184,7 +186,8 @@ def _module_to_copy(reward: RewardFunction) -> ModuleType | None:
 def _has_parameter(function: RewardFunction, name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
-    except ValueError:  # some functions written in C do not tell their parameters
+    except ValueError:
+        # some functions written in C do not tell their parameters
         return False
 
 
@@ -203,8 +206,13 @@ def _not_a_prompt(place: str, prompt: object) -> str:
 
 
 def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
-    """Returns a row as JSON values, with a ground truth, and with its images as files in `folder`. place: the row's
-    name in messages."""
+    """Returns a row as JSON values, with a ground truth, and with its images as files.
+
+    Args:
+        row: the row.
+        folder: folder of the images.
+        place: the row's name in messages.
+    """
     from trainer.data.images import read_image
     from trainer.validation.sample import plain_value
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainer.cli import NOTHING_LEFT
 from trainer.validation.sample import Sample
@@ -32,6 +32,8 @@ from verl_lite.machine.safe_state import require_safe
 from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require_call
 
 KEY = "trainer.callbacks"
+CallbackState: TypeAlias = dict[str, Any]
+"""What a callback saves in a checkpoint: tensors, arrays, numbers, texts, lists and dictionaries."""
 HOOKS = ("on_run_begin", "on_step_end", "on_validation_end", "on_checkpoint", "on_run_end")
 _OTHER_NAMES = {
     "on_init_end": "on_run_begin",
@@ -86,7 +88,8 @@ class RunState:
         return tuple(self.read_samples())
 
 
-@dataclass(slots=True)  # so that a misspelt request is an error
+# so that a misspelt request is an error
+@dataclass(slots=True)
 class RunControl:
     """What a callback can request. Each attribute is False when a hook is called; the callback sets it to True.
 
@@ -124,12 +127,11 @@ class Callback:
     def on_run_end(self, state: RunState, control: RunControl) -> None:
         """Called once after the last checkpoint, also if the user stopped the run; not if the run failed."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs: tensors, arrays, numbers, texts, lists and dictionaries. It becomes part of
-        each checkpoint."""
+    def state_dict(self) -> CallbackState:
+        """Returns what a resumed run needs. It becomes part of each checkpoint."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: CallbackState) -> None:
         """Restores the result of `state_dict`."""
 
 
@@ -164,8 +166,9 @@ class EarlyStopping(Callback):
     def on_run_begin(self, state: RunState, control: RunControl) -> None:
         if state.val_only:
             return
+        # the object has followed another run, or later steps than those that are restored
         if state.global_step == 0 or self.last_step > state.global_step:
-            self._begin_anew()  # the object has followed another run, or later steps than those that are restored
+            self._begin_anew()
         if self.is_exhausted:
             raise FinishedRunError(
                 f"{state.run_dir} ended early at step {state.global_step} of {state.max_steps}: {NOTHING_LEFT}. "
@@ -185,7 +188,7 @@ class EarlyStopping(Callback):
         is_logged = bool(state.metrics)
         self._observe(state, control, is_expected=is_logged and not self._is_of_validation)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CallbackState:
         return {
             "best_value": self.best_value,
             "best_step": self.best_step,
@@ -193,7 +196,7 @@ class EarlyStopping(Callback):
             "last_step": self.last_step,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: CallbackState) -> None:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
         self.num_without_improvement = state["num_without_improvement"]
@@ -210,12 +213,19 @@ class EarlyStopping(Callback):
         return self.metric.startswith(("val/", "val-"))
 
     def _observe(self, state: RunState, control: RunControl, is_expected: bool) -> None:
-        """Counts the metric's value of the current step. is_expected: whether the metric should be in the state."""
+        """Counts the metric's value of the current step.
+
+        Args:
+            state: the state of the run.
+            control: receives the request to end the run.
+            is_expected: True if the metric should be in the state.
+        """
         value = state.metrics.get(self.metric)
         if value is None:
             if is_expected and self.best_value is None:
                 self._report_missing(state)
             return
+        # a value of a validation is in the state of its step, too, and counts once
         if state.global_step <= self.last_step:
             return
         self.last_step = state.global_step
@@ -301,28 +311,30 @@ class Callbacks:
         self.control = RunControl()
         return requests
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, CallbackState]:
         """Returns the states of the callbacks by name. Raises TypeError if a checkpoint cannot hold one of them."""
         return {name: self._state_of(name) for name in self.by_name}
 
-    def readable_states(self) -> dict[str, Any]:
+    def readable_states(self) -> dict[str, CallbackState]:
         """Returns the states of those callbacks whose `state_dict` works. For the checkpoint of a run that ends with
         an error of a callback: the others lose nothing."""
         states = {}
         for name in self.by_name:
-            with suppress(Exception):  # the first error ends the run and is shown
+            # the first error ends the run and is shown
+            with suppress(Exception):
                 states[name] = self._state_of(name)
         return states
 
-    def _state_of(self, name: str) -> dict[str, Any]:
+    def _state_of(self, name: str) -> CallbackState:
         with _named(f"{name}.state_dict"):
             state = self.by_name[name].state_dict()
             if not isinstance(state, Mapping):
                 raise TypeError(f"{name}.state_dict() returned {state!r:.200}; expected a dictionary")
             require_safe(state)
-            return copy.deepcopy(dict(state))  # the callback may go on changing its own lists
+            # the checkpoint may be written while the callback continues to change its own lists
+            return copy.deepcopy(dict(state))
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Mapping[str, CallbackState]) -> None:
         """Restores the states of those callbacks that the checkpoint has; others begin anew."""
         for name, callback in self.by_name.items():
             if name in states:

@@ -28,16 +28,19 @@ from typing import Any, NoReturn
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 from verl_lite.machine.launcher import refuse_launcher
 
-NOTHING_LEFT = "nothing is left to do"  # part of the message about a run that already has all its steps
+# part of the message about a run that already has all its steps
+NOTHING_LEFT = "nothing is left to do"
 WRONG_INPUT = 2
 MOST_DEFAULT_CPU_SLOTS = 2
-INTERRUPTED = 130  # exit status of a run that its user stopped: the shell's convention for SIGINT
+# exit status of a run that its user stopped: the shell's convention for SIGINT
+INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; a closed terminal
 WORKERS = {
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
     **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the worker's process
+    # the engine lives in the worker's process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -47,10 +50,13 @@ _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+|evalua
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # vLLM 0.26 reads only the second
+# vLLM 0.26 reads only the second
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 DRIVER = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() then does not fix the set of visible devices
+    # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    # torch.cuda.is_available() then does not fix the set of visible devices
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -131,7 +137,8 @@ def leave(status: int) -> NoReturn:
     debugger or profiler it calls `sys.exit`."""
     if sys.gettrace() or sys.getprofile():
         sys.exit(status)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are still writing
+    # waits for threads that are still writing
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -171,13 +178,15 @@ def run_command(command: Callable[[], int]) -> int:
             return 128 + number
         except ClusterLostError as error:
             print_failure(type(error), error, error.__traceback__)
-            if error.again is not None:  # everything that the run started has ended
+            # everything that the run started has ended
+            if error.again is not None:
                 print(f"Starting again from the last checkpoint, in this process: {shlex.join(error.again)}")
             sys.stdout.flush()
             sys.stderr.flush()
             if error.again is not None:
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *error.again])
-            os._exit(1)  # Ray's client cannot shut down cleanly without its head node; the run's guard cleans up
+            # Ray's client cannot shut down cleanly without its head node; the run's guard cleans up
+            os._exit(1)
 
 
 @contextmanager
@@ -185,7 +194,8 @@ def file_mask(mask: str, folder: Path) -> Iterator[None]:
     """Context manager that creates `folder` and sets the umask of this process, and of processes that it starts, to
     `mask` (octal). New parent folders, which others may use too, have all permissions that `mask` or the user's umask
     grants."""
-    users_mask = os.umask(0o077)  # the umask can only be read by setting another one
+    # the umask can only be read by setting another one
+    users_mask = os.umask(0o077)
     folder_mask = int(mask, 8)
     try:
         os.umask(users_mask & folder_mask)
@@ -205,13 +215,15 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
-            with contextlib.suppress(OSError, RuntimeError):  # the signal may have interrupted a write to the stream
+            # the signal may have interrupted a write to the stream
+            with contextlib.suppress(OSError, RuntimeError):
                 sys.stdout.flush()
             name = signal.Signals(number).name
             os.write(2, f"\nStopped at once by {name}; the run's guard ends its remaining processes.\n".encode())
             os._exit(128 + number)
         received.append(signal.Signals(number))
-        raise KeyboardInterrupt  # the only exception that Ray lets through while the driver waits
+        # the only exception that Ray lets through while the driver waits
+        raise KeyboardInterrupt
 
     with _handled_by(interrupt):
         yield received
@@ -219,12 +231,17 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
 
 @contextmanager
 def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """In this context the first signal calls `stop`, which ends the run with a checkpoint after the current step. A
-    second signal raises KeyboardInterrupt. tell: function that shows a message to the user."""
+    """In this context the first signal calls `stop`, and a second one raises KeyboardInterrupt.
+
+    Args:
+        stop: ends the run with a checkpoint after the current step.
+        tell: shows a message to the user.
+    """
 
     def stop_at_first_signal(number: int, frame: FrameType | None) -> None:
-        for each_number, handler in replaced_handlers.items():
-            signal.signal(each_number, handler if callable(handler) else signal.default_int_handler)
+        # first, so that a second signal interrupts the run even while the message is shown
+        for handled_number, handler in replaced_handlers.items():
+            signal.signal(handled_number, handler if callable(handler) else signal.default_int_handler)
         name = signal.Signals(number).name
         tell(f"{name}: stopping after this step, with a checkpoint; repeat it to stop at once, without a checkpoint")
         stop()
@@ -250,7 +267,8 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dic
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):  # None: a handler that was not installed by Python
+            # None stands for a handler that was not installed by Python
+            if handler not in (signal.SIG_IGN, None):
                 replaced_handlers[number] = handler
     for number in replaced_handlers:
         signal.signal(number, handle_with_output)
@@ -281,17 +299,18 @@ def failure_text(error: BaseException) -> str:
     It begins with the traceback of the worker or of the user's code that raised the error, or else with the driver's
     traceback below the launch code. Then follow the notes, and in the last line role, rank, phase and error.
     """
-    place = circumstances(error)
+    origin = circumstances(error)
     notes = getattr(error, "__notes__", [])
-    if place.traceback is not None:  # the driver's own traceback only shows where it waited for the failed process
-        parts = [f"The first cause, {place}:\n{place.traceback.rstrip()}"]
-        parts += [note for note in notes if place.traceback not in note and note not in place.traceback]
+    if origin.traceback is not None:
+        # the driver's own traceback only shows where it waited for the failed process
+        parts = [f"The first cause, {origin}:\n{origin.traceback.rstrip()}"]
+        parts += [note for note in notes if origin.traceback not in note and note not in origin.traceback]
     else:
         parts = [_traceback_below_launcher(error), *notes]
 
-    location = f"{place}: " if str(place) else ""
+    location = f"{origin}: " if str(origin) else ""
     first_line = str(error).partition("\n")[0]
-    log = f"\n  its log: {place.log}" if place.log else ""
+    log = f"\n  its log: {origin.log}" if origin.log else ""
     parts.append(f"The run failed: {location}{type(error).__name__}: {first_line}{log}")
     return printable("\n" + "\n\n".join(parts))
 

@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
     if options.critic:
         network = "critic"
     elif (checkpoint / "model").is_dir():
-        network = "model"  # main_sft and main_rm save a single network
+        # main_sft and main_rm save a single network
+        network = "model"
     else:
         network = "actor"
     source = str(checkpoint / network)

@@ -101,7 +101,8 @@ def overview(run: Run, width: int) -> RenderableType:
 def _heading(run: Run) -> Text:
     style = _STATE_STYLES.get(run.state, "bold yellow")
     total_steps_text = "" if run.total_steps is None else f" of {run.total_steps}"
-    seconds_ago = max(0.0, time.time() - run.modified)  # the clock of another machine may be ahead
+    # the clock of another machine may be ahead
+    seconds_ago = max(0.0, time.time() - run.modified)
     facts = f"step {run.last_step}{total_steps_text}, {format_seconds(run.seconds())} in steps, "
     facts += f"last written {format_seconds(seconds_ago)} ago\n{run.folder}"
     return Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", facts)
@@ -124,7 +125,8 @@ def _stage_times(run: Run) -> Table:
     """Returns the mean time of each stage of a step and its share, the longest first."""
     table = _table("Time")
     _, bars = stage_seconds(run.steps, 1)
-    seconds_by_stage = {stage: seconds[0] for stage, seconds in bars.items()}
+    # one bar of the chart stands for the whole run
+    seconds_by_stage = {stage: seconds_of_bars[0] for stage, seconds_of_bars in bars.items()}
     total = sum(seconds_by_stage.values())
     for stage, seconds in sorted(seconds_by_stage.items(), key=lambda item: -item[1]):
         bar = Text("█" * round(40 * seconds / total), style="cyan")
@@ -141,9 +143,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
         means.append(sum(values[start:stop]) / (stop - start))
 
     low = min(means)
-    height = max(means) - low or 1.0  # of a constant series: any height, all values are at the bottom
-    levels = [min(7, int((mean - low) / height * 8)) for mean in means]
-    return "".join(_BARS[level] for level in levels)
+    # of a constant series: any height, because all values are at the bottom
+    height = max(means) - low or 1.0
+    curve = ""
+    for mean in means:
+        level = int((mean - low) / height * len(_BARS))
+        # the largest value would be one level above the last bar
+        curve += _BARS[min(level, len(_BARS) - 1)]
+    return curve
 
 
 def _table(title: str) -> Table:
@@ -182,13 +189,15 @@ def _request_tree(answer: Answer, score: str) -> Tree:
     """Returns the first requests of an episode as a tree, with the beginnings of their messages."""
     tree = Tree(Text(f"{answer.total_requests:,} requests, reward {score}", style="bold"))
     requests = answer.requests[:_MOST_REQUESTS]
-    branch = [tree]  # the tree, and the request of each depth above the next one
+    # the path to the newest request: the tree, then one request of each depth
+    path = [tree]
     for request in requests:
-        del branch[request.depth + 1 :]
-        branch.append(branch[-1].add(_request_label(request)))
-    more = answer.total_requests - len(requests)
-    if more:
-        tree.add(f"{more:,} more requests")
+        del path[request.depth + 1 :]
+        node = path[-1].add(_request_label(request))
+        path.append(node)
+    num_more = answer.total_requests - len(requests)
+    if num_more:
+        tree.add(f"{num_more:,} more requests")
     return tree
 
 

@@ -25,9 +25,10 @@ def write_recipe(name: str, folder: Path) -> Path:
     from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 
     folder = folder.expanduser().absolute()
-    is_word = all(re.fullmatch(r"[a-z][a-z0-9_]*", one) and not keyword.iskeyword(one) for one in (name, folder.name))
-    is_hidden = is_word and not (folder.parent / "__init__.py").exists() and importlib.util.find_spec(folder.name)
-    if not is_word or name in ADV_ESTIMATOR_REGISTRY or is_hidden:
+    are_words = _is_word(name) and _is_word(folder.name)
+    # a package of this name that is found first would be imported instead of the top folder of the recipe
+    is_hidden = are_words and not (folder.parent / "__init__.py").exists() and importlib.util.find_spec(folder.name)
+    if not are_words or name in ADV_ESTIMATOR_REGISTRY or is_hidden:
         raise UserError(
             f"NAME={name!r} in {folder}: NAME names an estimator, and the folder is a Python package: expected "
             "lower-case letters, digits and _, as in my_recipe, and no existing module, advantage estimator or keyword"
@@ -38,15 +39,23 @@ def write_recipe(name: str, folder: Path) -> Path:
         raise UserError(f"--out {folder}: the folder {folder.parent} does not exist; create it first")
     folder.mkdir()
     for file in FILES:
-        text = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
-        (folder / file).write_text(text.replace("NAME", name).replace("PLACE", place_of(folder)), encoding="utf-8")
+        template = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
+        text = template.replace("NAME", name).replace("PLACE", place_of(folder))
+        (folder / file).write_text(text, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     return folder
 
 
+def _is_word(name: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None and not keyword.iskeyword(name)
+
+
 def place_of(folder: Path) -> str:
     """Returns the value for `recipe=`: the folder's path, relative to the current folder if it is below it."""
-    return f"./{folder.relative_to(Path.cwd())}" if folder.is_relative_to(Path.cwd()) else str(folder)
+    if folder.is_relative_to(Path.cwd()):
+        # with ./, so that it is read as a path and not as the name of a recipe
+        return f"./{folder.relative_to(Path.cwd())}"
+    return str(folder)
 
 
 @command

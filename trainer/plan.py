@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     add("--fit", action="store_true", help="find the cheapest changes that fit 8, 16, 24, 80 GiB and the device")
     arguments, words = parser.parse_known_args(argv)
 
-    if arguments.placement:  # its last version was 0.1
+    # its last version was 0.1
+    if arguments.placement:
         raise UserError(
             "--placement was removed, because its simulation was never compared with a GPU run: compare short runs "
             "with hybrid_engine=true and false, see trainer/ASYNC.md#engines-on-devices-of-their-own"

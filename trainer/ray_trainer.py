@@ -27,7 +27,8 @@ from trainer.rewards.groups import group_shares
 from trainer.rewards.scores import RewardStage, mask_failed, punish_overlong, take_greedy_baselines
 from trainer.rollout.dynamic_sampling import DynamicSampling, FilterBudgetExceeded
 from trainer.rollout.group_sources import ANSWERS, prompt_groups
-from trainer.rollout.scheduler import AnswerRewards, GroupFilter, GroupSource, RolloutScheduler
+from trainer.rollout.sample_groups import AnswerRewards, GroupFilter, GroupSource
+from trainer.rollout.scheduler import RolloutScheduler
 from trainer.rollout.training_steps import TrainingSteps
 from trainer.rollout.weight_sync import WeightSync
 from trainer.validation.answers import ValSampling, chunk_size, generate_in_chunks, val_samplings
@@ -68,8 +69,15 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     @classmethod
     def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
-        """Checks the run folder before any process starts. Subclasses that store answers there raise UserError if it
-        holds the answers of another configuration. data: the validation prompts."""
+        """Checks the run folder before any process starts.
+
+        Subclasses that store answers there raise UserError if it holds the answers of another configuration.
+
+        Args:
+            config: the options of the run.
+            data: the validation prompts.
+            run_dir: the run folder.
+        """
 
     def __init__(
         self,
@@ -96,6 +104,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         self.critic = critic
         self.teachers = teachers
         self.rewards = rewards
+
+        # the rows of episodes contain their rewards, so the scheduler need not wait for any
+        awaited_rewards = rewards if isinstance(rewards, AnswerRewards) else None
         self.scheduler = RolloutScheduler(
             config,
             source,
@@ -103,7 +114,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             training_sampling(config),
             self.group_filter(),
             total_steps,
-            rewards if isinstance(rewards, AnswerRewards) else None,  # the rows of episodes contain their rewards
+            awaited_rewards,
         )
         steps = TrainingSteps(config, self.scheduler, total_steps)
         super().__init__(config.trainer, steps, tracking, saver, FitResult())
@@ -117,6 +128,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             teachers.watch_for_stop(lambda: self.steps.stop_asked)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.running_moments: dict[str, RunningMoments] = {}  # data_source -> moments of its scores
+        # strictly on-policy, every ratio is 1, and `fit` leaves out the pass
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.update_work: step_metrics.UpdateWork | None = None  # None if the model or the devices are unknown
 
@@ -165,22 +177,27 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     # ------------------------------------------------------------------------------------------------- the stages
 
     def collect_batch(self) -> DataProto:
-        """Returns the sampled rows of this step; with dynamic sampling, scored groups that passed the filter. With
-        async_training.batches_ahead, also starts the samples of later steps."""
+        """Returns the sampled rows of this step; with dynamic sampling, scored groups that passed the filter.
+
+        With async_training.batches_ahead, also starts the samples of later steps.
+        """
         step = self.steps.global_step
         try:
             batch = self.scheduler.get_batch(step)
         except FilterBudgetExceeded:
+            # with a checkpoint of the steps before, the run can continue with a larger budget
             self._save_last_step()
             raise
         self.metrics |= batch.meta_info.pop("metrics")
 
+        # if every batch has one version of the weights, they change here, where no sample is running
         with self.timed("update_weights"):
             self.metrics |= self.weight_sync.after_batch()
         if not self.steps.is_last:
             self.scheduler.begin_ahead(step)
 
-        if self.config.algorithm.rollout_correction.bypass_mode:  # the ratio is taken against the rollout policy
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            # the ratio of the loss is taken against the policy that sampled
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         return batch
 
@@ -191,8 +208,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return DynamicSampling(self.config, self.score_groups)
 
     def score_groups(self, groups: DataProto) -> DataProto:
-        """Scores the rows of complete groups for the filter. Combines the metrics with those of the step's other
-        groups."""
+        """Scores the rows of complete groups for the filter."""
+        # the filter scores the groups of a step in several calls, whose metrics must not replace each other
         metrics_before = self.metrics
         self.metrics = {}
         with self.timed("reward", within="gen"):
@@ -203,6 +220,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def _save_last_step(self) -> None:
         """Saves the last completed step, if this process has one, before a step ends the run."""
         self.saver.finish()
+        # before step 1 nothing is trained, and after a resume the checkpoint of the last step exists already
         if self.steps.global_step > 1 and self.config.trainer.save_freq != 0:
             self.steps.give_up_step(self.step_data)
             if self.steps.global_step not in saved_steps(self.run_dir):
@@ -213,10 +231,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return self.weight_sync.after_update()
 
     def score(self, batch: DataProto) -> DataProto:
-        """Adds the rewards, most of which were computed during generation. With dynamic sampling the batch already has
-        them."""
+        """Adds the rewards, most of which were computed during generation. `fit` keeps the result for a crash dump."""
         group_filter = self.scheduler.filter
         if group_filter is not None and group_filter.adds_scores:
+            # dynamic sampling needed the scores to choose the groups
             return batch
         return self.compute_reward(batch)
 
@@ -224,9 +242,12 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Waits for the rewards of the batch, masks failed rows and subtracts the length penalty."""
         scores = self.rewards.score(batch)
         self.metrics |= scores.meta_info.pop("metrics")
-        batch, penalties = punish_overlong(mask_failed(batch | scores), self.config)
-        batch, baselines = take_greedy_baselines(batch)
-        self.metrics |= penalties | baselines | group_shares(batch, self.config.algorithm.filter_groups.metric)
+        batch = mask_failed(batch | scores)
+        batch, penalty_metrics = punish_overlong(batch, self.config)
+        # after the penalty, so that the greedy answers are scored like those that they are subtracted from
+        batch, baseline_metrics = take_greedy_baselines(batch)
+        shares = group_shares(batch, self.config.algorithm.filter_groups.metric)
+        self.metrics |= penalty_metrics | baseline_metrics | shares
         return batch
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
@@ -242,12 +263,16 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return batch
 
     def compute_teacher_log_probs(self, teachers: Teachers, batch: DataProto) -> DataProto:
-        """Adds the columns of the teachers. If the run is to stop while a teacher's server is silent, this step cannot
-        be completed: saves the last completed step and ends the run as a second signal would."""
+        """Adds the columns of the teachers.
+
+        If the run is to stop while a teacher's server is silent, this step cannot be completed: saves the last
+        completed step and raises KeyboardInterrupt.
+        """
         try:
             batch |= teachers.compute_log_probs(batch)
         except TeacherStopped as error:
             self._save_last_step()
+            # ends the run as a second signal would
             stopped = KeyboardInterrupt()
             stopped.add_note(str(error))
             raise stopped from error
@@ -259,6 +284,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         algorithm = self.config.algorithm
         batch, score_metrics = self.normalize_rewards(batch)
         batch, token_metrics = compute_token_reward(batch, algorithm, self.kl_ctrl)
+        # before the estimator, which must not see the tokens that the correction rejects
         batch = self.correct_rollout(batch)
         batch, advantage_metrics = estimate_advantages(batch, algorithm, self.token_estimator)
         self.add_scalars(score_metrics | token_metrics | advantage_metrics)
@@ -278,8 +304,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         return self.config.algorithm.adv_estimator
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
-        """Applies algorithm.rollout_correction: adds rollout_is_weights, removes rejected tokens from response_mask and
-        logs the mismatch of rollout and trainer. If old_log_probs are not computed, the workers log it in the update.
+        """Applies algorithm.rollout_correction.
+
+        Adds rollout_is_weights, removes rejected tokens from response_mask and logs the mismatch of rollout and
+        trainer. If old_log_probs are not computed, the workers log the mismatch in the update.
         """
         if not (self.needs_old_log_prob and self.config.rollout.calculate_log_probs):
             return batch
@@ -295,6 +323,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
         batch = batch.select()
         batch.batch["response_mask"] = corrected_mask
+        # the score of a response is on its last token, and would be lost if that token is rejected
         batch.batch["token_level_rewards"] = keep_rewards(columns["token_level_rewards"], mask, corrected_mask)
         if weights is not None:
             batch.batch["rollout_is_weights"] = weights
@@ -302,14 +331,17 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def resample(self, batch: DataProto) -> DataProto:
         """Returns the rows for the update: all, or with algorithm.use_pf_ppo the same number drawn by score."""
+        # the metrics of the step are those of all rows, also of rows that are not drawn
         if not self.config.algorithm.use_pf_ppo:
             return batch
         options = self.config.algorithm.pf_ppo
+        # seeded by the step, so that a resumed run draws the same rows
         seed = [self.config.trainer.seed, self.steps.global_step]
         drawn = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
-        drawn.batch.pop(ANSWERS, None)  # drawn rows do not form complete groups
-        distinct = len(set(drawn.non_tensor_batch["sample_id"]))
-        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(distinct, len(batch))
+        # the drawn rows do not form complete groups, by which this column would cut the mini-batches
+        drawn.batch.pop(ANSWERS, None)
+        num_distinct = len(set(drawn.non_tensor_batch["sample_id"]))
+        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(num_distinct, len(batch))
         return drawn
 
     # ------------------------------------------------------------------------------------------------- validation
@@ -322,12 +354,14 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def validate(self, result: FitResult) -> dict[str, float]:
         """Generates and scores the validation set, and stores some samples in `result`. Returns the metrics."""
         self.weight_sync.before_validation()
-        answered = self.generate_validation_set()
+        samples_by_sampling = self.generate_validation_set()
         metrics: dict[str, float] = {}
-        for sampling, rows in answered.items():
-            metrics |= validation_metrics(rows, sampling.prefix)
-            self.samples.write_validation(rows, self.steps.global_step, sampling.prefix.strip("/"))
-        result.samples = next(iter(answered.values()))[: self.config.trainer.log_val_generations]
+        for sampling, samples in samples_by_sampling.items():
+            metrics |= validation_metrics(samples, sampling.prefix)
+            self.samples.write_validation(samples, self.steps.global_step, sampling.prefix.strip("/"))
+
+        first_samples = next(iter(samples_by_sampling.values()))
+        result.samples = first_samples[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
         return metrics
 
@@ -335,11 +369,11 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
         store = self.answer_store()
-        engines = self.actor.num_engines
+        num_rows = chunk_size(self.config, len(self.val_data), self.actor.num_engines, are_stored=store is not None)
         return generate_in_chunks(
             self.val_data,
             val_samplings(self.config),
-            chunk_size(self.config, len(self.val_data), engines, are_stored=store is not None),
+            num_rows,
             self.generate_for_validation,
             self.score_for_validation,
             store,
@@ -354,6 +388,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Samples sampling.n responses to each validation prompt."""
         self.samples.write_images(prompts)
         name = f"{sampling.purpose}/{self.steps.global_step}"
+        # step 0 in every step: validations use equal random numbers, so that their results can be compared
         groups = prompt_groups(prompts, sampling.n, name, self.config.trainer.seed, step=0)
         return self.scheduler.run(groups, sampling.params).select(meta_info_keys=[])
 
@@ -366,20 +401,22 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the KL coefficient and the running moments."""
-        moments = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
-        return {"kl_coef": self.kl_ctrl.value, "running_moments": moments}
+        states = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
+        return {"kl_coef": self.kl_ctrl.value, "running_moments": states}
 
     def save(self) -> None:
         """Writes a checkpoint of this step."""
         super().save()
+        # a resumed run starts with these weights in its engines, so this run continues with them, too
         self.weight_sync.after_checkpoint()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`, and removes the sample files of later steps."""
         self.kl_ctrl.value = state["kl_coef"]
-        for domain, moments in state["running_moments"].items():
-            self.running_moments[domain] = RunningMoments()
-            self.running_moments[domain].load_state_dict(moments)
+        for domain, moments_state in state["running_moments"].items():
+            moments = RunningMoments()
+            moments.load_state_dict(moments_state)
+            self.running_moments[domain] = moments
         self.samples.rewind(self.steps.global_step)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
@@ -406,9 +443,11 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
         """Returns perf/mfu/actor if the model's shape and the peak FLOP/s of the devices are known, else nothing."""
+        # during trainer.critic_warmup the actor is not updated
         if self.update_work is None or "update_actor" not in self.timing:
             return {}
-        flops = self.update_work.flops(step_metrics.sequence_lengths(batch))
+        lengths = step_metrics.sequence_lengths(batch)
+        flops = self.update_work.flops(lengths)
         seconds = self.timing["update_actor"]
         return step_metrics.compute_mfu(flops, seconds, self.actor.world_size, self.update_work.peak_flops)
 

@@ -39,21 +39,18 @@ FORMS = "a path (recipe=path/to/folder with recipe.py in it) or a module (recipe
 def load_recipe(name: str) -> ModuleType:
     """Imports the recipe's module. Raises UserError if it does not exist or has no `overrides`. Exceptions of the
     recipe's code propagate with a note."""
-    known = built_in_recipes()
-    if name in known:
+    built_in = built_in_recipes()
+    if name in built_in:
         module_name = f"recipes.{name}.recipe"
     elif is_recipe_path(name):
         module_name = _module_at(name)
     else:
-        found = (
-            one for one in (f"{name}.{Path(RECIPE_FILE).stem}", name) if _call_recipe(partial(_file_of, one), name)
-        )
-        module_name = next(found, "") if "." in name else ""
+        module_name = _importable_module(name)
     if not module_name:
         here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
         raise UserError(
             f"recipe={name!r}: no such folder of recipes/, and no such module (Python looks in the current folder, in "
-            f"PYTHONPATH and among installed packages); recipes/ has {', '.join(known)}; or give {FORMS}.{here}"
+            f"PYTHONPATH and among installed packages); recipes/ has {', '.join(built_in)}; or give {FORMS}.{here}"
         )
     module = _call_recipe(partial(importlib.import_module, module_name), name)
     if not callable(getattr(module, "overrides", None)):
@@ -89,7 +86,8 @@ def prepare_recipe(config: RunOptions) -> None:
 def worker_modules(config: PPOConfig) -> list[str]:
     """Returns the modules that a worker process imports first: the recipe, and the user's modules that register the
     configured loss, rollout engine and group filters."""
-    from verl_lite.core_algos import POLICY_LOSS_REGISTRY  # imports torch, which parsing the options does not need
+    # these import torch, which parsing the options does not need
+    from verl_lite.core_algos import POLICY_LOSS_REGISTRY
     from verl_lite.group_filters import GROUP_FILTERS
     from workers.engines.base import ROLLOUT_ENGINES
 
@@ -126,6 +124,17 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     return trainer_class
 
 
+def _importable_module(name: str) -> str:
+    """Returns the module of a dotted name: of a package, its module `recipe`. Empty if Python does not find one."""
+    # a name without a dot is a misspelt built-in recipe, and not any installed package
+    if "." not in name:
+        return ""
+    for module_name in (f"{name}.{Path(RECIPE_FILE).stem}", name):
+        if _call_recipe(partial(_file_of, module_name), name):
+            return module_name
+    return ""
+
+
 def _module_at(name: str) -> str:
     """Returns the module name of a path and appends the folder above its package to sys.path."""
     file = Path(name).expanduser().absolute()
@@ -145,6 +154,7 @@ def _module_at(name: str) -> str:
     if not all(parts) or any("." in part for part in parts):
         raise UserError(f"recipe={name!r}: {file.parent.name or file.parent} cannot be a package's name; rename it")
     if str(top) not in sys.path:
+        # at the end, so that no module of this folder replaces an installed one
         sys.path.append(str(top))
         importlib.invalidate_caches()
     imported_file = _file_of(module_name)
@@ -162,6 +172,7 @@ def _file_of(module_name: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module_name)
     except ModuleNotFoundError as error:
+        # the package itself is missing, and not a module that it imports
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             return None
         error.add_note(f"raised while the packages of {module_name} were imported")

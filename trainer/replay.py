@@ -62,12 +62,14 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
     from verl_lite.config import load_schema
 
     class ReplayJob(failed.job):  # type: ignore[name-defined]
-        replays_steps = False  # if the step fails again, there is nothing new to replay
+        # if the step fails again, there is nothing new to replay
+        replays_steps = False
 
         @contextmanager
         def build(self, tracking: Any) -> Iterator[Any]:
             with super().build(tracking) as trainer:
-                trainer.steps.total = failed.step  # the workers have the schedule of the whole run
+                # the workers have the schedule of the whole run
+                trainer.steps.total = failed.step
                 yield trainer
 
     return run(ReplayJob, load_schema(arguments, failed.options), arguments)
@@ -108,7 +110,8 @@ def main(argv: list[str]) -> int:
         raise UserError("usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]")
     try:
         return replay(Path(argv[0]).expanduser().absolute(), [word for word in argv[1:] if word != "--pdb"])
-    except UserError:  # a wrong folder or option: there is nothing to debug
+    except UserError:
+        # a wrong folder or option: there is nothing to debug
         raise
     except Exception as error:
         if "--pdb" in argv:

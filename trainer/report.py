@@ -21,7 +21,6 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from trainer.cli import command
 
@@ -54,7 +53,8 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     study = None
     run_folders = folders
     if (first / "study.json").is_file():
-        from trainer.sweeps.study_page import read_study  # imports optuna
+        # imports optuna
+        from trainer.sweeps.study_page import read_study
 
         study = read_study(first)
         run_folders = study.pop("runs")
@@ -63,7 +63,8 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
     if is_public:
         folders_here = known_folders(runs)
-        for name in data.keys() - {"samples", "prompts"}:  # texts of the data and of the model stay as they are
+        # texts of the data and of the model stay as they are
+        for name in data.keys() - {"samples", "prompts"}:
             data[name] = without_folders(data[name], folders_here)
 
     title = f"Sweep {first.name}"
@@ -74,8 +75,16 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     return out
 
 
-def document(title: str, data: Any) -> str:
-    """Returns the HTML document. data: a JSON-compatible value. Raises ValueError for a number that is not finite."""
+def document(title: str, data: object) -> str:
+    """Returns the HTML document.
+
+    Args:
+        title: the title of the page.
+        data: a JSON-compatible value.
+
+    Raises:
+        ValueError: for a number that is not finite.
+    """
     script = (FILES / "page.js").read_text(encoding="utf-8")
     library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     packed_library = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
@@ -105,7 +114,8 @@ def document(title: str, data: Any) -> str:
 </body>
 </html>
 """
-    return text.encode("utf-8", "replace").decode("utf-8")  # a model can write a lone surrogate, which has no UTF-8
+    # a model can write a lone surrogate, which has no UTF-8
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _source_hash(script: str) -> str:

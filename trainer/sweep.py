@@ -16,7 +16,7 @@ from trainer.cli import command
 from verl_lite.errors import printable
 
 if TYPE_CHECKING:
-    from trainer.sweeps.study import Study
+    from trainer.sweeps.study import Study, Trial
     from trainer.sweeps.study_spec import Options
 
 _MOST_ROWS = 20
@@ -31,13 +31,16 @@ def main(argv: list[str]) -> int:
 
     options = read_options(argv)
     study = asked_study(options)
-    trainer = load(study.spec, next(combinations(study.spec.space, corners=True))).trainer
-    from trainer.sweeps.tuning import places, run_study  # imported here, because importing Ray and Tune takes seconds
+    first_parameters = next(combinations(study.spec.space, corners=True))
+    trainer = load(study.spec, first_parameters).trainer
+    # imports Ray and Tune, which takes seconds, after the cheap checks
+    from trainer.sweeps.tuning import places, run_study
 
     with places(options, trainer.device, tell) as place:
         check_sweep(study.spec, study.search, place.gpus)
         with locked(study.folder, trainer.umask):
-            study = asked_study(options)  # another sweep may have changed the study before the lock was taken
+            # another sweep may have changed the study before the lock was taken
+            study = asked_study(options)
             study.save()
             tell(f"study {study.folder}; the same command continues it")
             try:
@@ -69,31 +72,46 @@ def summary(study: Study, go_on: str) -> str:
 
     from trainer.observe.console import Terminal
 
-    counts = Counter(trial.state for trial in study.trials)
-    spec = study.spec
     finished = study.finished()
+    pruned = [trial for trial in study.trials if trial.state == "pruned"]
+    failed = [trial for trial in study.trials if trial.state == "failed"]
+    spec = study.spec
     names = [parameter.name for parameter in spec.space]
     table = Table("trial", f"{spec.metric} ({spec.mode})", *names, box=None)
-    for trial in (*finished, *(trial for trial in study.trials if trial.state == "pruned"))[:_MOST_ROWS]:
-        value = "-" if trial.value is None else f"{trial.value:.4g}"
-        if trial.half_width is not None:
-            value += f" +- {trial.half_width:.2g} ({len(trial.values)} seeds)"
-        pruned = " (pruned)" if trial.state == "pruned" else ""
-        texts = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in (trial.parameters[name] for name in names)]
-        table.add_row(str(trial.number), value + pruned, *texts)
+    for trial in [*finished, *pruned][:_MOST_ROWS]:
+        table.add_row(*_table_row(trial, names))
     text = io.StringIO()
     Terminal(file=text, width=200).print(table)
+
+    counts = Counter(trial.state for trial in study.trials)
     lines = [", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials", ""]
     lines += [line.rstrip() for line in text.getvalue().splitlines()]
-    for best in finished[:1]:
-        lines += ["", f"To train trial {best.number} in full:", *(f"  {command}" for command in best.commands)]
-    for trial in [trial for trial in study.trials if trial.state == "failed"][:_MOST_ROWS]:
-        lines += [f"trial {trial.number} failed: {trial.error}", f"    its output is in {trial.folder}"]
+    if finished:
+        best = finished[0]
+        lines += ["", f"To train trial {best.number} in full:"]
+        lines += [f"  {command_line}" for command_line in best.commands]
+    for trial in failed[:_MOST_ROWS]:
+        lines.append(f"trial {trial.number} failed: {trial.error}")
+        lines.append(f"    its output is in {trial.folder}")
     if counts["running"] or counts["waiting"]:
         lines.append(f"To continue: {go_on}")
     lines.append(f"All trials with their commands: {study.folder / 'trials.csv'}")
     lines.append(f"As a page, with curves: python -m trainer.report {shlex.quote(str(study.folder))}")
     return printable("\n".join(lines))
+
+
+def _table_row(trial: Trial, names: list[str]) -> list[str]:
+    """Returns the number of a trial, its value, and its parameters in the order of `names`."""
+    value = "-" if trial.value is None else f"{trial.value:.4g}"
+    if trial.half_width is not None:
+        value += f" +- {trial.half_width:.2g} ({len(trial.values)} seeds)"
+    if trial.state == "pruned":
+        value += " (pruned)"
+    row = [str(trial.number), value]
+    for name in names:
+        parameter = trial.parameters[name]
+        row.append(f"{parameter:.4g}" if isinstance(parameter, float) else str(parameter))
+    return row
 
 
 def tell(text: str) -> None:

@@ -532,3 +532,26 @@ def _require_fitting_rows(
             f"Set it (or the log_prob_max_token_len_per_gpu of this pass) to at least {longest}, "
             "or lower data.max_prompt_length or data.max_response_length."
         )
+
+
+def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:
+    """Returns statistics of the number of tokens per rank, under verl's names.
+
+    global_seqlen/{min,max,minmax_diff,mean} assume that ranks take the rows in order; global_seqlen/balanced_{min,max}
+    are those of the plan.
+
+    Args:
+        plan: the plan of a pass.
+        lengths: (B,) tokens of each row in the plan.
+    """
+    in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
+    planned_lengths = np.where(plan.is_padding, 0, lengths[plan.order])
+    balanced = planned_lengths.reshape(plan.world_size, -1).sum(1)
+    return {
+        "global_seqlen/min": float(in_order.min()),
+        "global_seqlen/max": float(in_order.max()),
+        "global_seqlen/mean": float(in_order.mean()),
+        "global_seqlen/minmax_diff": float(np.ptp(in_order)),
+        "global_seqlen/balanced_min": float(balanced.min()),
+        "global_seqlen/balanced_max": float(balanced.max()),
+    }

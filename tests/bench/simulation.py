@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.rollout.scheduler import Group, RolloutScheduler
+from trainer.rollout.sample_groups import Group
+from trainer.rollout.scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig
 from verl_lite.protocol import DataProto
 from workers.engines.base import SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import ATTENTION_PARITY_LENGTH, MiniBatch, plan_batch
+from verl_lite.seqlen_balance import ATTENTION_PARITY_LENGTH, MiniBatch, compute_seqlen_metrics, plan_batch
 
 
 @st.composite
@@ -205,3 +205,16 @@ def test_impossible_requests_say_what_to_change(arguments, message):
     valid = {"lengths": [3, 2], "num_tokens": [1, 1], "world_size": 2, "mini_batch_size": None, "max_token_len": 8}
     with pytest.raises(ValueError, match=message):
         plan_batch(**(valid | arguments))
+
+
+def test_tokens_of_ranks_by_hand():
+    lengths = np.array([9, 9, 1, 1])
+    plan = plan_batch(lengths, num_tokens=lengths, world_size=2, mini_batch_size=None)
+    assert compute_seqlen_metrics(plan, lengths) == {
+        "global_seqlen/min": 2.0,
+        "global_seqlen/max": 18.0,
+        "global_seqlen/minmax_diff": 16.0,
+        "global_seqlen/mean": 10.0,
+        "global_seqlen/balanced_min": 10.0,
+        "global_seqlen/balanced_max": 10.0,
+    }

@@ -25,9 +25,8 @@ from trainer.observe.final_report import FitResult
 from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_advantages
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
-from trainer.rollout.dynamic_sampling import rows_of
 from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
-from trainer.rollout.scheduler import Group, GroupFilter
+from trainer.rollout.sample_groups import Group, GroupFilter
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
@@ -49,11 +48,13 @@ class EnvironmentFailure(RuntimeError):
 
 
 class EpisodeRewards:
-    """Counts failed episodes in the reward stage, because the rows of episodes already contain their rewards. Writes
-    the failures to env_failures.jsonl in `run_dir`.
+    """Counts failed episodes in the reward stage, because the rows of episodes already contain their rewards.
 
-    max_prompt_length: data.max_prompt_length, with which the first prompts of programs are compared.
-    show: receives the text of the first failure of the run, and of the first prompt that is too long.
+    Args:
+        max_error_rate: share of failed episodes above which the run ends.
+        run_dir: folder of the file env_failures.jsonl.
+        show: receives the text of the first failure of the run, and of the first prompt that is too long.
+        max_prompt_length: data.max_prompt_length, with which the first prompts of programs are compared.
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class EpisodeRewards:
         show: Callable[[str], None] = print,
         max_prompt_length: float = math.inf,
     ) -> None:
-        self._max_prompt_length, self._show, self._has_shown_length = max_prompt_length, show, False
-        path, option = run_dir / "env_failures.jsonl", "agentic.env_pool.max_error_rate"
+        self._max_prompt_length = max_prompt_length
+        self._show = show
+        self._has_shown_length = False
+        path = run_dir / "env_failures.jsonl"
+        option = "agentic.env_pool.max_error_rate"
         self._failures = FailureLog("episode", option, max_error_rate, EnvironmentFailure, path, show)
 
     def score(self, batch: DataProto) -> DataProto:
@@ -89,11 +93,12 @@ class EpisodeRewards:
         too_long = [length for length in lengths if length > self._max_prompt_length]
         if too_long and not self._has_shown_length:
             self._has_shown_length = True
+            longest = max(too_long)
             self._show(
                 f"{len(too_long)} of {len(lengths)} first prompts of programs, tools included, are longer than "
                 f"data.max_prompt_length={self._max_prompt_length} tokens, the longest by "
-                f"{max(too_long) - self._max_prompt_length}. These tokens are taken from data.max_response_length, so "
-                f"the answers have less room, down to none. Set data.max_prompt_length={max(too_long)} or more"
+                f"{longest - self._max_prompt_length}. These tokens are taken from data.max_response_length, so "
+                f"the answers have less room, down to none. Set data.max_prompt_length={longest} or more"
             )
         return Metric.mean(len(too_long), len(lengths))
 
@@ -124,21 +129,25 @@ class EpisodeFilter(GroupFilter):
         """Returns True if the group is not trained on unless too few others are left."""
         if not self.drops:
             return False
-        rows = rows_of(group)
-        if self._compares:  # of a program
+        rows = group.rows
+        if self._compares:
             is_scored = ~rows.non_tensor_batch["reward_failed"].astype(bool)
             scores = rows.batch["episode_scores"][torch.from_numpy(is_scored)]
             return not len(scores) or bool(scores.min() == scores.max())
         assert self._filter is not None
+        # the key is purpose/tag_group_episode_seed, and a tag may contain the separator
         _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
         return bool(self._filter.filter(int(group_id), int(episode_id), _episodes(rows)))
 
     def most(self, wanted: int) -> float:
         if self._compares:
+            # 0 = no limit
             return self._options.max_num_gen_batches * wanted or math.inf
         num_groups = self.manager.num_env_groups
-        replaced = self.manager.max_replaced_groups
-        most = wanted + (replaced if replaced >= 0 else 4 * num_groups)
+        most_replaced = self.manager.max_replaced_groups
+        if most_replaced < 0:
+            most_replaced = 4 * num_groups
+        most = wanted + most_replaced
         episodes_of_env = self.manager.max_traj_per_env
         if episodes_of_env >= 0:
             most = max(wanted, min(most, episodes_of_env * num_groups))
@@ -151,12 +160,13 @@ class EpisodeFilter(GroupFilter):
         self._kept_though_dropped += missing
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        kept = self._kept_though_dropped
+        num_kept = self._kept_though_dropped
         self._kept_though_dropped = 0
-        oldest = max(min(group.version for group in chosen), self.warmup)  # version 0 does not age during the warm-up
+        # version 0 does not age during the warm-up
+        oldest = max(min(group.version for group in chosen), self.warmup)
         return {
-            "scheduler/group_filter_count": Metric.last(len(dropped) + kept),
-            "scheduler/groups_kept_though_dropped": Metric.last(kept),
+            "scheduler/group_filter_count": Metric.last(len(dropped) + num_kept),
+            "scheduler/groups_kept_though_dropped": Metric.last(num_kept),
             "scheduler/off_policy_ratio": Metric.last(max(step - 1, self.warmup) - oldest),
         }
 
@@ -168,7 +178,13 @@ def _episodes(rows: DataProto) -> list[DataProto]:
 
 
 class AgentTrainer(RayPPOTrainer):
-    """Trains an agent in environments. val_source: draws the episodes of validations; None without validation."""
+    """Trains an agent on batches of episodes.
+
+    Args:
+        config: the options of the run.
+        val_source: draws the episodes of validations; None without validation.
+        parts: the other arguments of `RayPPOTrainer`.
+    """
 
     def __init__(self, config: PPOConfig, *, val_source: EnvSource | ProgramValidation | None, **parts: Any) -> None:
         super().__init__(config, val_data=None, **parts)
@@ -183,9 +199,9 @@ class AgentTrainer(RayPPOTrainer):
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards, computed from the rewards of episodes and their steps."""
         estimator = self.config.algorithm.adv_estimator
-        batch, metrics = compute_response_level_rewards(batch, self.config.agentic, estimator)
-        batch, more = super().normalize_rewards(batch)
-        return batch, metrics | more
+        batch, episode_metrics = compute_response_level_rewards(batch, self.config.agentic, estimator)
+        batch, row_metrics = super().normalize_rewards(batch)
+        return batch, episode_metrics | row_metrics
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds advantages and returns. The episodes of a program have different numbers of rows: each episode counts
@@ -199,11 +215,12 @@ class AgentTrainer(RayPPOTrainer):
         # one row stands for its episode: the first one with a valid token, or the first one
         mask = batch.batch["response_mask"] != 0
         is_valid = mask.any(-1).numpy()
-        names, episode_of_row = np.unique(batch.non_tensor_batch["traj_id"].astype(str), return_inverse=True)
+        episode_names = batch.non_tensor_batch["traj_id"].astype(str)
+        names, episode_of_row = np.unique(episode_names, return_inverse=True)
         rows = []
         for episode in range(len(names)):
             rows_of_episode = np.flatnonzero(episode_of_row == episode)
-            rows.append(max(rows_of_episode, key=is_valid.__getitem__))
+            rows.append(max(rows_of_episode, key=lambda row: is_valid[row]))
         episodes = batch.select_idxs(np.array(rows))
 
         episodes, score_metrics = self.normalize_rewards(episodes)
@@ -211,9 +228,10 @@ class AgentTrainer(RayPPOTrainer):
         episodes, advantage_metrics = estimate_advantages(episodes, algorithm, self.token_estimator)
         self.add_scalars(row_metrics | score_metrics | token_metrics | advantage_metrics)
 
+        # the advantage is equal on all tokens of a row, so that their mean is the advantage of the episode
         num_tokens = (episodes.batch["response_mask"] != 0).sum(-1).clamp(min=1)
         for name in ("raw_advantages", "advantages", "returns"):
-            values = episodes.batch[name].sum(-1) / num_tokens  # equal on all tokens of a row
+            values = episodes.batch[name].sum(-1) / num_tokens
             batch.batch[name] = torch.where(mask, values[episode_of_row][:, None], 0)
         batch.batch["response_level_rewards"] = episodes.batch["response_level_rewards"][episode_of_row]
         return batch
@@ -288,34 +306,39 @@ class AgentTrainer(RayPPOTrainer):
 def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Creates, resets and steps every used environment, and tests the chat template on two turns. Raises UserError
     with tag, key and remedy."""
-    agentic, templates = config.agentic, env_templates(config.agentic.custom_envs)
+    agentic = config.agentic
+    templates = env_templates(agentic.custom_envs)
     has_system = any(template.agent_system_template for template in templates.values())
+    # raises if the turns of a chat cannot be joined with this template
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs, system=has_system)
-    used = dict.fromkeys([*agentic.train_env_manager.tags, *agentic.val_env_manager.tags])
+    tags = dict.fromkeys([*agentic.train_env_manager.tags, *agentic.val_env_manager.tags])
     pool = EnvPool(agentic.env_pool, templates, modules=env_modules())
     try:
-        pool.dry_run(list(used))
+        pool.dry_run(list(tags))
     finally:
         pool.close()
 
 
 def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print) -> None:
     """Loads the program in a process of its pool, starts each MCP server once, and tests the chat template on two
-    turns. File names in a command line become absolute, because commands run in folders of their own. Raises
-    UserError."""
+    turns. Raises UserError."""
     agentic = config.agentic
     check_ignored_fields(agentic.endpoint.ignored_fields)
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
     if agentic.program is not None and is_command(agentic.program):
+        # with absolute file names, because commands run in folders of their own
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agentic.program)]
         agentic.program = shlex.join(words)
     if agentic.mcp_servers:
-        from workers.agents.tool_agent import TIMEOUT_S, check_servers, located  # imports the openai client
+        # imports the openai client
+        from workers.agents.tool_agent import TIMEOUT_S, check_servers, located
 
         agentic.mcp_servers = located(agentic.mcp_servers)
-        kwargs = program_of(agentic)[1]
+        _, kwargs = program_of(agentic)
         timeout_s = kwargs.get("timeout_s", TIMEOUT_S)
         check_servers(kwargs["servers"], kwargs["limits"], kwargs["environment"], timeout_s)
+
+    # the process reports the style of the program when it has loaded it
     pool = ProcessPool(replace(program_pool(agentic), num_workers=1))
     try:
         while pool.style is None:
@@ -337,8 +360,11 @@ def program_parts(
 
 def episode_parts(config: PPOConfig, run_dir: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """Returns the arguments of `AgentTrainer` that define the episodes and count their failures."""
-    agentic, seed = config.agentic, config.trainer.seed
-    val = EnvSource(agentic.val_env_manager, seed, agentic.val_batch_size, "val") if config.validates else None
+    agentic = config.agentic
+    seed = config.trainer.seed
+    val = None
+    if config.validates:
+        val = EnvSource(agentic.val_env_manager, seed, agentic.val_batch_size, "val")
     return {
         "rewards": EpisodeRewards(agentic.env_pool.max_error_rate, run_dir, tell),
         "source": EnvSource(agentic.train_env_manager, seed, agentic.rollout_batch_size),

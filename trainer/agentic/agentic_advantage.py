@@ -84,13 +84,18 @@ def compute_response_level_rewards(
 
 def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tuple[str, Normalization]:
     """Returns the grouping and the normalization, with null options replaced by the defaults of the estimator."""
-    grouping, method = options.grouping, options.method
-    mean, std = options.norm_mean_type, options.norm_std_type
+    mean_type = options.norm_mean_type
+    std_type = options.norm_std_type
+    grouping = options.grouping
     if grouping is None:
         grouping = "traj_group_id" if is_gigpo else "batch"
+    method = options.method
     if method is None:
-        method = "mean_std" if is_gigpo and mean is None and std is None else "identity"
-    return grouping, normalization(method, mean, std, is_grouped=grouping != "batch")
+        method = "identity"
+        # the normalization of the paper, if the user sets none
+        if is_gigpo and mean_type is None and std_type is None:
+            method = "mean_std"
+    return grouping, normalization(method, mean_type, std_type, is_grouped=grouping != "batch")
 
 
 def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
@@ -102,4 +107,6 @@ def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
     if grouping == "tags":
         return column_of(data, "tags", stage)
     tasks = column_of(data, "uid", stage)
-    return tasks if grouping == "traj_group_id" else build_state_groups(tasks, column_of(data, "state_hash", stage))
+    if grouping == "traj_group_id":
+        return tasks
+    return build_state_groups(tasks, column_of(data, "state_hash", stage))

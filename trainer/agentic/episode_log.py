@@ -4,13 +4,13 @@ Turns the rows of a batch into one `Sample` per episode. Like all samples, they 
 user's folders, trackers, the console and the final report.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from trainer.validation.sample import Sample, plain_value
 from verl_lite.errors import printable
+from verl_lite.json_types import ChatMessage
 from verl_lite.protocol import DataProto
 
 TEXT_SHOWN = 2_000
@@ -20,62 +20,105 @@ _ROLE_WIDTH = 10
 def samples_of(batch: DataProto, step: int) -> list[Sample]:
     """Returns the episodes of a batch in the order of their first rows, including failed episodes.
 
-    uid: the group. data_source: the tag. input: the first message that is not a system message. output: all later
-    messages, one paragraph each; the reward follows each action, and the error of a failed episode comes last. extra:
-    metrics of the environment. response_length: number of tokens that the policy sampled. requests: those of the
-    episode's program, if there is one.
+    Fields of a sample that differ from those of an answer to a prompt:
+        uid: the group.
+        data_source: the tag.
+        input: the first message that is not a system message.
+        output: all later messages, one paragraph each; the reward follows each action, and the error of a failed
+            episode comes last.
+        extra: metrics of the environment.
+        response_length: number of tokens that the policy sampled.
+        requests: those of the episode's program, if there is one.
     """
     return [_sample(batch, rows, step) for rows in rows_by_episode(batch, range(len(batch)))]
 
 
 def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
     """Groups the rows `among` by episode; the rows of each episode are in the order of its steps."""
+    episode_of_row = batch.non_tensor_batch["traj_id"]
     by_episode: dict[str, list[int]] = {}
     for row in among:
-        by_episode.setdefault(batch.non_tensor_batch["traj_id"][row], []).append(int(row))
-    places = column_of(batch, "step", np.ones(len(batch)))
-    return [sorted(rows, key=lambda row: places[row]) for rows in by_episode.values()]
+        by_episode.setdefault(episode_of_row[row], []).append(int(row))
+
+    steps = column_of(batch, "step", np.ones(len(batch)))
+    return [sorted(rows, key=lambda row: steps[row]) for rows in by_episode.values()]
 
 
 def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
-    """Returns the sample of one episode. rows: its rows in the batch, in the order of its steps."""
-    columns, tensors = batch.non_tensor_batch, batch.batch
-    first, last = rows[0], rows[-1]
-    messages: list[Mapping[str, Any]] = []
+    """Returns the sample of one episode.
+
+    Args:
+        batch: the batch.
+        rows: the rows of the episode in the batch, in the order of its steps.
+        step: the training step.
+    """
+    columns = batch.non_tensor_batch
+    first = rows[0]
+    last = rows[-1]
+    messages = _messages_of(columns["messages"], rows)
+    rewards: list[float] = []
     for row in rows:
-        messages += [each for each in columns["messages"][row] if row == first or each["role"] != "system"]
-    rewards = iter([float(reward) for row in rows for reward in np.atleast_1d(columns["step_scores"][row])])
-    asked = next((place for place, message in enumerate(messages) if message["role"] != "system"), 0)
-    lines: list[str] = []
-    for place, message in enumerate(messages):
-        reward = next(rewards, None) if message["role"] == "assistant" else None
-        if place > asked:
-            lines += _paragraph(str(message["role"]), str(message["content"]))
-            lines += [] if reward is None else [f"{'':<{_ROLE_WIDTH}} -> reward {reward:g}"]
+        rewards += map(float, np.atleast_1d(columns["step_scores"][row]))
+
+    # the first message that is not a system message is the input, and all later ones are the output
+    roles = [message["role"] for message in messages]
+    question = next((number for number, role in enumerate(roles) if role != "system"), 0)
+    lines = _output_lines(messages, rewards, question)
     error = columns["env_error"][last]
-    lines += [] if error is None else _paragraph("error", error)
+    if error is not None:
+        lines += _paragraph("error", error)
+
     metrics = columns["env_metrics"][last] if "env_metrics" in columns else None
+    requests = column_of(batch, "requests", np.full(len(batch), None))[first]
+    score = None
+    if not columns["reward_failed"][last]:
+        score = float(column_of(batch, "episode_scores")[first])
     return Sample(
         step=step,
         uid=columns["uid"][first],
         data_source=columns["tags"][first],
-        input=str(messages[asked]["content"]) if messages else "",
+        input=str(messages[question]["content"]) if messages else "",
         output="\n".join(lines),
         gts="",
-        score=None if columns["reward_failed"][last] else float(column_of(batch, "episode_scores")[first]),
-        response_length=int((tensors["response_mask"][rows] != 0).sum()),
+        score=score,
+        response_length=int((batch.batch["response_mask"][rows] != 0).sum()),
         finish_reason=columns["stop"][last],
-        policy_version=int(tensors["policy_version"][first]),
+        policy_version=int(batch.batch["policy_version"][first]),
         extra={name: float(value) for name, value in (metrics or {}).items()},
-        requests=plain_value(column_of(batch, "requests", np.full(len(batch), None))[first]) or [],
+        requests=plain_value(requests) or [],
     )
+
+
+def _messages_of(messages_of_row: np.ndarray, rows: Sequence[int]) -> list[ChatMessage]:
+    """Returns the messages of an episode. With one row per step, every row repeats the system message."""
+    messages = list(messages_of_row[rows[0]])
+    for row in rows[1:]:
+        messages += [message for message in messages_of_row[row] if message["role"] != "system"]
+    return messages
+
+
+def _output_lines(messages: Sequence[ChatMessage], rewards: Sequence[float], question: int) -> list[str]:
+    """Returns the lines of the messages after number `question`; the reward of each action follows the action."""
+    rewards_left = iter(rewards)
+    lines: list[str] = []
+    for number, message in enumerate(messages):
+        role = message["role"]
+        reward = next(rewards_left, None) if role == "assistant" else None
+        if number > question:
+            lines += _paragraph(str(role), str(message["content"]))
+            if reward is not None:
+                lines.append(f"{'':<{_ROLE_WIDTH}} -> reward {reward:g}")
+    return lines
 
 
 def _paragraph(role: str, text: str) -> list[str]:
     """Returns the lines of `role  text`, with further lines of the text aligned below and control characters
     escaped."""
     first, *others = printable(text).strip("\n").split("\n")
-    return [f"{role:<{_ROLE_WIDTH}} {first}", *(f"{'':<{_ROLE_WIDTH}} {line}" for line in others)]
+    lines = [f"{role:<{_ROLE_WIDTH}} {first}"]
+    for line in others:
+        lines.append(f"{'':<{_ROLE_WIDTH}} {line}")
+    return lines
 
 
 def readable(sample: Sample) -> str:
@@ -83,13 +126,16 @@ def readable(sample: Sample) -> str:
     score = "failed" if sample.score is None else f"score {sample.score:g}"
     metrics = "".join(f", {name} {value:.3g}" for name, value in sample.extra.items())
     head = f"episode of {sample.uid}: {score}, {sample.finish_reason}{metrics}"
-    return "\n".join([head, *_paragraph("asked", sample.input), sample.output])[:TEXT_SHOWN]
+    text = "\n".join([head, *_paragraph("asked", sample.input), sample.output])
+    return text[:TEXT_SHOWN]
 
 
 def column_of(batch: DataProto, name: str, default: np.ndarray | None = None) -> np.ndarray:
     """Returns a tensor or non-tensor column as an array. Raises ValueError if it is missing and has no default."""
     if name in batch:
-        return batch.non_tensor_batch[name] if name in batch.non_tensor_batch else batch.batch[name].numpy()
+        if name in batch.non_tensor_batch:
+            return batch.non_tensor_batch[name]
+        return batch.batch[name].numpy()
     if default is None:
         raise ValueError(f"episodes: column {name!r} is missing; workers/agents/trajectories.py writes it.")
     return default

@@ -33,9 +33,12 @@ SUCCESS = "success"
 class EpisodeTable:
     """The episodes of a batch that did not fail; each list has one entry per episode.
 
-    tags, groups: environment tag and group of the episode. scores: score of the episode. metrics: metrics that its
-    environment or program reported. rows: indices of its rows in the batch, in the order of its steps. prefix: text
-    before the names of `metrics` in those of the trainer, OWN for programs.
+    Attributes:
+        tags, groups: environment tag and group of the episode.
+        scores: score of the episode.
+        metrics: metrics that its environment or program reported.
+        rows: indices of its rows in the batch, in the order of its steps.
+        prefix: text before the names of `metrics` in those of the trainer, OWN for programs.
     """
 
     tags: list[str]
@@ -54,14 +57,17 @@ class EpisodeTable:
         present; only episodes of programs have requests."""
         columns = batch.non_tensor_batch
         failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
-        rows = [np.array(found) for found in rows_by_episode(batch, np.flatnonzero(~failed))]
-        first = [found[0] for found in rows]
-        metrics = columns.get("env_metrics")
+        rows = [np.array(numbers) for numbers in rows_by_episode(batch, np.flatnonzero(~failed))]
+        first_rows = [numbers[0] for numbers in rows]
+        metrics: list[Mapping[str, float]] = [{} for _ in rows]
+        if "env_metrics" in columns:
+            metrics = [columns["env_metrics"][numbers[-1]] or {} for numbers in rows]
+        scores = np.asarray(column_of(batch, "episode_scores"), dtype=np.float64)
         return cls(
-            tags=[str(columns["tags"][row]) for row in first],
-            groups=[str(columns["uid"][row]) for row in first],
-            scores=np.asarray(column_of(batch, "episode_scores"), dtype=np.float64)[first],
-            metrics=[{} if metrics is None else metrics[found[-1]] or {} for found in rows],
+            tags=[str(columns["tags"][row]) for row in first_rows],
+            groups=[str(columns["uid"][row]) for row in first_rows],
+            scores=scores[first_rows],
+            metrics=metrics,
             rows=rows,
             prefix=OWN if "requests" in columns else "",
         )
@@ -73,30 +79,41 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     trainer/METRICS.md explains each of them."""
     table = EpisodeTable.of(batch)
     metrics = step_metrics.compute_data_metrics(batch, use_critic)
+    # an episode counts once in the scores, whatever its number of rows
     metrics |= summary("critic/score", table.scores)
-    groups = np.array(table.groups, dtype=object)
-    metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups) if len(table) else {}
+    if len(table):
+        groups = np.array(table.groups, dtype=object)
+        metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups)
     metrics |= summary("rollout/score", table.scores)
+
+    for name, numbers in _sizes_of_episodes(batch, table).items():
+        metrics |= summary(f"rollout/{name}", np.array(numbers))
+    metrics |= environment_metrics(table)
+
+    columns = batch.non_tensor_batch
+    rows_are_steps = any(len(numbers) != 1 for numbers in table.rows)
+    if "state_hash" in columns and rows_are_steps:
+        rows = np.concatenate(table.rows)
+        states = build_state_groups(columns["uid"][rows], columns["state_hash"][rows])
+        metrics |= summary("system/state_batch_size", np.array(list(Counter(states).values())))
+    return metrics
+
+
+def _sizes_of_episodes(batch: DataProto, table: EpisodeTable) -> dict[str, list[float]]:
+    """Returns the numbers of tokens and turns of each episode, by the name of the metric."""
     tensors = batch.batch
     width = tensors["responses"].shape[-1]
-    written = (tensors["response_mask"] != 0).sum(-1).numpy()
-    first = tensors["attention_mask"][:, :-width].sum(-1).numpy()
-    later = tensors["attention_mask"][:, -width:].sum(-1).numpy()
-    turns = column_of(batch, "num_turns", np.ones(len(batch)))
-    for name, of_episode in {
-        "response_length": [written[rows].sum() for rows in table.rows],
-        "prompt_length": [first[rows[0]] for rows in table.rows],
-        "non_prompt_length": [later[rows].sum() for rows in table.rows],
-        "num_turns": [float(turns[rows[0]]) for rows in table.rows],
-    }.items():
-        metrics |= summary(f"rollout/{name}", np.array(of_episode))
-    metrics |= environment_metrics(table)
-    columns = batch.non_tensor_batch
-    if "state_hash" in columns and any(len(found) != 1 for found in table.rows):  # rows are steps
-        rows = np.concatenate(table.rows)
-        sizes = Counter(build_state_groups(columns["uid"][rows], columns["state_hash"][rows])).values()
-        metrics |= summary("system/state_batch_size", np.array(list(sizes)))
-    return metrics
+    num_sampled = (tensors["response_mask"] != 0).sum(-1).numpy()
+    num_prompt = tensors["attention_mask"][:, :-width].sum(-1).numpy()
+    num_after_prompt = tensors["attention_mask"][:, -width:].sum(-1).numpy()
+    num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
+    return {
+        "response_length": [num_sampled[rows].sum() for rows in table.rows],
+        # with one row per step, the prompts of later rows contain the earlier turns
+        "prompt_length": [num_prompt[rows[0]] for rows in table.rows],
+        "non_prompt_length": [num_after_prompt[rows].sum() for rows in table.rows],
+        "num_turns": [float(num_turns[rows[0]]) for rows in table.rows],
+    }
 
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
@@ -105,37 +122,44 @@ def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, floa
 
     The metrics of an episode are already aggregated over its steps according to its `metrics_agg_mode`.
     """
-    found: dict[str, list[float]] = {}
-    for tag, numbers in zip(table.tags, table.metrics, strict=True):
-        for name, value in numbers.items():
+    values: dict[str, list[float]] = {}
+    for tag, metrics in zip(table.tags, table.metrics, strict=True):
+        for name, value in metrics.items():
             own_name = f"{table.prefix}{name}"
-            for key in (f"{prefix}env/{tag}/{own_name}", f"{prefix}env/{own_name}"):
-                found.setdefault(key, []).append(float(value))
-    return {key: float(np.mean(entries)) for key, entries in sorted(found.items())}
+            values.setdefault(f"{prefix}env/{tag}/{own_name}", []).append(float(value))
+            values.setdefault(f"{prefix}env/{own_name}", []).append(float(value))
+    return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
 
 
 def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     """Returns the metrics of a validation: over episodes, over the groups of each tag, and the validation metrics of
     answers to prompts with each group taken as a prompt. trainer/METRICS.md explains each of them.
 
-    acc is the environment's `success`; a tag has it if all of its episodes report `success`. prefix: text that follows
-    val/ or the tag in metric names, such as "greedy/".
+    acc is the environment's `success`; a tag has it if all of its episodes report `success`.
+
+    Args:
+        batch: the rows of the validation episodes.
+        prefix: text that follows val/ or the tag in metric names, such as "greedy/".
     """
     table = EpisodeTable.of(batch)
-    turns = column_of(batch, "num_turns", np.ones(len(batch)))
+    num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
+    turns_of_episode = [float(num_turns[rows[0]]) for rows in table.rows]
     metrics = summary(f"val/{prefix}score", table.scores)
-    metrics |= summary(f"val-aux/{prefix}num_turns", np.array([float(turns[found[0]]) for found in table.rows]))
+    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(turns_of_episode))
+
+    scores_of_group: dict[tuple[str, str], list[float]] = {}
+    for tag, group, score in zip(table.tags, table.groups, table.scores, strict=True):
+        scores_of_group.setdefault((tag, group), []).append(score)
     for tag in sorted(set(table.tags)):
-        by_group: dict[str, list[float]] = {}
-        for name, group, score in zip(table.tags, table.groups, table.scores, strict=True):
-            if name == tag:
-                by_group.setdefault(group, []).append(score)
-        means = np.array([np.mean(scores) for scores in by_group.values()])
-        metrics |= summary(f"val/{prefix}{tag}/score", means)
+        means = [np.mean(scores) for (tag_of_group, _), scores in scores_of_group.items() if tag_of_group == tag]
+        metrics |= summary(f"val/{prefix}{tag}/score", np.array(means))
+
     variables: dict[str, Sequence[float | None]] = {"reward": table.scores.tolist()}
     without_success = {tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS not in numbers}
     if set(table.tags) - without_success:
-        episodes = zip(table.tags, table.metrics, strict=True)
-        variables["acc"] = [None if tag in without_success else float(found[SUCCESS]) for tag, found in episodes]
+        accuracies: list[float | None] = []
+        for tag, numbers in zip(table.tags, table.metrics, strict=True):
+            accuracies.append(None if tag in without_success else float(numbers[SUCCESS]))
+        variables["acc"] = accuracies
     results = process_validation_metrics(table.tags, table.groups, variables)
     return metrics | environment_metrics(table, f"val/{prefix}") | name_metrics(results, prefix)

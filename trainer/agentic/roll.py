@@ -77,7 +77,8 @@ def reward_postprocess(
             )
         batch.non_tensor_batch["uid"] = np.arange(len(batch)) // group_size
         if getattr(pipeline_config, "adv_estimator", None) == "grpo":
-            algorithm.norm_mean_type = algorithm.norm_std_type = "group"
+            algorithm.norm_mean_type = "group"
+            algorithm.norm_std_type = "group"
 
     if "domain" in batch:
         batch.non_tensor_batch["data_source"] = batch.non_tensor_batch["domain"]
@@ -136,7 +137,9 @@ def compute_advantage(
     batch = batch_of_roll(data)
     if response_mask is not None:
         batch.batch["response_mask"] = response_mask
-    if adv_estimator in _NEED_NORMALISED_REWARDS and not any(name in batch for name in _GROUP_LABELS):
+    has_groups = any(name in batch for name in _GROUP_LABELS)
+    if adv_estimator in _NEED_NORMALISED_REWARDS and not has_groups:
+        # the rewards are normalised already, and nothing remains to be compared
         adv_estimator = "reinforce"
     algorithm = AlgorithmConfig(
         gamma=gamma,
@@ -157,8 +160,10 @@ def compute_advantage(
 def compute_response_level_rewards(batch: DataProto, pipeline_config: "RollConfig") -> tuple[DataProto, ScalarMetrics]:
     """Adds response_level_rewards (B,) of episodes; see `trainer.agentic.agentic_advantage`.
 
-    pipeline_config: has adv_estimator, reward_normalization, step_reward_gamma, episode_reward_weight and
-    step_reward_weight as attributes.
+    Args:
+        batch: the rows of the episodes.
+        pipeline_config: has adv_estimator, reward_normalization, step_reward_gamma, episode_reward_weight and
+            step_reward_weight as attributes.
     """
     config = AgenticConfig(
         reward_normalization=pipeline_config.reward_normalization,
@@ -215,7 +220,9 @@ class RollScheduler:
         """Returns the rows of `batch_size` episodes, with old_log_probs if algorithm.rollout_correction.bypass_mode is
         true.
 
-        data: a batch with meta_info global_step, counted from 0, which the result has, too.
+        Args:
+            data: a batch with meta_info global_step, counted from 0, which the result has, too.
+            batch_size: number of episodes.
         """
         started = time.perf_counter()
         step = int(data.meta_info["global_step"])
@@ -299,14 +306,18 @@ class AgenticPipeline(AgentTrainer):
 
     def __init__(self, config: PPOConfig, **parts: Any) -> None:
         super().__init__(config, **parts)
-        val = self.val_source
         self.pipeline_config = RollConfig(config)
-        self.actor_train = self.actor_infer = RollCluster(self.actor)
+        # training and sampling are two engines of one worker
+        self.actor_train = RollCluster(self.actor)
+        self.actor_infer = self.actor_train
         self.critic: Any = self.critic and RollCluster(self.critic)
         self.reference = RollCluster(self.ref) if self.ref else None
-        self.running, self.tracker = self.running_moments, self.tracking
+        self.running = self.running_moments
+        self.tracker = self.tracking
         self.train_rollout_scheduler = RollScheduler(self, parts["source"])
-        self.val_rollout_scheduler = RollScheduler(self, val) if isinstance(val, EnvSource) else None
+        self.val_rollout_scheduler: RollScheduler | None = None
+        if isinstance(self.val_source, EnvSource):
+            self.val_rollout_scheduler = RollScheduler(self, self.val_source)
 
     def set_model_update_pair(self, src_cluster: RollCluster, tgt_cluster: RollCluster, frequency: int = 1) -> None:
         """Sets the number of steps between weight updates from actor_train to actor_infer."""
@@ -318,8 +329,12 @@ class AgenticPipeline(AgentTrainer):
         self.config.agentic.model_update_frequency = frequency
 
     def model_update(self, global_step: int | None = None) -> Metrics:
-        """Copies the trained weights to the rollout engines. global_step: number of trained steps, for loops that start
-        each step with this call; running episodes are finished first."""
+        """Copies the trained weights to the rollout engines. Running episodes are finished first.
+
+        Args:
+            global_step: number of trained steps, for loops that start each step with this call; None = the current
+                step, as in `fit`.
+        """
         if global_step is None:
             return super().model_update()
         return self.weight_sync.give_if_due(global_step)
@@ -340,11 +355,17 @@ class RollConfig:
     Options whose values differ in ROLL are not included."""
 
     def __init__(self, config: PPOConfig, section: str = "") -> None:
-        self._config, self._section = config, section
+        self._config = config
+        self._section = section
 
     def __getattr__(self, name: str) -> Any:
         key = f"{self._section}{name}"
-        renamed = {known: of.renamed for known, of in ppo_keys().entries.items() if of.renamed and not of.values}
-        if any(known.startswith(f"{key}.") for known in renamed):
+        # without the options whose values differ, which would have to be converted back
+        new_names = {}
+        for roll_key, entry in ppo_keys().entries.items():
+            if entry.renamed and not entry.values:
+                new_names[roll_key] = entry.renamed
+        is_section = any(roll_key.startswith(f"{key}.") for roll_key in new_names)
+        if is_section:
             return RollConfig(self._config, f"{key}.")
-        return attrgetter(renamed.get(key, key))(self._config)
+        return attrgetter(new_names.get(key, key))(self._config)

@@ -17,9 +17,7 @@ from trainer.launch.resources import create_groups, engine_devices, join_ray, st
 from trainer.launch.run import ResourceRequest
 from trainer.loop.saving import Saver
 from trainer.observe.tracking import Tracking
-from trainer.planner.launched import (
-    update_work,
-)
+from trainer.planner.launched import update_work
 from trainer.planner.networks import checkpoint_bytes
 from trainer.ppo.requirements import (
     needs_critic,
@@ -55,7 +53,8 @@ from workers.rollout.group_queue import GroupQueue
 
 GIB = 1 << 30
 QUEUE_CALLS_AT_ONCE = 16
-REWARD_CALLS_AT_ONCE = 8  # one call of the driver waits for scores while calls of workers submit samples
+# one call of the driver waits for scores while calls of workers submit samples
+REWARD_CALLS_AT_ONCE = 8
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
@@ -70,10 +69,12 @@ def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> Ser
     """Starts the reward pool as a service, which `stack` stops. Returns None if the run has no reward function."""
     if not needs_reward_function(config):
         return None
-    number, modules = config.reward.num_workers, reward_modules()
+    reward_pool = ClassWithInitArgs(
+        RewardPool, config.reward, config.reward.num_workers, modules=reward_modules(), log_dir=str(log_dir)
+    )
     pool = start_service(
         config.trainer.backend,
-        ClassWithInitArgs(RewardPool, config.reward, number, modules=modules, log_dir=str(log_dir)),
+        reward_pool,
         env=worker_environment(cpu=True, threads=1),
         log_dir=log_dir,
         max_concurrency=REWARD_CALLS_AT_ONCE,
@@ -93,24 +94,36 @@ def worker_classes(
 ) -> dict[str, ClassWithInitArgs]:
     """Returns the worker classes of each device by role, in the order in which they build their models.
 
-    The actor comes last because its rollout engine uses the remaining memory.
+    Args:
+        config: the options of the run.
+        total_steps: number of training steps, for the schedules of the learning rates.
+        pool: the reward pool, to which the actor sends finished samples.
+        run_dir: the run folder.
+        kind: the trainer.
     """
     roles = {}
-    if config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda":
+    if _joins_cluster_with_gpus(config):
         roles["devices"] = device_holder(config)
     if kind.trains and needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
     if kind.trains and needs_reference_model(config):
         roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
-    for teacher in config.distillation.named_teachers() if kind.trains else ():
-        if teacher.path:
+    for teacher in config.distillation.named_teachers():
+        if kind.trains and teacher.path:
             roles[role_of(teacher)] = ClassWithInitArgs(TeacherWorker, config, teacher)
     if kind.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
+    # the steps of the warm-up train only the critic
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     log_dir = str(run_dir / "logs")
+    # the actor comes last because its rollout engine uses the remaining memory
     roles["actor_rollout"] = ClassWithInitArgs(ActorWorker, config, actor_steps, pool, env_modules(), log_dir)
     return roles
+
+
+def _joins_cluster_with_gpus(config: PPOConfig) -> bool:
+    """Returns True if the run joins a Ray cluster whose GPUs the workers must reserve themselves."""
+    return config.ray_kwargs.ray_init.address is not None and device_type(config.trainer.device) == "cuda"
 
 
 def start_engines(
@@ -122,9 +135,11 @@ def start_engines(
     stack: ExitStack,
 ) -> SeparateActorRole:
     """Starts the rollout engines of a separate pool, which `stack` ends. Returns the role of trainer and engines."""
-    log_dir, trainer = run_dir / "logs", config.trainer
+    log_dir = run_dir / "logs"
+    trainer = config.trainer
     count = num_engines(config, trainer.nnodes * (trainer.n_gpus_per_node or 1))
-    kept = replace(config, rollout=replace(config.rollout, free_cache_engine=False))  # such an engine never sleeps
+    # an engine that shares its device with no trainer never sleeps
+    engine_config = replace(config, rollout=replace(config.rollout, free_cache_engine=False))
     queue = start_service(
         trainer.backend,
         ClassWithInitArgs(GroupQueue),
@@ -136,13 +151,14 @@ def start_engines(
     stack.callback(queue.stop)
 
     def start(engine: int) -> WorkerGroup:
-        recipe = ClassWithInitArgs(RolloutWorker, kept, pool, queue, engine, count, env_modules(), str(log_dir))
-        roles = {f"engine_{engine}": recipe}
-        if config.ray_kwargs.ray_init.address is not None and device_type(trainer.device) == "cuda":
-            roles = {f"devices_{engine}": device_holder(config)} | roles
-        groups = create_groups(
-            config, [config.rollout.tensor_model_parallel_size], roles, worker_modules(config), log_dir
+        roles = {}
+        if _joins_cluster_with_gpus(config):
+            roles[f"devices_{engine}"] = device_holder(config)
+        roles[f"engine_{engine}"] = ClassWithInitArgs(
+            RolloutWorker, engine_config, pool, queue, engine, count, env_modules(), str(log_dir)
         )
+        processes = [config.rollout.tensor_model_parallel_size]
+        groups = create_groups(config, processes, roles, worker_modules(config), log_dir)
         for group in groups.values():
             group.init_model()
         return groups[f"engine_{engine}"]
@@ -163,7 +179,12 @@ def build_trainer(
 ) -> Iterator[RayPPOTrainer]:
     """Starts all components of a run, yields the trainer, and stops the components on exit.
 
-    config: resolved and validated configuration with `trainer.n_gpus_per_node` set. run_dir: existing run folder.
+    Args:
+        config: resolved and validated configuration with `trainer.n_gpus_per_node` set.
+        data: the data of the run.
+        run_dir: existing run folder.
+        tracking: receives metrics and notes.
+        kind: the trainer.
     """
     total_steps = count_steps(config, data.epoch_prompts)
     options = config.trainer
@@ -180,7 +201,8 @@ def build_trainer(
         learners: dict[str, ActorRole | CriticRole] = {"actor": actor}
         critic = None
         if "critic" in groups:
-            critic = learners["critic"] = CriticRole(groups["critic"], config)
+            critic = CriticRole(groups["critic"], config)
+            learners["critic"] = critic
         reference = None
         if needs_reference(config):
             # without a model of its own, the reference is the policy without its adapter

@@ -35,9 +35,14 @@ from workers.roles.frozen_models import teacher_network
 
 @dataclass(frozen=True)
 class RunData:
-    """The tokenizer and the datasets of a run. train is None for agentic runs, val is None without data.val_files.
+    """The tokenizer and the datasets of a run.
 
-    epoch_prompts: number of training prompts per epoch. reward_inputs: input converter of the reward model, if any.
+    Attributes:
+        tokenizer: the policy's.
+        train: the training prompts; None for episodes in environments.
+        val: the validation prompts; None without data.val_files.
+        epoch_prompts: number of training prompts per epoch.
+        reward_inputs: input converter of the reward model, if any.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +54,12 @@ class RunData:
 
 def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) -> RunData:
     """Reads, checks and tokenizes the data, and tries the reward function on a few rows, or the environments, before
-    any worker starts. trains, scores: see `RayPPOTrainer`."""
+    any worker starts.
+
+    Args:
+        config: the options of the run.
+        trains, scores: see `RayPPOTrainer`.
+    """
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     if not config.reads_prompts:
         try_environments(config, tokenizer)
@@ -60,7 +70,8 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     tries_rewards = scores and needs_reward_function(config)
     if config.is_agentic:
         try_program(config, tokenizer)
-        if asks_by_source(config.reward):  # the program may return the scores
+        # the program may return the scores
+        if asks_by_source(config.reward):
             tries_rewards = False
         if config.trainer.val_only:
             trains = False
@@ -72,12 +83,19 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
     if any(data.has_images for data in datasets):
         check_images(config)
 
-    named = named_by_options(config) if trains and scores else {}
-    extras = try_rewards(config, datasets, has_named=bool(named)) if tries_rewards else []
-    check_named(config, named, extras)
+    option_of_name: dict[str, str] = {}
+    if trains and scores:
+        option_of_name = named_by_options(config)
+    extras: list[dict[str, float | str]] = []
+    if tries_rewards:
+        extras = try_rewards(config, datasets, has_named=bool(option_of_name))
+    check_named(config, option_of_name, extras)
     if trains:
+        # only the training prompts: validations need no teacher
         check_teachers(config, tokenizer, datasets[:1])
-    inputs = reward_inputs(config, tokenizer) if scores and config.reward_model.enable else None
+    inputs = None
+    if scores and config.reward_model.enable:
+        inputs = reward_inputs(config, tokenizer)
     return RunData(tokenizer, datasets[0], val, epoch_prompts, inputs)
 
 
@@ -111,6 +129,8 @@ def try_rewards(config: PPOConfig, datasets: Sequence[PromptDataset], has_named:
     """Calls the reward function on two rows of each dataset, with the ground truth as the answer.
 
     Args:
+        config: the options of the run.
+        datasets: the datasets of the run.
         has_named: True if options name values of the reward; then also tries one row of each data source.
 
     Returns:
@@ -122,6 +142,7 @@ def try_rewards(config: PPOConfig, datasets: Sequence[PromptDataset], has_named:
         for data in datasets:
             positions = set(range(min(2, len(data))))
             if has_named:
+                # each data source may have a reward of its own, which returns other values
                 positions |= {int(rows[0]) for rows in data.positions_by_source().values()}
             rows = [data.row(position) for position in sorted(positions)]
             extras.append(pool.dry_run(rows, data.data_sources()))
@@ -133,30 +154,44 @@ def try_rewards(config: PPOConfig, datasets: Sequence[PromptDataset], has_named:
 def named_by_options(config: PPOConfig) -> dict[str, str]:
     """Returns the values that the reward must return besides the score, each with the option that names it."""
     algorithm = config.algorithm
-    keys = algorithm.gdpo_reward_keys if algorithm.adv_estimator == "gdpo" else []
-    named = {key.removeprefix("reward/"): "algorithm.gdpo_reward_keys" for key in keys}
+    option_of_name: dict[str, str] = {}
+    if algorithm.adv_estimator == "gdpo":
+        for key in algorithm.gdpo_reward_keys:
+            option_of_name[key.removeprefix("reward/")] = "algorithm.gdpo_reward_keys"
+
     metric = algorithm.filter_groups.metric if algorithm.filter_groups.enable else None
-    if metric not in (None, SCORE, ACCURACY):  # acc defaults to the score
-        named[str(metric)] = "algorithm.filter_groups.metric"
-    return named
+    # acc defaults to the score
+    if metric is not None and metric not in (SCORE, ACCURACY):
+        option_of_name[metric] = "algorithm.filter_groups.metric"
+    return option_of_name
 
 
 def check_named(config: PPOConfig, named: Mapping[str, str], extras: Sequence[Mapping[str, float | str]]) -> None:
     """Raises UserError for a named value that the reward did not return as a number for any row that was tried.
 
-    named: result of `named_by_options`. extras: the values that the reward returned besides the score, by row.
+    Args:
+        config: the options of the run.
+        named: result of `named_by_options`.
+        extras: the values that the reward returned besides the score, by row.
     """
-    known = {name for extra in extras for name, value in extra.items() if not isinstance(value, str)}
-    known |= {"model", "function"} if config.reward_model.enable else set()
-    known |= set(OVERLONG) if config.reward.overlong_buffer.enable and config.reward.overlong_buffer.log else set()
+    numbers: set[str] = set()
+    for extra in extras:
+        numbers |= {name for name, value in extra.items() if not isinstance(value, str)}
+    # the trainer adds these to the values of the reward function
+    if config.reward_model.enable:
+        numbers |= {"model", "function"}
+    if config.reward.overlong_buffer.enable and config.reward.overlong_buffer.log:
+        numbers |= set(OVERLONG)
+
     for name, option in named.items():
-        if name not in known:
-            found = f"the numbers {', '.join(sorted(known))}" if known else "no number"
-            raise UserError(
-                f"{option} names {name!r}, which the reward did not return for any row that was tried with the ground "
-                f"truth as the answer. Besides the score it returned {found}{did_you_mean(name, known)}. Name one of "
-                f"its numbers, or let it return {name!r} for every answer"
-            )
+        if name in numbers:
+            continue
+        returned = f"the numbers {', '.join(sorted(numbers))}" if numbers else "no number"
+        raise UserError(
+            f"{option} names {name!r}, which the reward did not return for any row that was tried with the ground "
+            f"truth as the answer. Besides the score it returned {returned}{did_you_mean(name, numbers)}. Name one of "
+            f"its numbers, or let it return {name!r} for every answer"
+        )
 
 
 def check_shared_sequences(config: PPOConfig) -> None:
@@ -166,7 +201,9 @@ def check_shared_sequences(config: PPOConfig) -> None:
         networks.append(("critic", critic_network(config)))
     if needs_reference_model(config):
         networks.append(("ref", config.model))
-    networks += [("ref", teacher_network(config, each)) for each in config.distillation.named_teachers() if each.path]
+    for teacher in config.distillation.named_teachers():
+        if teacher.path:
+            networks.append(("ref", teacher_network(config, teacher)))
     if config.reward_model.enable:
         networks.append(("reward_model", config.reward_model.model))
     for role, network in networks:

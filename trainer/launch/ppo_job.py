@@ -50,7 +50,11 @@ from workers.policy.vision import has_vision
 class PPOJob(Job[PPOConfig]):
     """The job of `trainer.main_ppo` and of the commands that evaluate or generate with its options.
 
-    trainer_class: subclass that replaces stages of the trainer; None = the class of the recipe or of the options.
+    Args:
+        config: the options of the run.
+        slots: number of ranks of the trainer.
+        console: the output for the user.
+        trainer_class: subclass that replaces stages of the trainer; None = the class of the recipe or of the options.
     """
 
     module = "trainer.main_ppo"
@@ -61,21 +65,26 @@ class PPOJob(Job[PPOConfig]):
     ) -> None:
         super().__init__(config, slots, console)
         self.kind = trainer_class or trainer_of(config)
-        self.continues = not config.trainer.val_only  # a run that only validates may use other options
+        # a run that only validates may use other options than the training in the folder
+        self.continues = not config.trainer.val_only
 
     def check(self, available: int | None) -> None:
         config = self.config
-        correction, threshold = config.algorithm.rollout_correction, config.async_training.max_off_policy_threshold
+        correction = config.algorithm.rollout_correction
         if correction.bypass_mode is None:
             # with rollout_is, importance weights correct the ratio to recomputed old_log_probs instead
             is_corrected = correction.rollout_is is not None and correction.loss_type == "ppo_clip"
-            correction.bypass_mode = threshold > 0 and not is_corrected
+            correction.bypass_mode = config.async_training.max_off_policy_threshold > 0 and not is_corrected
         validate(config, engines=engine_names(), slots=self.slots, available=available)
         if config.rollout.name == "auto":
-            length, device = config.rollout.max_model_len or config.longest_sample, device_type(config.trainer.device)
+            length = config.rollout.max_model_len or config.longest_sample
+            device = device_type(config.trainer.device)
             config.rollout.name, reason = choose_engine(config.model, config.rollout, length, device)
             self.console.note(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
+            # again, with the conflicts between options and this engine
             validate(config, engines=engine_names(), slots=self.slots, available=available)
+
+        # the libraries are imported while the driver reads data and models
         preload("workers.roles.actor_rollout")
         if config.agentic.has_program:
             preload("workers.agents.programs")
@@ -97,10 +106,12 @@ class PPOJob(Job[PPOConfig]):
 
     def situation(self) -> Situation:
         config = self.config
+        # teachers use the options of the reference
+        has_teachers = bool(config.distillation.named_teachers())
         passes = {
             "critic": needs_critic(config),
-            "reference": needs_reference(config) or bool(config.distillation.named_teachers()),
-            "reference_model": needs_reference_model(config) or bool(config.distillation.named_teachers()),
+            "reference": needs_reference(config) or has_teachers,
+            "reference_model": needs_reference_model(config) or has_teachers,
             "old_log_probs": needs_old_log_prob(config),
         }
         return Situation(
@@ -115,9 +126,9 @@ class PPOJob(Job[PPOConfig]):
 
     def read_data(self) -> int:
         self.data = load_data(self.config, trains=self.kind.trains, scores=self.kind.scores)
-        for part in dict.fromkeys((self.data.train, self.data.val)):
-            if part is not None:
-                self.console.print(part.report)
+        for dataset in dict.fromkeys((self.data.train, self.data.val)):
+            if dataset is not None:
+                self.console.print(dataset.report)
         self.total_steps = count_steps(self.config, self.data.epoch_prompts)
         if self.kind.trains:
             if line := sharding_of_run(self.config, self.slots):
@@ -150,7 +161,8 @@ class PPOJob(Job[PPOConfig]):
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
 
     def report(self, trainer: Any, result: Any) -> Report:
-        from trainer.observe.picture import draw_curve  # imports matplotlib, which a starting run does not need
+        # imports matplotlib, which a starting run does not need
+        from trainer.observe.picture import draw_curve
 
         measured = ""
         if self.kind.trains:
@@ -183,7 +195,7 @@ class PPOJob(Job[PPOConfig]):
 
 def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
     """Yields notes on samplers that learn, on devices that wait and on environments that wait for each other."""
-    ahead, manager, pool = config.async_training.depth, config.agentic.train_env_manager, config.agentic.env_pool
+    ahead = config.async_training.depth
     if ahead and config.data.sampler.class_path is not None:
         yield (
             f"data.sampler: its update(batch) receives the results {ahead} steps later than without "
@@ -194,11 +206,17 @@ def sampling_notes(config: PPOConfig, slots: int) -> Iterator[str]:
             "hybrid_engine=false with async_training.max_off_policy_threshold=0: the trainer's devices wait during "
             "generation, and the others during training: set async_training.max_off_policy_threshold=1 or more"
         )
-    engines = num_engines(config, slots)
-    episodes = math.ceil(manager.num_env_groups / engines) * (manager.group_size + manager.group_size_redundancy)
+
+    if config.reads_prompts:
+        return
+    manager = config.agentic.train_env_manager
+    pool = config.agentic.env_pool
+    groups_per_engine = math.ceil(manager.num_env_groups / num_engines(config, slots))
+    episodes = groups_per_engine * (manager.group_size + manager.group_size_redundancy)
     threads = THREADS if pool.threads is None else pool.threads
     calls = pool.num_workers * threads
-    if not config.reads_prompts and 0 < calls < episodes:
+    # without worker processes, environments step in the engine's own process
+    if 0 < calls < episodes:
         yield (
             f"agentic.env_pool: {episodes} episodes run at once on an engine, and num_workers={pool.num_workers} x "
             f"threads={threads} = {calls} environments can step at once: raise one of them if steps are slow"

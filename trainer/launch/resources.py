@@ -1,7 +1,6 @@
 """Acquires the resources of a run: devices (see `verl_lite.machine.gpus`), Ray and worker groups. All are released at
 the end of the run."""
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,35 +17,50 @@ from verl_lite.single_controller.guard import preload
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engines.base import resolve_engine_name
 
-_groups: list[WorkerGroup] = []
-
 
 def resolve_slots(config: RunOptions) -> int:
     """Sets trainer.n_gpus_per_node if it is null, and returns the number of slots of the run over all machines."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
         kind = device_type(trainer.device)
-        most = MOST_DEFAULT_CPU_SLOTS if kind == "cpu" else sys.maxsize
-        here = min(most, visible_devices(kind)) - engine_devices(config, 0)
-        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else max(1, here)
+        num_devices = visible_devices(kind)
+        if kind == "cpu":
+            num_devices = min(MOST_DEFAULT_CPU_SLOTS, num_devices)
+        for_trainer = max(1, num_devices - engine_devices(config, 0))
+        # the inline backend runs all ranks in this process
+        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else for_trainer
     return trainer.n_gpus_per_node * trainer.nnodes
 
 
 def engine_devices(config: RunOptions, slots: int) -> int:
-    """Returns the number of devices of this machine with rollout engines of a separate pool. Such devices are in
-    addition to those of the trainer. slots: devices of the trainer, as many as the engines have by default."""
-    is_here = isinstance(config, PPOConfig) and not config.hybrid_engine and config.ray_kwargs.ray_init.address is None
-    return rollout_devices(config, slots) if is_here and isinstance(config, PPOConfig) else 0
+    """Returns the number of devices of this machine with rollout engines of a separate pool, which are in addition to
+    those of the trainer.
+
+    Args:
+        config: the options of the run.
+        slots: devices of the trainer, as many as the engines have by default.
+    """
+    if not isinstance(config, PPOConfig) or config.hybrid_engine:
+        return 0
+    # in a joined cluster, Ray places the engines on devices of any machine
+    if config.ray_kwargs.ray_init.address is not None:
+        return 0
+    return rollout_devices(config, slots)
 
 
 @contextmanager
 def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable[[str], None]) -> Iterator[None]:
-    """In this context the run's devices are reserved for it, or shared as the options allow. If the run joins an
-    existing Ray cluster, Ray assigns the devices and the workers reserve them.
+    """In this context the run's devices are reserved for it, or shared as the options allow.
 
-    request: the devices of one machine. log: function that shows notes to the user. Raises UserError if the devices
-    are not available.
+    Args:
+        config: the options of the run.
+        request: the devices of one machine.
+        log: shows notes to the user.
+
+    Raises:
+        UserError: the devices are not available.
     """
+    # in an existing Ray cluster, Ray assigns the devices and the workers reserve them
     if device_type(config.trainer.device) == "cuda" and config.ray_kwargs.ray_init.address is None:
         with reserve_gpus(request, log):
             yield
@@ -73,8 +87,15 @@ def start_workers(
     log_dir: Path,
     stack: ExitStack,
 ) -> dict[str, WorkerGroup]:
-    """Starts the worker groups and builds their models. `stack` shuts them down. modules: modules that each process
-    imports first."""
+    """Starts the worker groups and builds their models.
+
+    Args:
+        config: the options of the run.
+        roles: the worker of each role, in the order in which they build their models.
+        modules: modules that each process imports first.
+        log_dir: folder of the workers' logs.
+        stack: shuts the worker groups down.
+    """
     trainer = config.trainer
     slots = trainer.n_gpus_per_node
     assert slots is not None
@@ -85,42 +106,48 @@ def start_workers(
         require_shared_folder(next(iter(groups.values())), log_dir.parent)
     for group in groups.values():
         group.init_model()
-    _groups.extend(groups.values())
-    stack.callback(_groups.clear)
     return groups
 
 
 def create_groups(
     config: RunOptions, processes: list[int], roles: dict[str, ClassWithInitArgs], modules: Sequence[str], log_dir: Path
 ) -> dict[str, WorkerGroup]:
-    """Creates worker groups. processes: number of processes on each machine. See `create_worker_groups`."""
-    trainer, rollout = config.trainer, getattr(config, "rollout", None)
+    """Creates worker groups; see `create_worker_groups`. processes: number of processes on each machine."""
+    trainer = config.trainer
     on_cpu = device_type(trainer.device) == "cpu"
-    sleeps = (
-        isinstance(rollout, RolloutConfig) and resolve_engine_name(rollout.name) == "vllm" and rollout.free_cache_engine
-    ) and getattr(config, "hybrid_engine", True)
     slots = trainer.n_gpus_per_node or 1
     slots += engine_devices(config, slots)
+    threads = max(1, cpu_count() // slots)
+    env = worker_environment(on_cpu, threads, sleeps=_has_sleeping_engine(config))
     preload(*{recipe.cls.__module__: None for recipe in roles.values()})
     return create_worker_groups(
         trainer.backend,
         ResourcePool(processes, use_gpu=not on_cpu),
         roles,
         modules=modules,
-        env=worker_environment(on_cpu, max(1, cpu_count() // slots), sleeps=sleeps),
+        env=env,
         log_dir=log_dir,
         stall_timeout_s=trainer.stall_timeout_s,
     )
+
+
+def _has_sleeping_engine(config: RunOptions) -> bool:
+    """Returns True if vLLM releases its memory while the trainer uses the same device."""
+    rollout = getattr(config, "rollout", None)
+    if not isinstance(rollout, RolloutConfig) or resolve_engine_name(rollout.name) != "vllm":
+        return False
+    return rollout.free_cache_engine and bool(getattr(config, "hybrid_engine", True))
 
 
 def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:
     """Raises UserError if a machine of the group cannot access the run folder, where each rank writes its part of a
     checkpoint."""
     with tempfile.NamedTemporaryFile(prefix=".seen_by_all_", dir=run_dir) as file:
-        blind = sorted({name for name in group.execute_all_sync("host_missing_path", file.name) if name is not None})
-    if blind:
+        hosts_of_ranks = group.execute_all_sync("host_missing_path", file.name)
+    hosts = sorted({name for name in hosts_of_ranks if name is not None})
+    if hosts:
         raise UserError(
-            f"trainer.default_local_dir={run_dir} is not the same folder on {', '.join(blind)} as on the driver's "
+            f"trainer.default_local_dir={run_dir} is not the same folder on {', '.join(hosts)} as on the driver's "
             "machine. All machines must share it, because each rank writes its part of a checkpoint there: use a "
             "folder on a file system that all machines mount under this path (NFS, Lustre)"
         )

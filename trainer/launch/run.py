@@ -68,9 +68,11 @@ class Report:
 class Job(Generic[Options]):
     """One attempt of a training command. `run` creates a job per attempt and calls its methods in the order below.
 
-    module: module of the command `python -m module`. to_look: command that inspects a finished run; may contain
-    {run_dir}. continues: True if the job starts from the checkpoints in its run folder. replays_steps: True if
-    `trainer.replay` can repeat a step from its number alone.
+    Attributes:
+        module: module of the command `python -m module`.
+        to_look: command that inspects a finished run; may contain {run_dir}.
+        continues: True if the job starts from the checkpoints in its run folder.
+        replays_steps: True if `trainer.replay` can repeat a step from its number alone.
     """
 
     module: ClassVar[str]
@@ -142,14 +144,20 @@ def run(
     is_command: bool = True,
     **parts: Any,
 ) -> int:
-    """Executes a parsed command line: prints the help or the configuration, or runs the job. Returns the exit status.
+    """Executes a parsed command line: prints the help or the configuration, or runs the job.
 
     After the loss of a worker the run restarts from the last checkpoint, at most trainer.max_retries times.
 
     Args:
+        job_class: the job.
+        loaded: the parsed command line.
+        argv: its words.
         callbacks: callbacks in addition to those that the options name.
         is_command: False if a program of the user calls this function; messages then show no command line.
         parts: additional keyword arguments for the job's constructor.
+
+    Returns:
+        The exit status.
     """
     config: Options = loaded.config
     if loaded.action == "help":
@@ -182,10 +190,12 @@ def run(
             print(failure_text(error), file=sys.stderr)
             print(f"Starting again from the last checkpoint; trainer.max_retries leaves {retries_left - 1} more.")
         except NoRoomError as error:
+            # of a retry, the loss of the worker is the cause that the user can act on
             if lost is None:
                 raise
             lost.add_note(f"Starting again failed: {error}\n{how_to_continue(command, job.run_dir)}")
             raise lost from None
+        # the callbacks are objects of the caller, which the failed attempt has changed
         Callbacks(callbacks).load_state_dict(first_states)
         if has_own(job):
             trainer.resume_mode = "auto"
@@ -195,7 +205,8 @@ def run(
 
 def runs_as_command(job: Job[Options]) -> bool:
     """True if this process runs `python -m` of the job's module."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None under a debugger
+    # None under a debugger
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.removesuffix(".__main__") == job.module
 
 
@@ -243,6 +254,7 @@ def train(
     tell_idle_options(job, loaded)
     stack.enter_context(reserved_devices(config, job.request(), console.note))
     total_steps = job.read_data()
+    # again, because some options have an effect only with certain data
     tell_idle_options(job, loaded)
 
     run_dir = make_run_dir(config, stack)
@@ -262,6 +274,7 @@ def train(
         stopping_on_signal(trainer.steps.stop, console.note),
         dump_on_failure(job, trainer),
     ):
+        # a folder that is deleted during training is made again before the next line is written to it
         tracking.before_log = partial(folder.restore, trainer.saver)
         trainer.callbacks = callbacks
         result = trainer.fit()
@@ -273,7 +286,14 @@ def train(
 
 
 def print_report(job: Job[Options], trainer: TrainingLoop[Any, Any], result: FitResult, *, has_findings: bool) -> None:
-    """Prints the report of an ended run. has_findings: True to check the health of the run."""
+    """Prints the report of an ended run.
+
+    Args:
+        job: the job.
+        trainer: its trainer.
+        result: the result of the training.
+        has_findings: True to check the health of the run.
+    """
     console = job.console
     report = job.report(trainer, result)
     findings = closing_findings(job.run_dir) if has_findings else []
@@ -296,7 +316,8 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     total_steps = job.read_data()
     tell_idle_options(job, loaded)
     stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
-    stack.enter_context(locked_folder(job.run_dir, job.console.note))  # no other run is writing a checkpoint there
+    # no other run is writing a checkpoint there
+    stack.enter_context(locked_folder(job.run_dir, job.console.note))
     check_run_dir(job, total_steps)
     save_config(loaded, job.run_dir / "dry_run.yaml")
     text, fits = job.full_plan()
@@ -308,21 +329,25 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
 def tell_idle_options(job: Job[Options], loaded: LoadedConfig[Options]) -> None:
     """Notes the options of the user that have no effect in this run, each once. Raises ConfigError for those without
     which the run would be another one than the user wants."""
+    # a validation ignores the options of the training on purpose
     if value_of(job.config, "trainer.val_only"):
-        return  # the options of the training have no effect, on purpose
+        return
     report = idle_options(loaded, job.situation())
     if report.problems:
         raise ConfigError(report.problems)
     for note in report.notes:
         if note not in loaded.notes:
-            loaded.notes.append(note)  # and so into the run's config.yaml
+            # the notes of `loaded` are written to the run's config.yaml
+            loaded.notes.append(note)
             job.console.note(note)
 
 
 def how_to_continue(command: list[str], run_dir: Path) -> str:
     """Returns a message with the command that continues a stopped run; notes if no checkpoint was saved.
 
-    command: the words of the command line; empty for a call from Python.
+    Args:
+        command: the words of the command line; empty for a call from Python.
+        run_dir: the run folder.
     """
     begin = "Stopped."
     if not saved_steps(run_dir):
@@ -355,8 +380,8 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
     """Creates the run folder, and applies trainer.umask to new files until `stack` ends. Raises UserError if the folder
     cannot be created or written to, or holds a run and trainer.resume_mode=disable."""
     run_dir = run_folder(config)
-    taken = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
-    if taken and config.trainer.resume_mode == "disable":
+    holds_run = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
+    if holds_run and config.trainer.resume_mode == "disable":
         raise UserError(
             f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
             "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
@@ -373,19 +398,26 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
 
 
 class HeldFolder:
-    """The locked folder of a running training; `stack` releases the lock. config_file: the text of its config.yaml."""
+    """The locked folder of a running training; `stack` releases the lock."""
 
     config_file = ""
+    """The text of the config.yaml in the folder."""
 
     def __init__(self, run_dir: Path, note: Callable[[str], None], stack: ExitStack) -> None:
-        self.run_dir, self.note, self.lock = run_dir, note, stack.enter_context(ExitStack())
+        self.run_dir = run_dir
+        self.note = note
+        # a stack of its own, so that `restore` can release the lock of a deleted folder alone
+        self.lock = stack.enter_context(ExitStack())
         self.file = self.lock.enter_context(locked_folder(run_dir, note))
 
     def restore(self, saver: Saver | None = None) -> None:
         """Recreates and locks the folder, with config.yaml, if it was deleted or renamed. If the run saves at
         intervals, `saver` then saves after the current step. Raises UserError if another run uses the folder now."""
         try:
-            if os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.run_dir / LOCK)):
+            # the open file outlives its name: a folder at this path may be another one by now
+            locked_file = os.fstat(self.file.fileno())
+            file_at_path = os.stat(self.run_dir / LOCK)
+            if os.path.samestat(locked_file, file_at_path):
                 return
         except FileNotFoundError:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -404,10 +436,12 @@ class HeldFolder:
 @contextmanager
 def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]]:
     """Locks the run folder within the block and yields the open lock file. Raises UserError if another run holds the
-    lock. The kernel releases the lock of a killed process."""
+    lock."""
     path = run_dir / LOCK
+    # to append, so that the text of a run that holds the lock is not deleted
     with path.open("a") as file:
         try:
+            # the kernel releases the lock of a killed process
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
@@ -422,7 +456,8 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]
         try:
             yield file
         finally:
-            file.truncate(0)  # the lock is free again, and another run may own the folder by now
+            # the text names the owner of a held lock, and this one is released
+            file.truncate(0)
 
 
 def check_run_dir(job: Job[Options], total_steps: int) -> None:

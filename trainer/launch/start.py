@@ -3,7 +3,6 @@
 import importlib
 import os
 from contextlib import ExitStack
-from typing import Any
 
 from trainer.cli import MOST_DEFAULT_CPU_SLOTS, worker_environment
 from trainer.recipe import recipe_overrides
@@ -14,7 +13,7 @@ from verl_lite.registry import importing
 from verl_lite.single_controller.guard import preload, worker_template_running
 
 
-def start(job: str, options: type[Any], argv: list[str], default_recipe: str | None = None) -> int:
+def start(job: str, options: type[RunOptions], argv: list[str], default_recipe: str | None = None) -> int:
     """Runs a job and returns its exit status. Help and errors in the command line are printed before the job is
     imported, which takes seconds.
 
@@ -40,11 +39,13 @@ def start(job: str, options: type[Any], argv: list[str], default_recipe: str | N
 
 def start_template(config: RunOptions, stack: ExitStack) -> None:
     """Lets a template import the libraries of the workers while this process imports its own (`worker_template`), if
-    the run starts Ray on Linux and the workers use the CPU. CUDA and libraries of macOS do not survive a fork."""
+    the run starts Ray on Linux and the workers use the CPU."""
     trainer = config.trainer
     starts_ray = trainer.backend == "ray" and config.ray_kwargs.ray_init.address is None and not trainer.dry_run
+    # CUDA and libraries of macOS do not survive a fork
     if not starts_ray or not os.path.isdir("/proc") or trainer.device == "cuda" or list_gpus():
         return
     slots = trainer.n_gpus_per_node or min(MOST_DEFAULT_CPU_SLOTS, cpu_count())
-    stack.enter_context(worker_template_running(worker_environment(cpu=True, threads=max(1, cpu_count() // slots))))
+    threads = max(1, cpu_count() // slots)
+    stack.enter_context(worker_template_running(worker_environment(cpu=True, threads=threads)))
     preload("workers.engine.fsdp", "tensordict")

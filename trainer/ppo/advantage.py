@@ -73,6 +73,7 @@ def reward_postprocess(
     running: MutableMapping[str, RunningMoments] | None = None
     if "running" in (mean_type, std_type):
         running, domains = _running_moments(data, running_ctrl, stage)
+        # before they are used, so that the first batch has statistics, too
         update_running(running, scores, valid, domains)
 
     rewards = normalise_scores(scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running)
@@ -115,19 +116,22 @@ def compute_token_reward(
         critic/token_reward_clip_frac over valid tokens (ROLL: over all tokens).
     """
     stage = "compute_token_reward"
-    is_penalised = algorithm.use_kl_in_reward
     check(data, ["response_mask"], stage)
-    if is_penalised:
+    penalty_ctrl: FixedKLController | None = None
+    if algorithm.use_kl_in_reward:
         check(data, ["old_log_probs", "ref_log_prob"], stage)
         if kl_ctrl is None:
             raise ValueError(f"{stage}: kl_ctrl is None; the KL in the reward needs the controller of its coefficient.")
+        penalty_ctrl = kl_ctrl
 
     mask = data.batch["response_mask"]
     rewards = _place_rewards(data, mask)
     metrics: ScalarMetrics = {}
     # the KL is reported without a penalty, too, as soon as a reference model was evaluated
     if "old_log_probs" in data and "ref_log_prob" in data:
-        coefficient = kl_ctrl.value if is_penalised and kl_ctrl is not None else 0.0
+        coefficient = 0.0
+        if penalty_ctrl is not None:
+            coefficient = penalty_ctrl.value
         penalised_rewards, mean_kl = apply_kl_penalty(
             rewards,
             data.batch["old_log_probs"],
@@ -137,12 +141,14 @@ def compute_token_reward(
             algorithm.kl_penalty,
         )
         metrics |= {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
-        if is_penalised and kl_ctrl is not None:
+        if penalty_ctrl is not None:
             rewards = penalised_rewards
             num_valid = int((mask != 0).any(-1).sum())
-            kl_ctrl.update(mean_kl, num_valid)
+            # last, as in verl: the KL of this batch decides the coefficient of the next one
+            penalty_ctrl.update(mean_kl, num_valid)
             metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
 
+    # the KL penalty can leave the bound again that the clip of the responses has set
     if algorithm.reward_clip is not None:
         rewards, clipped = _clip(rewards, algorithm.reward_clip, mask != 0)
         metrics["critic/token_reward_clip_frac"] = clipped
@@ -185,6 +191,7 @@ def estimate_advantages(
         rewards = whiten_or_keep(rewards, mask)
 
     metrics: ScalarMetrics = {}
+    # the estimator sees only rows that can be compared; the loss still reads all rows of `mask`
     compared_mask = mask
     if compares_groups(estimator):
         incomparable, num_incomparable = incomparable_rows(data, mask, stage)
@@ -237,7 +244,9 @@ def compares_groups(adv_estimator: str) -> bool:
     declaration, if it has the parameter `index`."""
     function = get_adv_estimator_fn(adv_estimator)
     declared = ADV_ESTIMATOR_REGISTRY.facts.get(adv_estimator, {}).get("groups")
-    return takes(function, "index") if declared is None else bool(declared)
+    if declared is None:
+        return takes(function, "index")
+    return bool(declared)
 
 
 def incomparable_rows(data: DataProto, mask: torch.Tensor, stage: str) -> tuple[torch.Tensor, int]:
@@ -256,6 +265,7 @@ def incomparable_rows(data: DataProto, mask: torch.Tensor, stage: str) -> tuple[
     """
     groups, num_groups = group_ids(column_of(data, "uid", stage), mask.device)
     is_valid = (mask != 0).any(dim=-1)
+    # a padding row repeats a row of the batch, so it does not make its group larger
     is_sampled = torch.ones_like(is_valid)
     if "is_padding" in data:
         is_sampled = ~data.batch["is_padding"].bool()
@@ -271,12 +281,19 @@ def _call_estimator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls a registered estimator with the entries of `arguments` and the columns that its signature accepts.
 
-    is_valid: (B, R) bool, the tokens at which the result must be finite.
+    Args:
+        name: name of the estimator.
+        data: the batch with the columns.
+        arguments: arguments besides the columns.
+        is_valid: (B, R) bool, the tokens at which the result must be finite.
+        stage: name of the stage, for the error if a column is missing.
     """
     function = get_adv_estimator_fn(name)
     arguments = dict(arguments)
     for argument, column in ESTIMATOR_COLUMNS.items():
-        if column in data or (takes(function, argument) and argument != "rollout_is_weights"):
+        # without a rollout correction there are no importance weights, and estimators work without them
+        is_required = takes(function, argument) and argument != "rollout_is_weights"
+        if is_required or column in data:
             arguments[argument] = column_of(data, column, stage)
     # extra values of the reward function are passed under their own names, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
@@ -328,17 +345,20 @@ def _place_rewards(data: DataProto, mask: torch.Tensor) -> torch.Tensor:
     if "response_level_rewards" not in data:
         return _token_scores(data, "compute_token_reward")
     rewards = data.batch["response_level_rewards"].float()
-    placed = at_last_token(rewards, mask)
+    rewards_at_end = at_last_token(rewards, mask)
     if "token_level_scores" not in data:
-        return placed
+        return rewards_at_end
+
+    # a reward that normalisation and clip have not changed keeps its distribution over the tokens
     scores = data.batch["token_level_scores"]
-    return torch.where((outcome_scores(scores, mask) == rewards)[:, None], scores, placed)
+    is_unchanged = outcome_scores(scores, mask) == rewards
+    return torch.where(is_unchanged[:, None], scores, rewards_at_end)
 
 
 def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Returns the values clipped to +-bound, and the fraction of `counted` values outside of it."""
     if bound is None:
         return values, 0.0
-    num_beyond = ((values.abs() > bound) & counted).sum()
+    is_beyond = (values.abs() > bound) & counted
     num_counted = max(1, int(counted.sum()))
-    return values.clamp(-bound, bound), float(num_beyond) / num_counted
+    return values.clamp(-bound, bound), float(is_beyond.sum()) / num_counted

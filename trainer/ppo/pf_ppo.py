@@ -13,7 +13,8 @@ from verl_lite.algos.advantages import outcome_scores
 from verl_lite.protocol import DataProto
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-_SMALLEST = 1e-8  # every valid row can be drawn, even if all scores are 0
+# every valid row can be drawn, even if all scores are 0
+_SMALLEST = 1e-8
 
 
 def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
@@ -23,22 +24,31 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", 
       max_min      1 for the largest and the smallest score of the batch, 0 for the others
       max_random   0.4 for the largest score, 0.1 for the others
 
-    plus 1e-8. scores: (B,); valid: (B,) bool (in verl all rows are valid). Raises ValueError for another method.
+    plus 1e-8.
+
+    Args:
+        scores: (B,) score of each row.
+        valid: (B,) bool, rows with a valid token (in verl all rows are valid).
+        reweight_method: one of the methods above.
+        weight_pow: exponent of pow.
+
+    Raises:
+        ValueError: the method is unknown.
     """
     if reweight_method not in REWEIGHT_METHODS:
         raise ValueError(f"reweight_method={reweight_method!r}: expected one of {', '.join(REWEIGHT_METHODS)}.")
     values = torch.where(valid, scores.double(), 0)
     if not bool(valid.any()):
         return torch.zeros_like(values)
+
     is_largest = values == values[valid].max()
     is_smallest = values == values[valid].min()
-    match reweight_method:
-        case "pow":
-            weights = values.abs() ** weight_pow
-        case "max_min":
-            weights = (is_largest | is_smallest).double()
-        case _:
-            weights = torch.where(is_largest, torch.full_like(values, 0.4), 0.1)
+    if reweight_method == "pow":
+        weights = values.abs() ** weight_pow
+    elif reweight_method == "max_min":
+        weights = (is_largest | is_smallest).double()
+    else:
+        weights = torch.where(is_largest, torch.full_like(values, 0.4), 0.1)
     return torch.where(valid, weights + _SMALLEST, 0)
 
 
@@ -47,14 +57,21 @@ def compute_pf_ppo_reweight_data(
 ) -> DataProto:
     """Draws len(data) rows from `data` with replacement, weighted by `pf_ppo_weights`.
 
-    Reads token_level_scores and response_mask (B, R); the score of a row is the sum of its token scores. Equal seeds
-    draw equal rows on any machine; None draws a random seed (verl: the global generator). Returns a batch without valid
-    rows unchanged.
+    Args:
+        data: token_level_scores and response_mask (B, R); the score of a row is the sum of its token scores.
+        reweight_method: see `pf_ppo_weights`.
+        weight_pow: see `pf_ppo_weights`.
+        seed: equal seeds draw equal rows on any machine; None draws a random seed (verl: the global generator).
+
+    Returns:
+        The drawn rows; a batch without valid rows unchanged.
     """
-    valid = (data.batch["response_mask"] != 0).any(dim=-1)
-    scores = outcome_scores(data.batch["token_level_scores"], data.batch["response_mask"])
+    mask = data.batch["response_mask"]
+    valid = (mask != 0).any(dim=-1)
+    scores = outcome_scores(data.batch["token_level_scores"], mask)
     weights = pf_ppo_weights(scores, valid, reweight_method, weight_pow).numpy()
     if not weights.any():
         return data
-    rows = np.random.default_rng(seed).choice(len(data), size=len(data), p=weights / weights.sum())
+    generator = np.random.default_rng(seed)
+    rows = generator.choice(len(data), size=len(data), p=weights / weights.sum())
     return data.select_idxs(rows)

@@ -15,18 +15,27 @@ from workers.policy.loading import load_model_config
 
 def is_on_policy(config: PPOConfig) -> bool:
     """Returns True if each batch is used for one optimizer step, so that every ratio is 1 and no old log-probs are
-    needed. Batches of environments vary in size, so they need a mini-batch size of -1 (the whole batch)."""
+    needed."""
     actor = config.actor
-    whole = config.reads_prompts and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    return actor.ppo_epochs == 1 and (whole or actor.ppo_mini_batch_size == -1)
+    if actor.ppo_epochs != 1:
+        return False
+    if actor.ppo_mini_batch_size == -1:
+        return True
+    # batches of environments vary in size, so no number of prompts is certain to cover one
+    return config.reads_prompts and actor.ppo_mini_batch_size >= config.data.train_batch_size
 
 
 def needs_old_log_prob(config: PPOConfig) -> bool:
-    """Returns True if a forward pass must compute the policy's log-probs before the update. They are read by later
-    optimizer steps, the rollout correction, the KL penalty in the reward, the estimator, the token selection of the
-    loss, and distillation over the policy's top tokens. With bypass_mode the rollout's log-probs are used instead."""
+    """Returns True if a forward pass must compute the policy's log-probs before the update.
+
+    They are read by later optimizer steps, the rollout correction, the KL penalty in the reward, the estimator, the
+    token selection of the loss, and distillation over the policy's top tokens.
+    """
     correction = config.algorithm.rollout_correction
-    return not correction.bypass_mode and (
+    # the log-probs of the rollout take their place
+    if correction.bypass_mode:
+        return False
+    return (
         not is_on_policy(config)
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
@@ -73,8 +82,9 @@ def distilled_tokens(config: PPOConfig) -> int:
     if not config.distillation.takes_topk:
         return 0
     topk = config.distillation.distillation_loss.topk
-    size: int = load_model_config(config.model).get_text_config().vocab_size
-    return size if topk == -1 else min(topk, size)
+    vocab_size: int = load_model_config(config.model).get_text_config().vocab_size
+    # -1 compares the distributions over the whole vocabulary
+    return vocab_size if topk == -1 else min(topk, vocab_size)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from trainer.ppo.requirements import (
     micro_batching,
     needs_reference_model,
 )
-from trainer.ppo.step_metrics import compute_seqlen_metrics
 from trainer.rewards.model_inputs import RewardInputs
 from verl_lite.algos.covariance_losses import TOKEN_SELECTIONS
 from verl_lite.config import PPOConfig
@@ -29,7 +28,7 @@ from verl_lite.metrics import Metric, combine
 from verl_lite.protocol import DataProto, chunk_bounds
 from verl_lite.rewards import RewardResult
 from verl_lite.schema import SAMPLING_CANDIDATES
-from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.seqlen_balance import BatchPlan, compute_seqlen_metrics, plan_batch
 from verl_lite.single_controller.decorator import PerRank
 from verl_lite.single_controller.worker_group import WorkerGroup
 from workers.engines.base import SamplingParams
@@ -50,18 +49,21 @@ def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
     """
     if "answers_per_prompt" not in batch:
         return prompts * n
-    counts = batch.batch["answers_per_prompt"].tolist()
-    rows_of_prompt = []
+    answers_of_row = batch.batch["answers_per_prompt"].tolist()
+    answers_of_prompt = []
     row = 0
-    while row < len(counts):
-        rows_of_prompt.append(counts[row])
-        row += counts[row]
-    return _chunk_sums(rows_of_prompt, prompts)
+    while row < len(answers_of_row):
+        num_answers = answers_of_row[row]
+        answers_of_prompt.append(num_answers)
+        row += num_answers
+    return _chunk_sums(answers_of_prompt, prompts)
 
 
 def rows_of_tasks(batch: DataProto, tasks: int) -> list[int]:
-    """Returns the number of rows of each consecutive chunk of `tasks` tasks of a program, whose episodes vary in their
-    number of rows. The rows of a task must be adjacent."""
+    """Returns the number of rows of each consecutive chunk of `tasks` tasks of a program.
+
+    The episodes of programs vary in their number of rows. The rows of a task must be adjacent.
+    """
     rows_of_task = [len(list(rows)) for _, rows in groupby(batch.non_tensor_batch["uid"])]
     return _chunk_sums(rows_of_task, tasks)
 
@@ -76,15 +78,16 @@ class ModelRole:
     Every pass over a batch is written out: `plan` assigns the rows to the ranks, `planned_rows` orders what the network
     reads, a method of the worker group runs the pass, and `BatchPlan.restore` puts its results in the order of the
     batch.
-
-    section: section of the configuration with the options of the training engine.
     """
 
     section: str
+    """Section of the configuration with the options of the training engine."""
     extra_inputs = Policy.extra_inputs
+    """Columns that the network reads besides the token columns, if the batch has them."""
 
     def __init__(self, group: WorkerGroup, config: PPOConfig) -> None:
-        self.group, self.config = group, config
+        self.group = group
+        self.config = config
 
     @property
     def world_size(self) -> int:
@@ -103,27 +106,39 @@ class ModelRole:
         """Plans a pass over the batch.
 
         Args:
-            stage: The pass, as named in `trainer.ppo.requirements.micro_batching`.
-            mini_batch_size: Prompts per optimizer step; -1 = all in one step.
-            epochs: Number of passes.
-            shuffle_seed: Seed of the row order; None keeps the order.
+            batch: the batch.
+            stage: the pass, as named in `trainer.ppo.requirements.micro_batching`.
+            mini_batch_size: prompts per optimizer step; -1 = all in one step.
+            epochs: number of passes.
+            shuffle_seed: seed of the row order; None keeps the order.
         """
-        config, has_program = self.config, self.config.agentic.has_program
+        config = self.config
+        columns = batch.batch
         rows_per_step: int | list[int] | None = None
-        if mini_batch_size != -1 and has_program:
-            rows_per_step = rows_of_tasks(batch, mini_batch_size)
+        samples: list[str] | None = None
+        if config.agentic.has_program:
+            # the loss counts an episode of a program once, also if it has several rows
+            samples = batch.non_tensor_batch["traj_id"].tolist()
+            if mini_batch_size != -1:
+                rows_per_step = rows_of_tasks(batch, mini_batch_size)
         elif mini_batch_size != -1:
             rows_per_step = rows_of_prompts(batch, mini_batch_size, config.rollout.n)
 
         # the ranks that share a sequence hold the tokens of a micro-batch together
         ranks_per_sequence = config.sequence_parallel_size(self.section)
         limits = micro_batching(config, stage)
-        max_token_len = None if limits.max_token_len is None else limits.max_token_len * ranks_per_sequence
+        max_token_len = limits.max_token_len
+        if max_token_len is not None:
+            max_token_len *= ranks_per_sequence
 
-        num_tokens = batch.batch["response_mask"].sum(1)
-        num_distilled = (num_tokens * batch.batch["has_teacher"]).numpy() if "has_teacher" in batch else None
+        # the denominators of the losses: the tokens of policy and values, and those of distillation
+        num_tokens = columns["response_mask"].sum(1)
+        num_distilled = None
+        if "has_teacher" in batch:
+            num_distilled = (num_tokens * columns["has_teacher"]).numpy()
+
         return plan_batch(
-            batch.batch["attention_mask"].sum(1).numpy(),
+            columns["attention_mask"].sum(1).numpy(),
             world_size=self.world_size // ranks_per_sequence,
             mini_batch_size=rows_per_step,
             max_token_len=max_token_len,
@@ -133,8 +148,7 @@ class ModelRole:
             balance=config.trainer.balance_batch,
             num_tokens=num_tokens.numpy(),
             num_distilled=num_distilled,
-            # the loss counts an episode of a program once, also if it has several rows
-            samples=batch.non_tensor_batch["traj_id"].tolist() if has_program else None,
+            samples=samples,
         )
 
     def planned_rows(
@@ -143,13 +157,22 @@ class ModelRole:
         """Returns the rows in the order of the plan, as the ranks receive them.
 
         Args:
-            columns: Columns besides those that the network reads.
-            options: Entries of meta_info, which the worker's method reads.
+            batch: the batch.
+            plan: the plan of the pass.
+            columns: columns besides those that the network reads.
+            options: entries of meta_info, which the worker's method reads.
         """
-        inputs = [name for name in self.extra_inputs if name in batch]
-        objects = [name for name in inputs if name in batch.non_tensor_batch]
-        tensors = [*TRAIN_COLUMNS, *columns, *(name for name in inputs if name not in objects)]
-        rows = plan.apply(batch.select(batch_keys=tensors, non_tensor_batch_keys=objects, meta_info_keys=[]))
+        # only these columns travel to the ranks
+        tensors = [*TRAIN_COLUMNS, *columns]
+        objects = []
+        for name in self.extra_inputs:
+            if name in batch.non_tensor_batch:
+                objects.append(name)
+            elif name in batch:
+                tensors.append(name)
+        selected = batch.select(batch_keys=tensors, non_tensor_batch_keys=objects, meta_info_keys=[])
+
+        rows = plan.apply(selected)
         rows.meta_info |= options
         return rows
 
@@ -176,21 +199,36 @@ class ActorRole(ModelRole, SavedByWorkers):
         return self.group.mesh("rollout").dp_size
 
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
-        """Starts groups of samples without waiting for them. Each engine receives a contiguous block of whole groups;
-        fewer groups than engines go to those that run the fewest."""
+        """Starts groups of samples without waiting for them."""
         mesh = self.group.mesh("rollout")
+        plans_of_engine: list[list[GroupPlan]] = [[] for _ in range(mesh.dp_size)]
         if len(plans) >= mesh.dp_size:
-            parts = [list(plans[start:stop]) for start, stop in chunk_bounds(len(plans), mesh.dp_size)]
+            # contiguous blocks, as in the dispatch of batches
+            for engine, (start, stop) in enumerate(chunk_bounds(len(plans), mesh.dp_size)):
+                plans_of_engine[engine] += plans[start:stop]
         else:
-            running = Counter(self._engine_of.values())
-            engines = sorted(range(mesh.dp_size), key=running.__getitem__)
-            parts = [list(plans[place : place + 1]) for place in map(engines.index, range(mesh.dp_size))]
-        self._engine_of |= {plan.key: engine for engine, part in enumerate(parts) for plan in part}
-        self.group.begin_groups(PerRank(parts[engine] for engine in mesh.dp_rank), sampling)
+            # a few groups, such as replacements of dropped ones, go to the engines that run the fewest
+            num_running = Counter(self._engine_of.values())
+            engines = sorted(range(mesh.dp_size), key=lambda engine: num_running[engine])
+            for engine, plan in zip(engines, plans, strict=False):
+                plans_of_engine[engine].append(plan)
+
+        for engine, engine_plans in enumerate(plans_of_engine):
+            for plan in engine_plans:
+                self._engine_of[plan.key] = engine
+        # all ranks of a tensor-parallel engine receive the same plans
+        self.group.begin_groups(PerRank(plans_of_engine[engine] for engine in mesh.dp_rank), sampling)
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
-        """Runs until the groups with these keys are complete, or for this time. Returns the completed groups, also
-        others, in one entry per engine."""
+        """Runs the engines until the groups with these keys are complete, or for a time.
+
+        Args:
+            keys: the keys of the groups.
+            seconds: time after which the call returns in any case; None = no limit.
+
+        Returns:
+            One entry per engine with all groups that it completed, also those with other keys.
+        """
         results = self.group.run_groups(list(keys), seconds)
         collected = [results[rank] for rank in self.group.mesh("rollout").collecting]
         for result in collected:
@@ -212,6 +250,8 @@ class ActorRole(ModelRole, SavedByWorkers):
         """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes
         it."""
         config = self.config
+        # with topk_source=student the teachers read the tokens that this pass chooses
+        topk = distilled_tokens(config) if config.distillation.takes_student_topk else 0
         plan = self.plan(batch, "log_prob")
         rows = self.planned_rows(
             batch,
@@ -219,13 +259,14 @@ class ActorRole(ModelRole, SavedByWorkers):
             temperature=config.rollout.temperature,
             calculate_entropy=True,
             calculate_sum_pi_squared=estimator_takes(config, "sum_pi_squared"),
-            calculate_topk=distilled_tokens(config) if config.distillation.takes_student_topk else 0,
+            calculate_topk=topk,
         )
         return plan.restore(self.group.compute_log_prob(rows))
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Trains on the batch. actor.ppo_mini_batch_size and actor.ppo_epochs set the number of optimizer steps."""
-        config, actor = self.config, self.config.actor
+        config = self.config
+        actor = config.actor
         plan = self.plan(
             batch,
             "update_actor",
@@ -238,12 +279,16 @@ class ActorRole(ModelRole, SavedByWorkers):
         batch = batch | DataProto.from_dict(computed)
         rows = self.planned_rows(batch, plan, columns, temperature=config.rollout.temperature)
         metrics = combined_metrics(self.group.update_actor(rows))
-        shape = compute_seqlen_metrics(plan, batch.batch["attention_mask"].sum(1).numpy())
-        return metrics | {name: Metric.last(value) for name, value in shape.items()}
+
+        lengths = batch.batch["attention_mask"].sum(1).numpy()
+        for name, value in compute_seqlen_metrics(plan, lengths).items():
+            metrics[name] = Metric.last(value)
+        return metrics
 
     def _columns_of_loss(self, batch: DataProto) -> list[str]:
         """Returns the columns of the batch that the loss reads, besides those of the network."""
-        config, correction = self.config, self.config.algorithm.rollout_correction
+        config = self.config
+        correction = config.algorithm.rollout_correction
         columns = ["advantages"]
         # strictly on-policy, old_log_probs are not computed: the update compares the trainer with the rollout instead
         if not is_on_policy(config) or correction.bypass_mode:
@@ -253,8 +298,9 @@ class ActorRole(ModelRole, SavedByWorkers):
         if config.actor.use_kl_loss:
             columns.append("ref_log_prob")
         if config.distillation.is_active:
-            taught = ("teacher_log_probs", "teacher_topk_log_probs", "has_teacher")
-            columns += [name for name in taught if name in batch]
+            # either sampled tokens or the top tokens of a distribution are compared
+            teacher_columns = ("teacher_log_probs", "teacher_topk_log_probs", "has_teacher")
+            columns += [name for name in teacher_columns if name in batch]
         if correction.rollout_is and not correction.bypass_mode:
             columns.append("rollout_is_weights")
         return columns
@@ -269,14 +315,23 @@ class ActorRole(ModelRole, SavedByWorkers):
 
 
 def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, torch.Tensor]:
-    """Returns the columns that the registration of the policy loss declares: selected (B, R) bool, scores (B,),
-    staleness (B, R).
+    """Returns the columns that the registration of the policy loss declares.
 
-    selected: tokens chosen over the whole batch under the policy before the update, the same in every epoch. Random
-    choices are seeded with trainer.seed and the step. staleness: weight updates between the version that sampled the
-    token and the version that this step updates; steps of trainer.critic_warmup do not update the weights.
+    Args:
+        batch: the batch with advantages.
+        config: the options of the run.
+        step: the training step, from 1.
+
+    Returns:
+        Those of these columns that the loss reads:
+        selected (B, R) bool: tokens chosen over the whole batch under the policy before the update, the same in every
+            epoch. Random choices are seeded with trainer.seed and the step.
+        scores (B,): score of each response.
+        staleness (B, R): weight updates between the version that sampled the token and the version that this step
+            updates; steps of trainer.critic_warmup do not update the weights.
     """
-    tensors = {}
+    columns = batch.batch
+    computed = {}
     loss_mode = config.actor.policy_loss.loss_mode
     declared_columns = get_policy_loss(loss_mode).columns
     if "selected" in declared_columns:
@@ -285,19 +340,25 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
                 f"actor.policy_loss.loss_mode={loss_mode} reads `selected`, and nothing says how tokens are chosen: "
                 "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
             )
+        # here and not in the workers: a rank sees only its part of the batch
         seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
-        columns = (batch.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
-        generator = torch.Generator().manual_seed(seed)
-        tensors["selected"] = TOKEN_SELECTIONS[loss_mode](*columns, config.actor, generator=generator)
+        computed["selected"] = TOKEN_SELECTIONS[loss_mode](
+            columns["old_log_probs"],
+            columns["advantages"],
+            columns["response_mask"],
+            config.actor,
+            generator=torch.Generator().manual_seed(seed),
+        )
     if "scores" in declared_columns:
-        tensors["scores"] = outcome_scores(batch.batch["token_level_scores"], batch.batch["response_mask"])
+        computed["scores"] = outcome_scores(columns["token_level_scores"], columns["response_mask"])
     if "staleness" in declared_columns:
-        warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
+        # the weights after the steps of the warm-up are those of version 0
+        warmup = config.trainer.critic_warmup
         updated_version = max(step - 1, warmup)
-        sampled_versions = batch.batch["rollout_versions"].clamp(min=warmup)
-        is_valid = batch.batch["response_mask"] != 0
-        tensors["staleness"] = (updated_version - sampled_versions).where(is_valid, 0)
-    return tensors
+        sampled_versions = columns["rollout_versions"].clamp(min=warmup)
+        is_valid = columns["response_mask"] != 0
+        computed["staleness"] = (updated_version - sampled_versions).where(is_valid, 0)
+    return computed
 
 
 class CriticRole(ModelRole, SavedByWorkers):
@@ -308,11 +369,13 @@ class CriticRole(ModelRole, SavedByWorkers):
     def compute_values(self, batch: DataProto) -> DataProto:
         """Computes values under the critic's current weights."""
         plan = self.plan(batch, "values")
-        return plan.restore(self.group.compute_values(self.planned_rows(batch, plan)))
+        rows = self.planned_rows(batch, plan)
+        return plan.restore(self.group.compute_values(rows))
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         """Fits the values to the returns. Mini-batch size and epochs come from `critic`, else from `actor`."""
-        critic, actor = self.config.critic, self.config.actor
+        critic = self.config.critic
+        actor = self.config.actor
         shuffle = actor.shuffle if critic.shuffle is None else critic.shuffle
         plan = self.plan(
             batch,
@@ -344,7 +407,8 @@ class ReferenceRole(ModelRole):
 class TeacherRole(ModelRole):
     """The driver's interface to a teacher of distillation, or to the policy as its own teacher."""
 
-    extra_inputs = (*ReferenceRole.extra_inputs, TEACHER_IDS)  # not the experts, which belong to the policy's prompt
+    # not the experts of the rollout, which belong to the policy's prompt
+    extra_inputs = (*ReferenceRole.extra_inputs, TEACHER_IDS)
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, is_policy: bool) -> None:
         super().__init__(group, config)
@@ -361,23 +425,30 @@ class TeacherRole(ModelRole):
 class RewardModelRole(ModelRole):
     """The driver's interface to the reward model.
 
-    inputs: converts a batch into the model's input rows. weight: factor of its score in the sum with the function's.
+    Attributes:
+        inputs: converts a batch into the model's input rows.
+        weight: factor of the model's score in the sum with the score of the reward function.
     """
 
     section = "reward_model"
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, inputs: RewardInputs) -> None:
         super().__init__(group, config)
-        self.inputs, self.weight = inputs, config.reward_model.weight
+        self.inputs = inputs
+        self.weight = config.reward_model.weight
 
     def score(self, batch: DataProto) -> list[RewardResult]:
         """Returns one result per row; an empty response scores 0. A row fails if the model cannot read it or returns a
         number that is not finite."""
         inputs, errors = self.inputs(batch)
         plan = self.plan(inputs, "reward_model")
-        scored = plan.restore(self.group.compute_rm_score(self.planned_rows(inputs, plan)))
-        scores = scored.batch["rm_scores"].tolist()
-        return [
-            RewardResult.scored("The reward model", score) if error is None else RewardResult.failure(error)
-            for score, error in zip(scores, errors, strict=True)
-        ]
+        rows = self.planned_rows(inputs, plan)
+        scored = plan.restore(self.group.compute_rm_score(rows))
+
+        results = []
+        for score, error in zip(scored.batch["rm_scores"].tolist(), errors, strict=True):
+            if error is None:
+                results.append(RewardResult.scored("The reward model", score))
+            else:
+                results.append(RewardResult.failure(error))
+        return results

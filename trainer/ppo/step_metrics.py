@@ -12,7 +12,6 @@ import torch
 
 from verl_lite.core_algos import group_ids
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import BatchPlan
 
 WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
@@ -29,30 +28,43 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     counted, prompt_length, response_length = _lengths(batch)
     mask = (tensors["response_mask"] != 0) & counted[:, None]
     scores = tensors["token_level_scores"].sum(-1)[counted]
+    rewards = tensors["token_level_rewards"].sum(-1)[counted]
     returns = tensors["returns"][mask]
     metrics = {
         **summary("critic/score", scores),
-        **summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[counted]),
+        **summary("critic/rewards", rewards),
         **summary("critic/advantages", tensors["advantages"][mask]),
         **summary("critic/returns", returns),
         **summary("response_length", response_length),
         **summary("response_length_non_aborted", response_length),
         **summary("prompt_length", prompt_length),
     }
+
+    # an empty response has no token to count, so its row is in none of the lengths above
     answers = tensors["attention_mask"][~_padding_rows(batch), -width:]
     if len(answers):
         metrics["response/aborted_ratio"] = _mean(answers.sum(-1) == 0)
+
     if len(scores):
         is_cut_off = response_length == width
-        if "finish_reason" in batch.non_tensor_batch:  # a response may also end by itself at the last possible token
-            is_cut_off = torch.from_numpy(batch.non_tensor_batch["finish_reason"][counted.numpy()] == "length")
-        metrics["response_length/clip_ratio"] = metrics["response_length_non_aborted/clip_ratio"] = _mean(is_cut_off)
-        metrics["prompt_length/clip_ratio"] = _mean(prompt_length == tensors["attention_mask"].shape[-1] - width)
+        if "finish_reason" in batch.non_tensor_batch:
+            # a response may also end by itself at the last possible token
+            reasons = batch.non_tensor_batch["finish_reason"][counted.numpy()]
+            is_cut_off = torch.from_numpy(reasons == "length")
+        clip_ratio = _mean(is_cut_off)
+        metrics["response_length/clip_ratio"] = clip_ratio
+        metrics["response_length_non_aborted/clip_ratio"] = clip_ratio
+        prompt_width = tensors["attention_mask"].shape[-1] - width
+        metrics["prompt_length/clip_ratio"] = _mean(prompt_length == prompt_width)
+
     if "uid" in batch.non_tensor_batch:
-        metrics |= frac_reward_zero_std(scores, batch.non_tensor_batch["uid"][counted.numpy()])
+        uids = batch.non_tensor_batch["uid"][counted.numpy()]
+        metrics |= frac_reward_zero_std(scores, uids)
+
     if use_critic:
         values = tensors["values"][mask]
         metrics |= summary("critic/values", values)
+        # the variance of a single value is undefined
         if len(values) > 1:
             error = (returns - values).var() / (returns.var() + 1e-5)
             metrics["critic/vf_explained_var"] = 1.0 - float(error)
@@ -62,14 +74,21 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
 def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, float]:
     """Returns the share of prompts, among those with at least two responses, whose responses all have the same score.
 
-    scores, uid: (B,).
+    Args:
+        scores: (B,) score of each response.
+        uid: (B,) prompt of each response.
     """
     groups, num_groups = group_ids(uid, scores.device)
     has_several = torch.bincount(groups, minlength=num_groups) > 1
     if not has_several.any():
         return {}
-    lowest = torch.full((num_groups,), torch.inf).scatter_reduce(0, groups, scores.float(), "amin")
-    highest = torch.full((num_groups,), -torch.inf).scatter_reduce(0, groups, scores.float(), "amax")
+
+    # lowest and highest score instead of the standard deviation, which rounding can make unequal to 0
+    scores = scores.float()
+    lowest = torch.full((num_groups,), torch.inf)
+    lowest = lowest.scatter_reduce(0, groups, scores, "amin")
+    highest = torch.full((num_groups,), -torch.inf)
+    highest = highest.scatter_reduce(0, groups, scores, "amax")
     is_equal = lowest == highest
     return {"frac_reward_zero_std": _mean(is_equal[has_several])}
 
@@ -77,9 +96,10 @@ def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, flo
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Returns timing_s/<stage> and timing_per_token_ms/<stage>, per response token for gen and per token of whole
     sequences for the other stages."""
-    _, prompt, response = _lengths(batch)
-    num_tokens = int(prompt.sum() + response.sum())
-    tokens_of_stage = {"gen": int(response.sum())} | dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)
+    _, prompt_lengths, response_lengths = _lengths(batch)
+    num_generated = int(response_lengths.sum())
+    num_tokens = int(prompt_lengths.sum()) + num_generated
+    tokens_of_stage = {"gen": num_generated, **dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)}
 
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name, tokens in tokens_of_stage.items():
@@ -91,8 +111,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
     """Returns perf/total_num_tokens (prompts and responses), perf/time_per_step (s) and perf/throughput (tokens/s per
     device)."""
-    _, prompt, response = _lengths(batch)
-    num_tokens = float(prompt.sum() + response.sum())
+    num_tokens = float(sum(sequence_lengths(batch)))
     seconds = timing_raw["step"]
     metrics = {"perf/total_num_tokens": num_tokens, "perf/time_per_step": seconds}
     if seconds > 0:
@@ -120,34 +139,18 @@ def compute_mfu(flops: float, seconds: float, n_gpus: int, peak_flops: float) ->
     Args:
         flops: operations of the update.
         seconds: duration of update_actor.
+        n_gpus: number of devices.
         peak_flops: FLOP/s of one device.
     """
-    return {"perf/mfu/actor": flops / (seconds * n_gpus * peak_flops)} if seconds > 0 else {}
+    if seconds <= 0:
+        return {}
+    return {"perf/mfu/actor": flops / (seconds * n_gpus * peak_flops)}
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
     """Returns the number of tokens of each row, without padding rows and rows whose reward failed."""
-    _, prompt, response = _lengths(batch)
-    return (prompt + response).tolist()
-
-
-def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, float]:
-    """Returns statistics of the number of tokens per rank. lengths: (B,) tokens of each row in the plan.
-
-    global_seqlen/{min,max,minmax_diff,mean} assume that ranks take the rows in order; global_seqlen/balanced_{min,max}
-    are those of the plan.
-    """
-    in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
-    planned_lengths = np.where(plan.is_padding, 0, lengths[plan.order])
-    balanced = planned_lengths.reshape(plan.world_size, -1).sum(1)
-    return {
-        "global_seqlen/min": float(in_order.min()),
-        "global_seqlen/max": float(in_order.max()),
-        "global_seqlen/mean": float(in_order.mean()),
-        "global_seqlen/minmax_diff": float(np.ptp(in_order)),
-        "global_seqlen/balanced_min": float(balanced.min()),
-        "global_seqlen/balanced_max": float(balanced.max()),
-    }
+    _, prompt_lengths, response_lengths = _lengths(batch)
+    return (prompt_lengths + response_lengths).tolist()
 
 
 def _padding_rows(batch: DataProto) -> torch.Tensor:
@@ -170,14 +173,19 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     answer_mask = tensors["attention_mask"][:, -width:]
     counted = (tensors["response_mask"] != 0).any(-1)
     if "reward_failed" in batch.non_tensor_batch:
+        # not by response_mask, which the rollout correction may have emptied: rejected rows would improve the scores
         is_answered = (answer_mask != 0).any(-1)
         failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
         counted = is_answered & ~failed
     counted = counted & ~_padding_rows(batch)
-    return counted, prompt_mask[counted].sum(-1), answer_mask[counted].sum(-1)
+
+    prompt_lengths = prompt_mask[counted].sum(-1)
+    response_lengths = answer_mask[counted].sum(-1)
+    return counted, prompt_lengths, response_lengths
 
 
 def _mean(values: torch.Tensor) -> float:
+    # torch has no mean of integers
     return float(values.float().mean())
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.rewards.failures import FailureLog
 from verl_lite.config import PPOConfig
 from verl_lite.config.distillation import Teacher
+from verl_lite.json_types import JsonValue
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import Endpoint, RemoteRewardError
 
@@ -60,8 +61,13 @@ class OtherTokens(ValueError):
 class TeacherServer:
     """A teacher on an OpenAI-compatible server, which returns the log-probs of the prompt's tokens (`echo`).
 
-    failures: counts the failed requests. tokenizer: the policy's, whose texts of tokens are compared with the reply's.
-    stop_requested: returns True if the run is to stop; may be replaced after construction.
+    Args:
+        teacher: the teacher.
+        failures: counts the failed requests.
+        tokenizer: the policy's, whose texts of tokens are compared with the reply's.
+
+    Attributes:
+        stop_requested: returns True if the run is to stop; may be replaced after construction.
     """
 
     def __init__(self, teacher: Teacher, failures: FailureLog, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -86,26 +92,28 @@ class TeacherServer:
         """
         mask = batch.batch["attention_mask"].bool()
         width = batch.batch["responses"].shape[1]
-        answered = mask[:, -width:]
-        prompts = [row[is_token].tolist() for row, is_token in zip(batch.batch["input_ids"], mask, strict=True)]
+        response_mask = mask[:, -width:]
+        sequences = [ids[is_token].tolist() for ids, is_token in zip(batch.batch["input_ids"], mask, strict=True)]
 
         self._timeouts_in_a_row = 0
         self._last_reply_at = time.monotonic()
-        results = run_async(self._request_all(prompts), self._raise_if_stopped)
+        results = run_async(self._request_all(sequences), self._raise_if_stopped)
 
-        log_probs = torch.zeros(answered.shape)
+        log_probs = torch.zeros(response_mask.shape)
         has_teacher = torch.zeros(len(results), dtype=torch.bool)
         errors = []
         for row, result in enumerate(results):
             if isinstance(result, str):
                 errors.append(result)
                 continue
-            num_answered = int(answered[row].sum())
-            log_probs[row, answered[row]] = torch.tensor(result[len(result) - num_answered :])
+            # the response is at the end of the sequence; not result[-n:], which has all entries for n = 0
+            num_tokens = int(response_mask[row].sum())
+            log_probs[row, response_mask[row]] = torch.tensor(result[len(result) - num_tokens :])
             has_teacher[row] = True
 
-        rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:_KEPT_FAILURES]]
-        self.failures.note(len(errors), len(results), rows, errors[0] if errors else None)
+        failed_rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:_KEPT_FAILURES]]
+        first_error = errors[0] if errors else None
+        self.failures.note(len(errors), len(results), failed_rows, first_error)
         return DataProto.from_dict(tensors={"teacher_log_probs": log_probs, "has_teacher": has_teacher})
 
     async def request(self, ids: list[int]) -> list[float]:
@@ -116,7 +124,8 @@ class TeacherServer:
             ValueError: the reply does not have exactly one log-prob for each of them.
             RemoteRewardError: the request failed or exceeded `REQUEST_TIMEOUT_S`.
         """
-        import openai  # takes a second, and few runs need it
+        # the import takes a second, and few runs need it
+        import openai
 
         body = {
             "model": self.teacher.model,
@@ -148,7 +157,8 @@ class TeacherServer:
 
         async def request(ids: list[int]) -> list[float] | str:
             async with limit:
-                if self._timeouts_in_a_row >= REQUESTS_AT_ONCE:  # otherwise a large batch would wait for hours
+                # a large batch would wait for hours for a server that hangs
+                if self._timeouts_in_a_row >= REQUESTS_AT_ONCE:
                     return f"not sent, because {self._timeouts_in_a_row} requests before had no reply in time"
                 try:
                     return await self.request(ids)
@@ -168,6 +178,7 @@ class TeacherServer:
             return
         if self._stop_noticed_at is None:
             self._stop_noticed_at = time.monotonic()
+        # a server that still replies completes the step
         silent_s = time.monotonic() - max(self._stop_noticed_at, self._last_reply_at)
         if silent_s > STOP_TIMEOUT_S:
             raise TeacherStopped(
@@ -176,40 +187,46 @@ class TeacherServer:
             )
 
 
-def log_probs_of(reply: Any, ids: Sequence[int], texts: Sequence[str]) -> list[float]:
+def log_probs_of(reply: JsonValue, ids: Sequence[int], texts: Sequence[str]) -> list[float]:
     """Returns the log-probs of all tokens after the first from the reply to a request with `echo`.
 
     Args:
         reply: parsed JSON of any content.
-        ids, texts: number and text of each token that was sent.
+        ids: number of each token that was sent.
+        texts: text of each token that was sent.
 
     Raises:
         OtherTokens: the reply contains other tokens, for example a token that the server puts before the prompt.
         ValueError: the reply is no completion with one log-prob for each token.
     """
+    problem = "the reply has no log-probs of the prompt's tokens"
+    if not isinstance(reply, dict):
+        raise ValueError(f"{problem}: {_shown(reply)}")
     try:
-        part = reply["choices"][0]["logprobs"]
-        tokens, log_probs = part["tokens"], part["token_logprobs"]
+        logprobs = reply["choices"][0]["logprobs"]
+        tokens = logprobs["tokens"]
+        log_probs = logprobs["token_logprobs"]
     except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"the reply has no log-probs of the prompt's tokens: {_shown(reply)}") from error
+        raise ValueError(f"{problem}: {_shown(reply)}") from error
     if not isinstance(tokens, list) or not isinstance(log_probs, list):
-        raise ValueError(f"the reply has no log-probs of the prompt's tokens: {_shown(part)}")
+        raise ValueError(f"{problem}: {_shown(logprobs)}")
 
     # after the prompt comes the sampled token, which servers leave out if it ends the text
     if len(tokens) != len(log_probs) or len(tokens) - len(ids) not in (0, 1):
         raise ValueError(
             f"the reply has no log-prob for each of the {len(ids)} tokens, but {len(log_probs)} log-probs of "
-            f"{len(tokens)} tokens, where the prompt and at most one more are expected: {_shown(part)}"
+            f"{len(tokens)} tokens, where the prompt and at most one more are expected: {_shown(logprobs)}"
         )
-    for token, text, theirs in zip(ids, texts, tokens[: len(ids)], strict=True):
-        if not isinstance(theirs, str):
-            raise ValueError(f"the reply has no text for the token {token}, but {_shown(theirs)}")
-        if _is_other_text(text, theirs):
+    for token, text, reply_text in zip(ids, texts, tokens[: len(ids)], strict=True):
+        if not isinstance(reply_text, str):
+            raise ValueError(f"the reply has no text for the token {token}, but {_shown(reply_text)}")
+        if _is_other_text(text, reply_text):
             raise OtherTokens(
-                f"the token {token} is {text!r} for the policy and {_shown(theirs)} in the reply: either the server "
-                "adds or replaces tokens, or the vocabularies differ"
+                f"the token {token} is {text!r} for the policy and {_shown(reply_text)} in the reply: either the "
+                "server adds or replaces tokens, or the vocabularies differ"
             )
 
+    # the first token follows no other one and has no log-prob
     values = log_probs[1 : len(ids)]
     for value in values:
         # the type excludes bool, which is an int; a NaN fails every comparison; a long integer does not fit a float
@@ -222,26 +239,27 @@ def log_probs_of(reply: Any, ids: Sequence[int], texts: Sequence[str]) -> list[f
     return [float(value) for value in values]
 
 
-def _is_other_text(text: str, theirs: str) -> bool:
-    """Returns True if two texts of a token differ by more than white space. Servers represent a token that is a part of
-    a character, or has no visible text, in different ways."""
-    if text == theirs:
+def _is_other_text(text: str, reply_text: str) -> bool:
+    """Returns True if two texts of a token differ by more than white space."""
+    if text == reply_text:
         return False
+    # servers represent a token that is a part of a character, or has no visible text, in different ways
     visible = text.strip()
     if not visible or not visible.isprintable() or _INCOMPLETE in visible:
         return False
-    return theirs.replace(_INCOMPLETE, "").strip() != visible
+    return reply_text.replace(_INCOMPLETE, "").strip() != visible
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Returns the beginning of the representation of a value of any depth and size."""
     return _shortened.repr(value)[:300]
 
 
-def run_async(coroutine: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
+def run_async(coroutine: Coroutine[object, None, T], check: Callable[[], None] = lambda: None) -> T:
     """Runs a coroutine to its end in a thread of its own, because a notebook has a running event loop in this one.
 
     Args:
+        coroutine: the coroutine.
         check: called in this thread while it waits. An exception that it raises, and a KeyboardInterrupt, cancel the
             coroutine and pass through.
     """
@@ -252,7 +270,8 @@ def run_async(coroutine: Coroutine[Any, Any, T], check: Callable[[], None] = lam
             loops.put(runner.get_loop())
             runner.get_loop().run_forever()
 
-    thread = threading.Thread(target=run_loop, daemon=True)  # a look-up of a name that hangs must not hold up the exit
+    # a daemon, because a look-up of a name that hangs must not hold up the exit of the process
+    thread = threading.Thread(target=run_loop, daemon=True)
     thread.start()
     loop = loops.get()
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
@@ -276,6 +295,8 @@ def server_of(
     """Returns the client of a teacher with a url.
 
     Args:
+        teacher: the teacher.
+        config: the options of the run.
         tokenizer: the policy's.
         run_dir: folder of the file teacher_failures.jsonl.
         show: receives the text of the first failed request.

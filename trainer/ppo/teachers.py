@@ -9,7 +9,7 @@ the teachers before any worker starts.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from trainer.ppo.requirements import micro_batching
 from trainer.ppo.roles import TeacherRole
 from trainer.ppo.teacher_server import OtherTokens, TeacherServer, run_async, server_of
 from trainer.rewards.model_inputs import check_same_vocabulary
-from verl_lite.config import NetworkConfig, PPOConfig
+from verl_lite.config import PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
+from verl_lite.json_types import ChatMessage
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import RemoteRewardError
@@ -34,6 +35,7 @@ from workers.roles.frozen_models import teacher_network
 from workers.rollout.rows import left_padded
 
 PROBED_TOKENS = 64
+"""Tokens of the vocabulary whose texts are compared with a server before the run starts."""
 _PLACEHOLDER = re.compile(r"\{(prompt|ground_truth|extra_info\.\w[\w.]*)\}")
 
 
@@ -49,13 +51,18 @@ class TeacherScorer(Protocol):
 class Teachers:
     """Computes the columns of distillation for a batch.
 
-    scorers: scorer of each teacher by name. prompts: `PrivilegedPrompts` by name, of teachers with a template.
+    Args:
+        config: the options of the run.
+        scorers: scorer of each teacher by name.
+        prompts: `PrivilegedPrompts` by name, of the teachers with a template.
     """
 
     def __init__(
         self, config: PPOConfig, scorers: dict[str, TeacherScorer], prompts: "dict[str, PrivilegedPrompts]"
     ) -> None:
-        self.config, self.scorers, self.prompts = config, scorers, prompts
+        self.config = config
+        self.scorers = scorers
+        self.prompts = prompts
 
     def watch_for_stop(self, stop_requested: Callable[[], bool]) -> None:
         """Makes servers give up if they are silent when `stop_requested` returns True."""
@@ -69,24 +76,33 @@ class Teachers:
         Rows without a teacher, with a privileged prompt that is too long, or with a failed request have has_teacher
         False and no weight in the distillation loss. The metric distillation/taught_frac is the share of the others.
         """
+        distillation = self.config.distillation
         columns = {"has_teacher": torch.zeros(len(batch), dtype=torch.bool)}
-        for teacher in self.config.distillation.named_teachers():
-            rows = np.flatnonzero(rows_of(teacher, batch, self.config.distillation.teacher_key))
-            part = batch.select_idxs(rows)
+        for teacher in distillation.named_teachers():
+            rows = np.flatnonzero(rows_of(teacher, batch, distillation.teacher_key))
+            # the rows are selected anew, because the template replaces their prompts
+            rows_to_score = batch.select_idxs(rows)
             if len(rows) and teacher.name in self.prompts:
-                part, fits = self.prompts[teacher.name](part)
+                rows_to_score, fits = self.prompts[teacher.name](rows_to_score)
                 rows = rows[fits]
             if not len(rows):
                 continue
-            found = {"has_teacher": torch.ones(len(rows), dtype=torch.bool)}
-            scored = self.scorers[teacher.name].compute_teacher_log_prob(part).batch
-            found |= {str(name): scored[name] for name in scored.keys()}
-            for name, values in found.items():
-                columns.setdefault(name, values.new_zeros(len(batch), *values.shape[1:]))[rows] = values
+
+            scored = self.scorers[teacher.name].compute_teacher_log_prob(rows_to_score).batch
+            # a server replaces has_teacher: it is False for rows whose request failed
+            scored_columns = {"has_teacher": torch.ones(len(rows), dtype=torch.bool)}
+            for name in scored.keys():
+                scored_columns[str(name)] = scored[name]
+            for name, values in scored_columns.items():
+                if name not in columns:
+                    columns[name] = values.new_zeros(len(batch), *values.shape[1:])
+                columns[name][rows] = values
+
+        # the loss reads the columns of teachers in every batch
         if len(columns) == 1:
             columns |= self._no_log_probs(batch)
-        taught = float(columns["has_teacher"].sum())
-        metrics = {"distillation/taught_frac": Metric.mean(taught, len(batch))}
+        num_taught = float(columns["has_teacher"].sum())
+        metrics = {"distillation/taught_frac": Metric.mean(num_taught, len(batch))}
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
     def _no_log_probs(self, batch: DataProto) -> dict[str, torch.Tensor]:
@@ -94,7 +110,10 @@ class Teachers:
         shape = batch.batch["responses"].shape
         if not self.config.distillation.takes_topk:
             return {"teacher_log_probs": torch.zeros(shape)}
-        ids = batch.batch["teacher_ids"] if "teacher_ids" in batch else torch.zeros(*shape, 1, dtype=torch.int32)
+        if "teacher_ids" in batch:
+            ids = batch.batch["teacher_ids"]
+        else:
+            ids = torch.zeros(*shape, 1, dtype=torch.int32)
         return {"teacher_ids": ids, "teacher_topk_log_probs": torch.zeros(ids.shape)}
 
 
@@ -106,15 +125,20 @@ def rows_of(teacher: Teacher, batch: DataProto, teacher_key: str) -> np.ndarray:
 
 
 def _keys(batch: DataProto, teacher_key: str) -> list[str]:
+    """Returns the value of each row that selects its teacher, as text."""
     column, _, entry = teacher_key.partition(".")
     values = batch.non_tensor_batch[column]
-    return [str(_entry(value, entry) if entry else value) for value in values]
+    if entry:
+        return [str(_entry(value, entry)) for value in values]
+    return [str(value) for value in values]
 
 
-def _entry(info: Any, name: str) -> Any:
+def _entry(info: object, name: str) -> object:
     """Returns the entry `a.b` of nested dicts; None if it is missing."""
     for part in name.split("."):
-        info = info.get(part) if isinstance(info, dict) else None
+        if not isinstance(info, dict):
+            return None
+        info = info.get(part)
     return info
 
 
@@ -122,64 +146,100 @@ class PrivilegedPrompts:
     """Replaces the prompts of a batch by those of a teacher with a template.
 
     The template replaces the last user message. It contains {prompt}, the message, and may contain {ground_truth} and
-    {extra_info.NAME}. longest: largest number of tokens of prompt and response.
+    {extra_info.NAME}.
+
+    Args:
+        teacher: a teacher with a template.
+        tokenizer: the policy's.
+        config: the options of the run.
+        longest: largest number of tokens of prompt and response; None = no limit.
     """
 
     def __init__(
         self, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, config: PPOConfig, longest: int | None
     ) -> None:
         assert teacher.prompt_template is not None
-        self.name, self.template = teacher.name, teacher.prompt_template
-        self.tokenizer, self.data_config, self.longest = tokenizer, config.data, longest
+        self.name = teacher.name
+        self.template = teacher.prompt_template
+        self.tokenizer = tokenizer
+        self.data_config = config.data
+        self.longest = longest
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, np.ndarray]:
-        """Returns the rows with input_ids, attention_mask and position_ids of the teacher's prompt and the response,
-        without rows that are too long, and (B,) bool: True for the rows that are left."""
-        columns, places = batch.non_tensor_batch, dict[str, int]()
-        for row, uid in enumerate(columns["uid"]):  # rows of a prompt share its tokens
-            places.setdefault(uid, row)
-        messages = [Prompt(self.messages(batch, row)) for row in places.values()]
-        encoded = dict(zip(places, encode_prompts(messages, self.tokenizer, self.data_config), strict=True))
-        tokens = [encoded[uid].tolist() for uid in columns["uid"]]
+        """Replaces the prompts of the rows.
+
+        Returns:
+            The rows with input_ids, attention_mask and position_ids of the teacher's prompt and the response, without
+            rows that are too long; and (B,) bool, True for the rows that are left.
+        """
+        prompts = self._prompt_tokens(batch)
+        prompt_lengths = np.array([len(prompt) for prompt in prompts])
         width = batch.batch["responses"].shape[1]
-        answered = batch.batch["attention_mask"][:, -width:]
-        lengths = np.array([len(row) for row in tokens]) + answered.sum(1).numpy()
-        fits = np.ones(len(batch), dtype=bool) if self.longest is None else lengths <= self.longest
+        response_lengths = batch.batch["attention_mask"][:, -width:].sum(1).numpy()
+        fits = np.ones(len(batch), dtype=bool)
+        if self.longest is not None:
+            fits = prompt_lengths + response_lengths <= self.longest
+
         rows = np.flatnonzero(fits)
         result = batch.select_idxs(rows)
         if len(rows):
-            result.batch.update(self._inputs([tokens[row] for row in rows], result))
+            result.batch.update(self._inputs([prompts[row] for row in rows], result))
         return result, fits
 
+    def _prompt_tokens(self, batch: DataProto) -> list[list[int]]:
+        """Returns the token ids of the teacher's prompt of each row."""
+        uids = batch.non_tensor_batch["uid"]
+        # the rows of a prompt differ only in their answers, so each prompt is encoded once
+        first_row: dict[str, int] = {}
+        for row, uid in enumerate(uids):
+            first_row.setdefault(uid, row)
+        chats = [Prompt(self.messages(batch, row)) for row in first_row.values()]
+        encoded = encode_prompts(chats, self.tokenizer, self.data_config)
+        tokens_of_uid = dict(zip(first_row, encoded, strict=True))
+        return [tokens_of_uid[uid].tolist() for uid in uids]
+
     def _inputs(self, prompts: list[list[int]], rows: DataProto) -> dict[str, torch.Tensor]:
+        """Returns the token columns of the prompts, padded on the left, followed by the responses of the rows."""
         responses = rows.batch["responses"]
-        answered = rows.batch["attention_mask"][:, -responses.shape[1] :]
-        pad_token_id = int(self.tokenizer.pad_token_id)
-        ids, mask = left_padded(prompts, max(map(len, prompts)), pad_token_id)
-        ids, mask = torch.cat([ids, responses], dim=1), torch.cat([mask, answered], dim=1)
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        response_mask = rows.batch["attention_mask"][:, -responses.shape[1] :]
+        longest_prompt = max(map(len, prompts))
+        prompt_ids, prompt_mask = left_padded(prompts, longest_prompt, int(self.tokenizer.pad_token_id))
 
-    def messages(self, batch: DataProto, row: int) -> list[dict[str, str]]:
+        mask = torch.cat([prompt_mask, response_mask], dim=1)
+        # padding has position 0; the first token has it, too
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return {
+            "input_ids": torch.cat([prompt_ids, responses], dim=1),
+            "attention_mask": mask,
+            "position_ids": positions,
+        }
+
+    def messages(self, batch: DataProto, row: int) -> list[ChatMessage]:
         """Returns the teacher's messages. Raises UserError if the prompt has no user message or an entry is missing."""
-        columns = {name: batch.non_tensor_batch[name][row] for name in ("raw_prompt", "reward_model", "extra_info")}
-        chat = [dict(message) for message in columns["raw_prompt"]]
-        last = next((message for message in reversed(chat) if message["role"] == "user"), None)
-        at = f"distillation.teachers.{self.name}.prompt_template"
-        if last is None:
-            raise UserError(f"{at}: the prompt {batch.non_tensor_batch['uid'][row]} has no message of the user")
-        values = {"prompt": last["content"], "ground_truth": columns["reward_model"].get("ground_truth")}
+        columns = batch.non_tensor_batch
+        uid = columns["uid"][row]
+        option = f"distillation.teachers.{self.name}.prompt_template"
+        chat = [dict(message) for message in columns["raw_prompt"][row]]
+        user_messages = [message for message in chat if message["role"] == "user"]
+        if not user_messages:
+            raise UserError(f"{option}: the prompt {uid} has no message of the user")
 
-        def value(found: re.Match[str]) -> str:
-            name = found[1]
-            text = values[name] if name in values else _entry({"extra_info": columns["extra_info"]}, name)
-            if text is None:
+        last = user_messages[-1]
+        extra_info = {"extra_info": columns["extra_info"][row]}
+        values = {"prompt": last["content"], "ground_truth": columns["reward_model"][row].get("ground_truth")}
+
+        def value_of(placeholder: re.Match[str]) -> str:
+            name = placeholder[1]
+            value = values[name] if name in values else _entry(extra_info, name)
+            if value is None:
                 raise UserError(
-                    f"{at}: the prompt {batch.non_tensor_batch['uid'][row]} has no {name}; add it to the data, or "
+                    f"{option}: the prompt {uid} has no {name}; add it to the data, or "
                     f"leave {{{name}}} out of the template"
                 )
-            return str(text)
+            return str(value)
 
-        last["content"] = _PLACEHOLDER.sub(value, self.template)  # a single pass: values may contain placeholders
+        # in a single pass, because the values may contain placeholders themselves
+        last["content"] = _PLACEHOLDER.sub(value_of, self.template)
         return chat
 
 
@@ -190,8 +250,15 @@ def build_teachers(
     run_dir: Path,
     show: Callable[[str], None],
 ) -> Teachers | None:
-    """Returns the teachers of a run, or None without distillation. groups: worker groups by role. show: receives the
-    text of the first failed request."""
+    """Returns the teachers of a run, or None without distillation.
+
+    Args:
+        config: the options of the run.
+        groups: worker groups by role.
+        tokenizer: the policy's.
+        run_dir: the run folder, where servers write their failures.
+        show: receives the text of the first failed request.
+    """
     scorers: dict[str, TeacherScorer] = {}
     for teacher in config.distillation.named_teachers():
         if teacher.url:
@@ -199,7 +266,9 @@ def build_teachers(
         else:
             role = "actor_rollout" if teacher.is_policy else role_of(teacher)
             scorers[teacher.name] = TeacherRole(groups[role], config, teacher.is_policy)
-    return Teachers(config, scorers, privileged_prompts(config, tokenizer)) if scorers else None
+    if not scorers:
+        return None
+    return Teachers(config, scorers, privileged_prompts(config, tokenizer))
 
 
 def role_of(teacher: Teacher) -> str:
@@ -209,88 +278,114 @@ def role_of(teacher: Teacher) -> str:
 
 def privileged_prompts(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PrivilegedPrompts]:
     """Returns the prompts of the teachers with a template by name."""
-    found = {}
+    prompts = {}
     for teacher in config.distillation.named_teachers():
-        if teacher.prompt_template is None:
-            continue
-        limits = [] if teacher.url else [longest_context(load_model_config(_network(config, teacher)))]
-        budget = micro_batching(config, "log_prob" if teacher.is_policy else "ref").max_token_len
-        if budget is not None and not teacher.url:
-            limits.append(budget * config.sequence_parallel_size("actor" if teacher.is_policy else "ref"))
-        longest = min((limit for limit in limits if limit is not None), default=None)
-        found[teacher.name] = PrivilegedPrompts(teacher, tokenizer, config, longest)
-    return found
+        if teacher.prompt_template is not None:
+            longest = _longest_sequence(config, teacher)
+            prompts[teacher.name] = PrivilegedPrompts(teacher, tokenizer, config, longest)
+    return prompts
 
 
-def _network(config: PPOConfig, teacher: Teacher) -> NetworkConfig:
-    return config.model if teacher.is_policy else teacher_network(config, teacher)
+def _longest_sequence(config: PPOConfig, teacher: Teacher) -> int | None:
+    """Returns the largest number of tokens of prompt and response that a teacher can read; None = not known."""
+    if teacher.url:
+        return None
+    network = config.model if teacher.is_policy else teacher_network(config, teacher)
+    stage = "log_prob" if teacher.is_policy else "ref"
+    section = "actor" if teacher.is_policy else "ref"
+
+    context = longest_context(load_model_config(network))
+    budget = micro_batching(config, stage).max_token_len
+    if budget is None:
+        return context
+    # a sequence must fit a micro-batch, which the ranks of `sequence_parallel_size` hold together
+    budget *= config.sequence_parallel_size(section)
+    return budget if context is None else min(context, budget)
 
 
 def check_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, data: Sequence[PromptDataset] = ()) -> None:
     """Raises UserError for a teacher that cannot score the policy's tokens, and for rows without a teacher.
 
-    data: the training prompts; empty for episodes, whose rows are not known before they are sampled.
+    Args:
+        config: the options of the run.
+        tokenizer: the policy's.
+        data: the training prompts; empty for episodes, whose rows are not known before they are sampled.
     """
     teachers = config.distillation.named_teachers()
-    for teacher in teachers:
-        at = f"distillation.teachers.{teacher.name}"
-        if teacher.path:
-            _check_model(config, teacher, tokenizer, at)
-        elif teacher.url:
-            _check_server(server_of(teacher, config, tokenizer), tokenizer, at)
     if not teachers:
         return
-    prompts, teacher_key = privileged_prompts(config, tokenizer), config.distillation.teacher_key
-    seen: set[str] = set()
-    for batch in (batch for dataset in data for batch in dataset.batches(1024)):
-        keys = _keys(batch, teacher_key)
-        taught = np.zeros(len(batch), dtype=bool)
-        for teacher in teachers:
-            rows = rows_of(teacher, batch, teacher_key)
-            taught |= rows
-            if teacher.name in prompts:
-                for row in np.flatnonzero(rows):
-                    prompts[teacher.name].messages(batch, int(row))
-        if not taught.all() and config.distillation.replaces_rewards:
-            raise UserError(
-                f"distillation.teachers: no teacher has key={keys[int(taught.argmin())]}, a value of {teacher_key} in "
-                "the training data; name a teacher of these rows, or set distillation_loss.use_task_rewards=true"
-            )
-        seen |= set(keys)
     for teacher in teachers:
-        if data and teacher.key is not None and teacher.key not in seen:
+        option = f"distillation.teachers.{teacher.name}"
+        if teacher.path:
+            _check_model(config, teacher, tokenizer, option)
+        elif teacher.url:
+            _check_server(server_of(teacher, config, tokenizer), tokenizer, option)
+
+    prompts = privileged_prompts(config, tokenizer)
+    teacher_key = config.distillation.teacher_key
+    keys: set[str] = set()
+    for dataset in data:
+        for batch in dataset.batches(1024):
+            _check_rows(config, prompts, batch)
+            keys |= set(_keys(batch, teacher_key))
+    for teacher in teachers:
+        if data and teacher.key is not None and teacher.key not in keys:
             raise UserError(
                 f"distillation.teachers.{teacher.name}.key={teacher.key}: no row of the training data has this value "
-                f"in {teacher_key} (distillation.teacher_key); found {', '.join(sorted(seen)[:20])}"
+                f"in {teacher_key} (distillation.teacher_key); found {', '.join(sorted(keys)[:20])}"
             )
 
 
-def _check_model(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, at: str) -> None:
+def _check_rows(config: PPOConfig, prompts: Mapping[str, PrivilegedPrompts], batch: DataProto) -> None:
+    """Raises UserError for a row of the training data that needs a teacher and has none, or does not fit the template
+    of its teacher."""
+    teacher_key = config.distillation.teacher_key
+    has_teacher = np.zeros(len(batch), dtype=bool)
+    for teacher in config.distillation.named_teachers():
+        is_taught = rows_of(teacher, batch, teacher_key)
+        has_teacher |= is_taught
+        if teacher.name in prompts:
+            for row in np.flatnonzero(is_taught):
+                prompts[teacher.name].messages(batch, int(row))
+
+    # with task rewards, the policy learns from those on rows without a teacher
+    if not has_teacher.all() and config.distillation.replaces_rewards:
+        untaught_key = _keys(batch, teacher_key)[int(has_teacher.argmin())]
+        raise UserError(
+            f"distillation.teachers: no teacher has key={untaught_key}, a value of {teacher_key} in "
+            "the training data; name a teacher of these rows, or set distillation_loss.use_task_rewards=true"
+        )
+
+
+def _check_model(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, option: str) -> None:
     """Raises UserError if the teacher's vocabulary or context does not contain the policy's samples."""
     remedy = "expected a folder of a causal language model with its tokenizer, in Hugging Face format"
-    with user_error_on_failure(f"{at}.path={teacher.path!r} cannot be read", remedy):
+    with user_error_on_failure(f"{option}.path={teacher.path!r} cannot be read", remedy):
         network = load_model_config(teacher_network(config, teacher))
         theirs = AutoTokenizer.from_pretrained(teacher.path, trust_remote_code=teacher.trust_remote_code)
-    problem = f"{at}.path={teacher.path!r}: the teacher reads the policy's token ids"
+    problem = f"{option}.path={teacher.path!r}: the teacher reads the policy's token ids"
     check_same_vocabulary(tokenizer, theirs, problem, "teacher", "use a teacher of the same model family")
-    ours, size = (each.get_text_config().vocab_size for each in (load_model_config(config.model), network))
-    if size < ours:
+
+    # equal tokenizers are not enough: models of a family round the size of their embeddings differently
+    policy_size = load_model_config(config.model).get_text_config().vocab_size
+    teacher_size = network.get_text_config().vocab_size
+    if teacher_size < policy_size:
         raise UserError(
-            f"{problem}, but has embeddings for {size} tokens, fewer than the policy's {ours}; use a teacher with at "
-            "least as many"
+            f"{problem}, but has embeddings for {teacher_size} tokens, fewer than the policy's {policy_size}; use a "
+            "teacher with at least as many"
         )
     context = longest_context(network)
     if context is not None and context < config.longest_sample:
         raise UserError(
-            f"{at}.path={teacher.path!r}: it reads at most {context} tokens, fewer than data.max_prompt_length + "
+            f"{option}.path={teacher.path!r}: it reads at most {context} tokens, fewer than data.max_prompt_length + "
             f"data.max_response_length = {config.longest_sample}; lower these, or use another teacher"
         )
 
 
-def _check_server(server: TeacherServer, tokenizer: PreTrainedTokenizerBase, at: str) -> None:
+def _check_server(server: TeacherServer, tokenizer: PreTrainedTokenizerBase, option: str) -> None:
     """Raises UserError if a server does not return log-probs, or if it decodes token ids to other texts."""
     ids = sorted({int(number) for number in np.linspace(0, len(tokenizer) - 1, PROBED_TOKENS)})
-    where = f"{at}.url={server.teacher.url}"
+    where = f"{option}.url={server.teacher.url}"
     try:
         run_async(server.request(ids))
     except OtherTokens as error:

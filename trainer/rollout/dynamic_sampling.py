@@ -9,10 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from trainer.rewards.groups import KINDS, groups_of
-from trainer.rollout.scheduler import Group, GroupFilter, Rows, assembled
+from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -51,6 +49,7 @@ class DynamicSampling(GroupFilter):
             start += size
 
     def most(self, wanted: int) -> float:
+        # 0 = no limit
         return self.config.algorithm.filter_groups.max_num_gen_batches * wanted or math.inf
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
@@ -60,15 +59,15 @@ class DynamicSampling(GroupFilter):
 
         counts_by_source: dict[str, Counter[str]] = {}
         for group in groups:
-            data_source = str(rows_of(group).non_tensor_batch["data_source"][0])
+            data_source = str(group.rows.non_tensor_batch["data_source"][0])
             counts_by_source.setdefault(data_source, Counter())[str(group.kind)] += 1
         lines = []
         for data_source, counts in sorted(counts_by_source.items()):
-            parts = [f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind]]
-            lines.append(f"\n  {data_source}: {counts.total()} asked: {', '.join(parts)}")
+            outcomes = [f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind]]
+            lines.append(f"\n  {data_source}: {counts.total()} asked: {', '.join(outcomes)}")
 
         total = sum(counts_by_source.values(), start=Counter())
-        harder = "harder" if total["all_right"] > total["all_wrong"] else "easier"
+        better_data = "harder" if total["all_right"] > total["all_wrong"] else "easier"
         reason = "all training prompts were asked"
         if len(groups) >= self.most(batch_size):
             reason = "its budget of generation batches is used up"
@@ -76,7 +75,7 @@ class DynamicSampling(GroupFilter):
             f"Step {step}: {reason}, and {total['kept']} of the {batch_size} groups of "
             f"data.train_batch_size have answers of different outcome, after {len(groups)} groups "
             f"(algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches}). By data_source:"
-            f"{''.join(lines)}\nGive {harder} data, or more of it; more answers to a prompt "
+            f"{''.join(lines)}\nGive {better_data} data, or more of it; more answers to a prompt "
             f"(rollout.n={self.config.rollout.n}); another algorithm.filter_groups.metric than "
             f"{options.metric} (unjudged: the reward gave no such number); a smaller batch; or a larger budget. "
             "trainer.resume_mode=auto continues from the last checkpoint"
@@ -87,23 +86,19 @@ class DynamicSampling(GroupFilter):
         num_groups = len(chosen) + len(dropped)
         chosen_tokens = sum(map(_tokens, chosen))
         dropped_tokens = sum(map(_tokens, dropped))
+        dropped_rows = sum(len(group.rows) for group in dropped)
         return {
             "groups/generated": Metric.last(num_groups),
             "groups/gen_batches": Metric.last(math.ceil(num_groups / len(chosen))),
             "groups/wasted_tokens_frac": Metric.mean(dropped_tokens, chosen_tokens + dropped_tokens),
-            "training/filter_groups/evicted_samples": Metric.last(sum(len(rows_of(group)) for group in dropped)),
+            "training/filter_groups/evicted_samples": Metric.last(dropped_rows),
+            # verl samples whole generation batches; here each dropped group is replaced alone, which leaves no surplus
             "training/filter_groups/discarded_surplus_samples": Metric.last(0),
         }
 
 
-def rows_of(group: Group) -> DataProto:
-    """Returns the rows of a complete group."""
-    assert group.sampled is not None
-    batch, start, stop = group.sampled
-    return batch.select_idxs(np.arange(start, stop))
-
-
 def _tokens(group: Group) -> int:
     """Returns the number of response tokens of a group."""
-    rows = rows_of(group).batch
-    return int(rows["attention_mask"][:, -rows["responses"].shape[1] :].sum())
+    columns = group.rows.batch
+    width = columns["responses"].shape[1]
+    return int(columns["attention_mask"][:, -width:].sum())

@@ -26,7 +26,9 @@ from workers.rollout.group_queue import QueuedGroup
 from workers.rollout.specs import AnswerSpec, GroupPlan, GroupResults
 
 POLL_S = 0.1
+"""Seconds between two looks at the engines for complete groups."""
 MOST_TRANSFER_S = 600.0
+"""Longest time of a transfer of weights."""
 _STARTS_AT_ONCE = 8
 
 T = TypeVar("T")
@@ -67,15 +69,20 @@ class EnginePool:
         self._tell = tell
         self._failures: dict[int, WorkerDiedError] = {}  # since the last weight update, by engine
         with ThreadPoolExecutor(_STARTS_AT_ONCE) as threads:
-            started = [threads.submit(start, engine) for engine in range(num_engines)]
-        errors = [future.exception() for future in started]
-        self.groups: list[WorkerGroup] = [
-            future.result() for future, error in zip(started, errors, strict=True) if error is None
-        ]
-        for error in errors:
-            if error is not None:
-                self.shutdown()
-                raise error
+            starts = [threads.submit(start, engine) for engine in range(num_engines)]
+
+        self.groups: list[WorkerGroup] = []
+        errors: list[BaseException] = []
+        for future in starts:
+            error = future.exception()
+            if error is None:
+                self.groups.append(future.result())
+            else:
+                errors.append(error)
+        if errors:
+            # the engines that did start would keep their devices
+            self.shutdown()
+            raise errors[0]
 
     def call(self, start: Callable[[WorkerGroup], EngineCall[T]]) -> CallResults[T]:
         """Calls all engines at the same time, and replaces those whose process died.
@@ -97,22 +104,25 @@ class EnginePool:
                 results.append(call.get()[0])
             except WorkerDiedError as error:
                 deaths[engine] = error
+        # after the calls of all engines: a replacement takes long, and the others must not wait for it
         for engine, death in deaths.items():
             self._replace(engine, death)
         return CallResults(results, list(deaths))
 
     def _replace(self, engine: int, error: WorkerDiedError) -> None:
-        first = self._failures.get(engine)
-        if first is not None:
-            first.add_note(f"the engine that replaced it died in the same step: {error}")
-            raise first
+        """Starts an engine again whose process died. Raises the first cause if it already is a replacement since the
+        last weight update, or if there is no room for a new one."""
+        first_cause = self._failures.get(engine)
+        if first_cause is not None:
+            first_cause.add_note(f"the engine that replaced it died in the same step: {error}")
+            raise first_cause
         self._failures[engine] = error
         self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
         self.groups[engine].shutdown()
         try:
             self.groups[engine] = self._start(engine)
-        except NoRoomError as full:
-            error.add_note(f"it cannot be replaced: {full}")
+        except NoRoomError as no_room:
+            error.add_note(f"it cannot be replaced: {no_room}")
             raise error from None
 
     def settle(self) -> None:
@@ -130,6 +140,7 @@ class SeparateActorRole(ActorRole):
 
     Args:
         group: the policy workers.
+        config: the options of the run.
         engines: the engines.
         queue: the queue of the engines (`workers.rollout.group_queue`).
         rewards: handle of the reward pool; None if there is none.
@@ -151,8 +162,10 @@ class SeparateActorRole(ActorRole):
         self._version = 0  # of the engines' weights
         self._trained = 0  # version of the trainer's weights
         self._address: tuple[str, int] | None = None  # of the channel to all engines
-        limit_s = config.trainer.stall_timeout_s
-        self._transfer_s = MOST_TRANSFER_S if limit_s is None else min(MOST_TRANSFER_S, limit_s / 2)
+        # shorter than the stall timeout, which would end the run without the name of the silent receiver
+        self._transfer_s = MOST_TRANSFER_S
+        if config.trainer.stall_timeout_s is not None:
+            self._transfer_s = min(MOST_TRANSFER_S, config.trainer.stall_timeout_s / 2)
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -163,15 +176,19 @@ class SeparateActorRole(ActorRole):
         return len(self.engines.groups)
 
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
+        for plan in plans:
+            self._open[plan.key] = (plan, sampling)
+
         owners: list[int | None] = [None] * len(plans)
         if not self.config.async_training.max_off_policy_threshold:
-            # the engine that would have the group on the trainer's devices
+            # the engine that would have the group on the trainer's devices, so that the numbers of the run are the same
             for engine, (start, stop) in enumerate(chunk_bounds(len(plans), self.num_engines)):
                 owners[start:stop] = [engine] * (stop - start)
-        self._open |= {plan.key: (plan, sampling) for plan in plans}
-        self._queue.call("put", [self._queued(plan.key, owner) for plan, owner in zip(plans, owners, strict=True)])
+        queued = [self._queued(plan.key, owner) for plan, owner in zip(plans, owners, strict=True)]
+        self._queue.call("put", queued)
 
     def _queued(self, key: str, engine: int | None) -> QueuedGroup:
+        """Returns the group with this key as it waits in the queue, for one engine or for any (None)."""
         plan, _ = self._open[key]
         return QueuedGroup(key, len(plan.samples), pickle.dumps(self._open[key]), engine)
 
@@ -180,34 +197,35 @@ class SeparateActorRole(ActorRole):
         collected: list[GroupResults] = []
         limit_s = self.config.trainer.stall_timeout_s
         poll_s = POLL_S if seconds is None else min(POLL_S, seconds)
-        started = time.monotonic()
-        progress = started
+        started_at = time.monotonic()
+        last_progress_at = started_at
         while wanted & self._open.keys():
             now = time.monotonic()
-            if seconds is not None and now - started >= seconds:
+            if seconds is not None and now - started_at >= seconds:
                 break
-            if limit_s is not None and now - progress > limit_s:
+            # every call of an engine returns in time, so no timeout of a call notices that no group ends
+            if limit_s is not None and now - last_progress_at > limit_s:
                 raise StalledError(f"no rollout engine has completed a group for {limit_s:g} s")
-            taken = self._take(poll_s, with_metrics=False)
-            if taken:
-                progress = time.monotonic()
-                collected += taken
+            results = self._take(poll_s, with_metrics=False)
+            if results:
+                last_progress_at = time.monotonic()
+                collected += results
         return collected + self._take(0.0, with_metrics=seconds is None)
 
     def _take(self, seconds: float, with_metrics: bool) -> list[GroupResults]:
+        """Returns the groups that the engines complete within this time; with the metrics also engines without any."""
         taken: CallResults[GroupResults] = self.engines.call(
             lambda engine: engine.take_groups(seconds, with_metrics, blocking=False)
         )
         self._restore(taken.replaced)
-        results = taken.of_first_ranks
-        complete: list[str] = []
-        for result in results:
-            complete += [report.key for report in result.reports]
-        for key in complete:
+        complete_keys: list[str] = []
+        for result in taken.of_first_ranks:
+            complete_keys += [report.key for report in result.reports]
+        for key in complete_keys:
             del self._open[key]
-        if complete:
-            self._queue.send("remove", complete)
-        return [result for result in results if result.reports or with_metrics]
+        if complete_keys:
+            self._queue.send("remove", complete_keys)
+        return [result for result in taken.of_first_ranks if result.reports or with_metrics]
 
     def _restore(self, replaced: Sequence[int]) -> None:
         """Queues the groups of replaced engines again, and gives these engines the weights."""
@@ -217,12 +235,13 @@ class SeparateActorRole(ActorRole):
             self._transfer(max(self._version, self._trained), replaced)
 
     def _requeue(self, replaced: Sequence[int]) -> None:
+        """Queues the groups that replaced engines had taken, before those that wait: they are the oldest."""
         for engine in replaced:
-            lost = [key for key in self._queue.call("taken_by", engine) if key in self._open]
+            lost_keys = [key for key in self._queue.call("taken_by", engine) if key in self._open]
             if self._rewards is not None:
-                self._cancel_rewards(lost, self._rewards)
+                self._cancel_rewards(lost_keys, self._rewards)
             owner = None if self.config.async_training.max_off_policy_threshold else engine
-            self._queue.call("put", [self._queued(key, owner) for key in lost], first=True)
+            self._queue.call("put", [self._queued(key, owner) for key in lost_keys], first=True)
 
     def _cancel_rewards(self, keys: Sequence[str], rewards: ServiceHandle) -> None:
         """Cancels the rewards of answers that will be sampled again."""
@@ -249,12 +268,14 @@ class SeparateActorRole(ActorRole):
     def abort_groups(self, keys: Sequence[str]) -> int:
         for key in keys:
             del self._open[key]
+        # from the queue first, so that no engine takes one of them meanwhile
         self._queue.call("remove", keys)
-        tokens: CallResults[int] = self.engines.call(lambda engine: engine.abort_groups(list(keys), blocking=False))
-        self._restore(tokens.replaced)
-        return sum(tokens.of_first_ranks)
+        num_tokens: CallResults[int] = self.engines.call(lambda engine: engine.abort_groups(list(keys), blocking=False))
+        self._restore(num_tokens.replaced)
+        return sum(num_tokens.of_first_ranks)
 
     def update(self, batch: DataProto, step: int) -> Metrics:
+        # an engine that is replaced from now on gets the weights of this step
         self._trained = step
         return super().update(batch, step)
 
@@ -266,19 +287,20 @@ class SeparateActorRole(ActorRole):
 
     def _transfer(self, version: int, engines: Sequence[int]) -> Metrics:
         """Sends the trainer's weights to these engines, again if one of them was replaced meanwhile."""
-        size = self.config.rollout.tensor_model_parallel_size
+        ranks_per_engine = self.config.rollout.tensor_model_parallel_size
         names = ["the trainer"]
         for engine in engines:
-            for rank in range(size):
-                names.append(f"engine {engine} (rank {rank})" if size > 1 else f"engine {engine}")
+            for rank in range(ranks_per_engine):
+                names.append(f"engine {engine} (rank {rank})" if ranks_per_engine > 1 else f"engine {engine}")
 
         while True:
             address = self._address or self.group.open_channel()
             ends = [ChannelEnd(address, tuple(names), rank, self._transfer_s) for rank in range(len(names))]
+            # all ends at the same time, because a broadcast waits for every receiver
             sending = self.group.send_weights(ends[0], blocking=False)
             receiving = {}
             for number, engine in enumerate(engines):
-                first_end = ends[1 + number * size]
+                first_end = ends[1 + number * ranks_per_engine]
                 receiving[engine] = self.engines.groups[engine].receive_weights(version, first_end, blocking=False)
             sent = sending.get()
             received: CallResults[object] = self.engines.gather(receiving)
@@ -288,6 +310,7 @@ class SeparateActorRole(ActorRole):
             is_whole = len(engines) == self.num_engines and not failures and not received.replaced
             self._address = address if is_whole else None
             if received.replaced:
+                # the death of an engine explains the failures of the others
                 self._requeue(received.replaced)
             elif failures:
                 raise failures[0]
@@ -296,5 +319,6 @@ class SeparateActorRole(ActorRole):
 
     def close(self) -> None:
         """Closes the engines. An engine that dies meanwhile is not replaced."""
-        for future in [group.close(blocking=False) for group in self.engines.groups]:
-            future.get()
+        closings = [group.close(blocking=False) for group in self.engines.groups]
+        for closing in closings:
+            closing.get()

@@ -29,30 +29,39 @@ SEEDS = 2**31
 def prompt_groups(
     prompts: DataProto, n: int | np.ndarray, name: str, seed: int, step: int, greedy_too: bool = False
 ) -> list[Group]:
-    """Returns a group for each prompt, with `n` answers (n[i] for prompt i). Its rows have the columns sample and
-    sample_id.
+    """Returns a group for each prompt.
 
     Args:
+        prompts: the prompts.
+        n: number of answers to a prompt; n[i] for prompt i.
         name: prefix of the names of groups and samples, such as train/3.
         seed, step: determine the random numbers, together with uid and sample.
         greedy_too: True to add a greedy answer per prompt, marked in the column is_greedy.
-    """
-    answers = np.broadcast_to(n, len(prompts))
-    sizes = answers + greedy_too
-    rows = prompts.sample_level_repeat(sizes)
-    sample = np.concatenate([np.arange(size) for size in sizes])
-    names = [f"{name}/{uid}/{number}" for uid, number in zip(rows.non_tensor_batch["uid"], sample, strict=True)]
-    rows.non_tensor_batch |= {"sample": sample, "sample_id": np.array(names, dtype=object)}
-    if greedy_too:  # the last answer of each prompt
-        rows.non_tensor_batch["is_greedy"] = sample == answers.repeat(sizes)
 
-    columns = rows.select(batch_keys=[ANSWERS] if ANSWERS in rows else [], meta_info_keys=[])
+    Returns:
+        The groups. Their rows have the columns of the prompts, sample and sample_id.
+    """
+    num_answers = np.broadcast_to(n, len(prompts))
+    sizes = num_answers + greedy_too
+    rows = prompts.sample_level_repeat(sizes)
+    columns = rows.non_tensor_batch
+    sample = np.concatenate([np.arange(size) for size in sizes])
+    sample_ids = [f"{name}/{uid}/{number}" for uid, number in zip(columns["uid"], sample, strict=True)]
+    columns["sample"] = sample
+    columns["sample_id"] = np.array(sample_ids, dtype=object)
+    if greedy_too:
+        # the last answer of each prompt
+        columns["is_greedy"] = sample == num_answers.repeat(sizes)
+
+    # the engines return the token columns, so the group keeps the others
+    kept_tensors = [ANSWERS] if ANSWERS in rows else []
+    group_columns = rows.select(batch_keys=kept_tensors, meta_info_keys=[])
     keys = [f"{name}/{uid}" for uid in prompts.non_tensor_batch["uid"]]
     groups = []
     start = 0
     for plan in answer_plans(rows, sizes.tolist(), keys, seed, step):
         stop = start + len(plan.samples)
-        groups.append(Group(plan, Rows(columns, start, stop)))
+        groups.append(Group(plan, Rows(group_columns, start, stop)))
         start = stop
     return groups
 
@@ -60,8 +69,10 @@ def prompt_groups(
 class PromptState(TypedDict):
     """The state of a `PromptSource`.
 
-    epoch, loader: its position in the data. waiting: tensors and other columns of the prompts that were drawn and not
-    used. asked: the prompts of the batches being filled. The last two exist only where batches are cut.
+    Attributes:
+        epoch, loader: its position in the data.
+        waiting: tensors and other columns of the prompts that were drawn and not used.
+        asked: the prompts of the batches being filled. `waiting` and `asked` exist only where batches are cut.
     """
 
     epoch: int
@@ -71,7 +82,7 @@ class PromptState(TypedDict):
 
 
 class PromptSource:
-    """Draws the training prompts, epoch after epoch. epoch: epoch of the last prompts, from 0.
+    """Draws the training prompts, epoch after epoch.
 
     A batch is a batch of the data loader, the last of which may be short in an epoch. With algorithm.filter_groups or
     rollout.oversample every batch has data.train_batch_size prompts, even if an epoch ends among them, and no prompt
@@ -80,15 +91,15 @@ class PromptSource:
 
     def __init__(self, config: PPOConfig, data: PromptDataset) -> None:
         self.config = config
-        self.epoch = 0
+        self.epoch = 0  # of the prompts that were drawn last
         self.order = build_order(data, config)
         self.loader = build_train_loader(data, config, self.order)
         self._num_prompts = len(data)
         self._greedy_too = needs_greedy_baseline(config)
         self._cuts = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
         self._batches = self._epochs()
-        self._waiting: DataProto | None = None
-        self._drawn: dict[int, dict[str, int]] = {}  # prompts of the batches being filled: uid -> row in the dataset
+        self._waiting: DataProto | None = None  # prompts that were drawn and not used
+        self._drawn: dict[int, dict[str, int]] = {}  # by step, prompts of a batch being filled: uid -> row of the data
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
         if not self._cuts:
@@ -101,6 +112,8 @@ class PromptSource:
     def draw(self, number: int, step: int) -> list[Group]:
         drawn = self._drawn.setdefault(step, {})
         groups: list[Group] = []
+        # no prompt is drawn twice for a batch: ends when all are drawn, or after an epoch without a new one, because
+        # a sampler may leave out prompts
         batches_without_new = 0
         while number and len(set(drawn.values())) < self._num_prompts and batches_without_new <= len(self.loader):
             batch = self._waiting or next(self._batches)
@@ -111,14 +124,15 @@ class PromptSource:
 
             # the prompts after the last one that is needed wait for the next draw
             end = new[-1] + 1 if len(new) == number else len(batch)
-            self._waiting = batch.select_idxs(np.arange(end, len(batch))) if end < len(batch) else None
+            self._waiting = None
+            if end < len(batch):
+                self._waiting = batch.select_idxs(np.arange(end, len(batch)))
 
             number -= len(new)
+            batches_without_new += 1
             if len(new):
                 groups += self._groups(batch.select_idxs(new), step)
                 batches_without_new = 0
-            else:
-                batches_without_new += 1
         return groups
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -141,15 +155,23 @@ class PromptSource:
         self._drawn = {step: dict(drawn) for step, drawn in state.get("asked", {}).items()}
 
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
-        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
+        """Returns the groups of these prompts for the batch of this step."""
+        n = self._answers_to(prompts)
         groups = prompt_groups(prompts, n, f"train/{step}", self.config.trainer.seed, step, self._greedy_too)
         # groups of several batches are judged together, and a batch may get groups that were drawn for another one; if
         # both have the same prompt, its answers must not become one group
         mixes_batches = self.config.spans_updates or self.config.async_training.depth > 1
         if mixes_batches and groups[0].columns is not None:
+            # all groups of a call share their columns
             columns = groups[0].columns.batch.non_tensor_batch
             columns["uid"] = np.array([f"{uid}@{step}" for uid in columns["uid"]], dtype=object)
         return groups
+
+    def _answers_to(self, prompts: DataProto) -> int | np.ndarray:
+        """Returns the number of answers to a prompt: rollout.n, or that of each prompt if the data names it."""
+        if ANSWERS in prompts:
+            return prompts.batch[ANSWERS].numpy()
+        return self.config.rollout.n
 
     def _epochs(self) -> Iterator[DataProto]:
         """Yields the batches of the loader, epoch after epoch."""
@@ -162,8 +184,7 @@ class ProgramSource(PromptSource):
     """Draws the training prompts as tasks of a program: a group is rollout.n episodes of one row."""
 
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
-        n = prompts.batch[ANSWERS].numpy() if ANSWERS in prompts else self.config.rollout.n
-        return program_groups(prompts, n, f"train/{step}", step)
+        return program_groups(prompts, self._answers_to(prompts), f"train/{step}", step)
 
 
 class ProgramValidation:
@@ -178,20 +199,28 @@ class ProgramValidation:
 
 
 def program_groups(prompts: DataProto, n: int | np.ndarray, name: str, step: int) -> list[Group]:
-    """Returns a group for each prompt, with `n` episodes of the program (n[i] for prompt i). name: prefix of the names
-    of groups and episodes. step: step in which they start."""
+    """Returns a group for each prompt.
+
+    Args:
+        prompts: the prompts, which are the tasks of the program.
+        n: number of episodes of a task; n[i] for prompt i.
+        name: prefix of the names of groups and episodes.
+        step: step in which they start.
+    """
     columns = prompts.non_tensor_batch
     sizes = np.broadcast_to(n, len(prompts)).tolist()
     groups = []
     for row, size in enumerate(sizes):
+        # plain Python values, because the program may run in another process and write the task as json
         task = {"prompt": plain_value(columns["raw_prompt"][row]), "index": int(columns["index"][row])}
         for key in ("data_source", "reward_model", "extra_info"):
             task[key] = plain_value(columns[key][row])
+        tag = str(task["data_source"])
+
         uid = f"{name}/{columns['uid'][row]}"
-        specs = [
-            ProgramSpec(f"{uid}/{number}", uid, tag=str(task["data_source"]), start_step=step, row=task)
-            for number in range(size)
-        ]
+        specs = []
+        for number in range(size):
+            specs.append(ProgramSpec(f"{uid}/{number}", uid, tag=tag, start_step=step, row=task))
         groups.append(Group(GroupPlan(uid, tuple(specs))))
     return groups
 
@@ -228,12 +257,12 @@ class EnvSource:
         self.next_group = 0
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
-        number, rest = divmod(self.batch_size, self.manager.group_size)
+        size = self.manager.group_size
+        number, rest = divmod(self.batch_size, size)
         if rest:
-            size = self.manager.group_size
             raise ValueError(f"a batch of {self.batch_size} episodes cannot be cut into groups of {size}")
         if self.purpose != "train":
-            # the random numbers depend on the number of the group and on the step
+            # always the same episodes: the random numbers depend on the number of the group and on the step
             self.next_group = 0
             start_step = 1
         return self._draw(number, start_step)
@@ -252,26 +281,30 @@ class EnvSource:
 
     def _plan(self, number: int, start_step: int) -> GroupPlan:
         """Returns the plan of group `number`. The names of its episodes are ROLL's."""
-        episode_id, place = divmod(number, len(self.envs))
-        env = self.envs[place]
+        episode_id, env_number = divmod(number, len(self.envs))
+        env = self.envs[env_number]
         manager = self.manager
         name = f"{env.tag}_{env.group_id}_{episode_id}_{env.seed}"
-        members = manager.group_size + manager.group_size_redundancy
-        specs = [
-            EpisodeSpec(
-                traj_id=f"{name}_{env_id}",
-                traj_group_id=name,
-                tag=env.tag,
-                env_id=env_id,
-                group_id=env.group_id,
-                episode_id=episode_id,
-                seed=(env.seed + episode_id) % SEEDS,
-                group_size=manager.group_size,
-                start_step=start_step,
-                purpose=self.purpose,
+        # redundant episodes start with the others, and the first `group_size` complete ones are used
+        num_envs = manager.group_size + manager.group_size_redundancy
+        first_env_id = env.group_id * num_envs
+        specs = []
+        for env_id in range(first_env_id, first_env_id + num_envs):
+            specs.append(
+                EpisodeSpec(
+                    traj_id=f"{name}_{env_id}",
+                    traj_group_id=name,
+                    tag=env.tag,
+                    env_id=env_id,
+                    group_id=env.group_id,
+                    episode_id=episode_id,
+                    # equal in all episodes of the group, which start from the same state
+                    seed=(env.seed + episode_id) % SEEDS,
+                    group_size=manager.group_size,
+                    start_step=start_step,
+                    purpose=self.purpose,
+                )
             )
-            for env_id in range(env.group_id * members, (env.group_id + 1) * members)
-        ]
         return GroupPlan(f"{self.purpose}/{name}", tuple(specs))
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -288,15 +321,18 @@ class EnvSource:
 def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
     """Returns the groups of environments in the order of use, which interleaves the tags in the proportions of
     num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
-    share, rest = divmod(manager.num_env_groups, len(manager.tags))
-    counts = manager.num_groups_partition or [share + (index < rest) for index in range(len(manager.tags))]
+    counts = manager.num_groups_partition
+    if not counts:
+        share, rest = divmod(manager.num_env_groups, len(manager.tags))
+        counts = [share + (index < rest) for index in range(len(manager.tags))]
+
     groups: list[EnvGroup] = []
-    places: dict[int, float] = {}  # of each group in the order of use, by its id
+    positions: dict[int, float] = {}  # of each group in the order of use, by its id
     for tag, count in zip(manager.tags, counts, strict=True):
-        for rank in range(count):
+        for number in range(count):
             group_id = len(groups)
             group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
             groups.append(EnvGroup(group_id, tag, group_seed))
             # the groups of each tag are spread evenly over the interval from 0 to 1
-            places[group_id] = (rank + 0.5) / count
-    return sorted(groups, key=lambda group: (places[group.group_id], group.group_id))
+            positions[group_id] = (number + 0.5) / count
+    return sorted(groups, key=lambda group: (positions[group.group_id], group.group_id))

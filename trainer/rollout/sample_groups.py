@@ -30,8 +30,13 @@ class Rows(NamedTuple):
     start: int
     stop: int
 
+    def copied(self) -> DataProto:
+        """Returns the rows as a batch that shares no memory with the other rows of `batch`."""
+        return self.batch.select_idxs(np.arange(self.start, self.stop))
 
-@dataclass(eq=False)  # two groups are never the same, and a set may hold them
+
+# two groups are never the same, and a set may hold them
+@dataclass(eq=False)
 class Group:
     """A group that was drawn and is not resolved yet, that is, neither trained on nor dropped.
 
@@ -55,6 +60,12 @@ class Group:
     sampled: Rows | None = None
     counts: EpisodeCounts | None = None
     kind: str | None = None
+
+    @property
+    def rows(self) -> DataProto:
+        """The rows of a complete group."""
+        assert self.sampled is not None
+        return self.sampled.copied()
 
     @property
     def is_kept(self) -> bool:
@@ -83,9 +94,10 @@ class Engines(Protocol):
 
 
 class GroupSource(Protocol):
-    """Draws groups in a fixed order; see `trainer.rollout.group_sources`. epoch: epoch of the last group, from 0."""
+    """Draws groups in a fixed order; see `trainer.rollout.group_sources`."""
 
     epoch: int
+    """Epoch of the last group, from 0."""
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
         """Returns the groups of the batch of `step`, which are started in `start_step`."""
@@ -137,7 +149,13 @@ class GroupFilter:
         raise NotImplementedError
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        """Returns metrics of the batch of this step. dropped: groups that were dropped since the last batch."""
+        """Returns metrics of the batch of this step.
+
+        Args:
+            step: the step.
+            chosen: the groups of its batch.
+            dropped: groups that were dropped since the last batch.
+        """
         return {}
 
 
@@ -164,32 +182,35 @@ def with_columns(columns: Rows | None, sampled: Rows) -> Rows:
 
 def gathered(parts: Sequence[Rows]) -> DataProto:
     """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
+    # many groups share a batch, which is concatenated once
     batches = list({id(part.batch): part.batch for part in parts}.values())
     # a dict, because it keeps the order of their first occurrence
     names: dict[str, None] = {}
     for batch in batches:
         names |= dict.fromkeys(batch.non_tensor_batch)
 
-    complete = []
+    complete_batches = []
     first_row: dict[int, int] = {}
     num_rows = 0
     for batch in batches:
         columns = batch.non_tensor_batch
-        selected = batch.select(meta_info_keys=[])
+        complete = batch.select(meta_info_keys=[])
         missing = np.full(len(batch), None)
-        selected.non_tensor_batch = {name: columns.get(name, missing) for name in names}
-        complete.append(selected)
+        complete.non_tensor_batch = {name: columns.get(name, missing) for name in names}
+        complete_batches.append(complete)
         first_row[id(batch)] = num_rows
         num_rows += len(batch)
 
     rows = [first_row[id(part.batch)] + np.arange(part.start, part.stop) for part in parts]
-    return DataProto.concat(complete).select_idxs(np.concatenate(rows).astype(np.int64))
+    row_numbers = np.concatenate(rows).astype(np.int64)
+    return DataProto.concat(complete_batches).select_idxs(row_numbers)
 
 
 def sample_ids(groups: Sequence[Group]) -> list[str]:
     """Returns the ids of the samples of groups of answers, running or complete."""
     ids: list[str] = []
     for group in groups:
+        # a group that was complete in a checkpoint has no columns of the source
         rows = group.columns or group.sampled
         if rows is not None:
             ids += map(str, rows.batch.non_tensor_batch["sample_id"][rows.start : rows.stop])

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias, TypedDict
 
-import numpy as np
 import torch
 
 from trainer.rollout.sample_groups import (
@@ -48,7 +47,8 @@ from workers.rollout.specs import EpisodeCounts, GroupPlan
 SLICE_S = 0.1
 """Seconds between two checks of the scores of complete groups while other groups are running."""
 
-torch.serialization.add_safe_globals([Metric])  # the metrics since the last batch are part of a checkpoint
+# the metrics since the last batch are part of a checkpoint
+torch.serialization.add_safe_globals([Metric])
 
 
 SavedGroup: TypeAlias = tuple[GroupPlan, int, int, EpisodeCounts | None, str | None, SavedRows | None]
@@ -79,6 +79,8 @@ class RolloutScheduler:
     """Schedules the batches of one source.
 
     Args:
+        config: the options of the run.
+        source: draws the groups.
         engines: run the groups.
         sampling: sampling parameters.
         group_filter: chooses among the complete groups; None = every complete group is trained on.
@@ -107,8 +109,9 @@ class RolloutScheduler:
         self.batches_ahead = config.async_training.depth
         self.spans_updates = config.spans_updates
         self.oversample = config.rollout.oversample
-        self.warmup = config.trainer.critic_warmup  # the weights after these steps are those of version 0
-        # Where groups may overtake each other, one is complete only with its rewards, so that slow rewards delay no
+        # the weights after the steps of the warm-up are those of version 0
+        self.warmup = config.trainer.critic_warmup
+        # Where groups may overtake each other, a group is complete only with its rewards, so that slow rewards delay no
         # batch. A reward model scores the batch after sampling, because it shares the devices.
         overtakes_with_rewards = self.spans_updates and not config.reward_model.enable
         self._awaits_rewards = group_filter is not None or overtakes_with_rewards
@@ -126,9 +129,6 @@ class RolloutScheduler:
     def get_batch(self, step: int) -> DataProto:
         """Returns the rows of the batch of this step (from 1), ordered by group.
 
-        If groups span weight updates, first starts the batches of later steps, too, so that the engines do not idle
-        while the last groups of this batch end.
-
         meta_info has `metrics` of the engines, the scheduler and the filter, and for episodes `episodes`, an
         EpisodeCounts that includes dropped groups.
         """
@@ -136,52 +136,55 @@ class RolloutScheduler:
         if step not in self.sizes:
             self._begin_batch(step, step)
         if self.spans_updates:
+            # so that the engines have work while the last groups of this batch end
             self.begin_ahead(step)
 
         started = time.perf_counter()
         chosen = self._sample_batch(step)
         waited = time.perf_counter() - started
 
-        chosen_groups = set(chosen)
+        # the other groups remain and may be trained on in a later step
         dropped = [group for group in self.groups if group.is_dropped]
-        surplus: list[Group] = []
-        if self._aborts:
-            candidates = self._candidates(step)
-            surplus = [group for group in candidates if not group.is_dropped and group not in chosen_groups]
-        resolved = chosen_groups.union(dropped, surplus)
+        surplus = self._surplus(step, chosen)
+        resolved = {*chosen, *dropped, *surplus}
         self.groups = [group for group in self.groups if group not in resolved]
         del self.sizes[step]
 
         batch = assembled(chosen)
-        oversampling_metrics = self._abort(surplus, batch, len(chosen)) if surplus else {}
+        oversampling_metrics = self._abort(surplus, batch, len(chosen))
         self._account(step, chosen, dropped)
         engine_metrics = self._take_metrics()
         metrics = engine_metrics | oversampling_metrics
         if self.filter is not None:
             metrics |= self.filter.metrics(step, chosen, dropped)
         if self.batches_ahead or self.spans_updates:
-            metrics |= self._async_metrics(step, chosen, waited, engine_metrics) | _version_metrics(batch)
+            metrics |= self._async_metrics(step, chosen, waited, engine_metrics)
+            metrics |= _version_metrics(batch)
         batch.meta_info["metrics"] = metrics
         self._ended_at = time.perf_counter()
         _add_counts(batch, [*chosen, *dropped])
         return batch
 
     def begin_ahead(self, step: int) -> None:
-        """Starts the batches of the next steps, with the weights that the engines have. They run between micro-batches
-        of training; `get_batch` and `finish` complete them. Call it after `get_batch` of the step. Does nothing for
-        batches that are started already."""
+        """Starts the batches of the next steps, with the weights that the engines have.
+
+        They run between micro-batches of training; `get_batch` and `finish` complete them. Call it after `get_batch` of
+        the step. Does nothing for batches that are started already.
+        """
         self._begin_again()
         last = min(step + self.batches_ahead, self.last_step)
-        for later in range(step + 1, last + 1):
-            if later not in self.sizes:
-                self._begin_batch(later, step)
+        for later_step in range(step + 1, last + 1):
+            if later_step not in self.sizes:
+                self._begin_batch(later_step, step)
 
     def run(self, groups: Sequence[Group], sampling: SamplingParams) -> DataProto:
-        """Samples these groups and returns their rows, for example of a validation. Running training
-        groups continue during the call."""
+        """Samples these groups and returns their rows, for example of a validation. Running training groups continue
+        during the call."""
+        # the metrics of this call are no part of the next training batch
         training_metrics = self._metrics
         self._metrics = []
         self.engines.begin_groups([group.plan for group in groups], sampling)
+        # training groups may end during the call, too
         self._collect([group.plan.key for group in groups], [*groups, *self.groups])
         batch = assembled(groups)
         batch.meta_info["metrics"] = self._take_metrics()
@@ -209,7 +212,8 @@ class RolloutScheduler:
             budget -= self._replace_dropped(step, budget)
             chosen = self._chosen(step)
         if self._is_sliced:
-            self._collect((), self.groups)  # calls with a time limit return no metrics
+            # calls with a time limit return no metrics
+            self._collect((), self.groups)
         return chosen
 
     def _chosen(self, step: int) -> list[Group] | None:
@@ -221,21 +225,34 @@ class RolloutScheduler:
         if self._aborts:
             return chosen
 
-        chosen_groups = set(chosen)
-        rest = [group for group in self.groups if not group.is_dropped and group not in chosen_groups]
+        rest = [group for group in self._others(chosen) if not group.is_dropped]
         if all(group.is_kept for group in rest):
             return chosen
-        steps = self._earliest_steps(step, len(rest))
-        are_in_time = all(earliest <= self._last_step_of(group) for earliest, group in zip(steps, rest, strict=True))
-        return chosen if are_in_time else None
+        # if younger groups overtake a running one, a later step must still be able to train on it: no group is dropped
+        # for its age
+        for earliest, group in zip(self._earliest_steps(step, len(rest)), rest, strict=True):
+            if earliest > self._last_step_of(group):
+                return None
+        return chosen
+
+    def _others(self, chosen: Sequence[Group]) -> list[Group]:
+        """Returns the unresolved groups without the chosen ones."""
+        chosen_groups = set(chosen)
+        return [group for group in self.groups if group not in chosen_groups]
+
+    def _surplus(self, step: int, chosen: Sequence[Group]) -> list[Group]:
+        """Returns the groups that are aborted now that the batch of this step is complete."""
+        if not self._aborts:
+            return []
+        return [group for group in self._others(chosen) if group.step <= step and not group.is_dropped]
 
     def _earliest_steps(self, step: int, count: int) -> list[int]:
         """Returns the earliest step that can train on each of the `count` groups that remain after this step, if older
         groups are trained on first."""
         steps: list[int] = []
-        for later in sorted(self.sizes):
-            if later > step:
-                steps += [later] * self.sizes[later]
+        for later_step in sorted(self.sizes):
+            if later_step > step:
+                steps += [later_step] * self.sizes[later_step]
 
         # groups beyond the batches that are begun form further batches, of the size of the last one
         last = max(self.sizes)
@@ -282,10 +299,12 @@ class RolloutScheduler:
         Returns:
             Metrics: the number of aborted groups, and the bias of the lengths, which is the mean number of tokens of
             the chosen groups relative to that of all groups, minus 1. An aborted group counts with the tokens that it
-            had sampled, so the true bias is at least as large.
+            had sampled, so the true bias is at least as large. No metrics without surplus groups.
         """
-        running = [group.plan.key for group in surplus if group.sampled is None]
-        aborted_tokens = self.engines.abort_groups(running)
+        if not surplus:
+            return {}
+        running_keys = [group.plan.key for group in surplus if group.sampled is None]
+        aborted_tokens = self.engines.abort_groups(running_keys)
         for group in surplus:
             if group.sampled is not None:
                 rows, start, stop = group.sampled
@@ -295,18 +314,22 @@ class RolloutScheduler:
         self.counts["aborted"] += len(surplus)
 
         chosen_tokens = int(batch.batch["response_mask"].sum())
-        mean = (chosen_tokens + aborted_tokens) / (num_chosen + len(surplus))
+        mean_of_all = (chosen_tokens + aborted_tokens) / (num_chosen + len(surplus))
+        mean_of_chosen = chosen_tokens / num_chosen
+        length_bias = mean_of_chosen / max(mean_of_all, 1e-9) - 1
         return {
             "rollout/oversample/aborted_groups": Metric.last(len(surplus)),
-            "rollout/oversample/length_bias": Metric.last(chosen_tokens / num_chosen / max(mean, 1e-9) - 1),
+            "rollout/oversample/length_bias": Metric.last(length_bias),
         }
 
     def _run_and_judge(self) -> None:
         """Runs the engines, and decides which of the complete groups are kept."""
         if keys := self._running():
+            # in slices, so that dropped groups are replaced while others are running
             self._collect(keys, self.groups, SLICE_S if self._is_sliced else None)
 
         complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
+        # when no group is running, there is nothing to do but to wait for the rewards
         if self._running():
             complete = self._with_rewards(complete)
         if not complete:
@@ -353,33 +376,43 @@ class RolloutScheduler:
         self.sizes[step] = size
 
         surplus = 0
+        # no step after the last one could train on groups that are carried over
         if step < self.last_step or self._aborts:
             surplus = math.ceil(size * (self.oversample - 1))
-        if self.spans_updates:  # the surplus that earlier batches left over counts
+        if self.spans_updates:
+            # the surplus that earlier batches left over counts
             surplus += self._missing(step) - size
         if surplus > 0:
             groups = groups + self.source.draw(surplus, step)
         self._begin(groups, step)
 
     def _begin(self, groups: Sequence[Group], step: int) -> None:
+        """Starts groups for the batch of this step, with the weights that the engines have."""
         for group in groups:
-            group.version, group.step = self.version or 0, step
+            group.version = self.version or 0
+            group.step = step
         self.groups += groups
         self.counts["started"] += len(groups)
         self.engines.begin_groups([group.plan for group in groups], self.sampling)
 
     def _running(self) -> list[str]:
+        """Returns the keys of the groups that are not complete."""
         return [group.plan.key for group in self.groups if group.sampled is None]
 
     def _collect(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
-        """Runs the engines and stores the rows of the groups that are complete."""
-        of_key = {group.plan.key: group for group in groups}
-        results = self.engines.run_groups(keys, seconds)
-        for result in results:
+        """Runs the engines and stores the rows of the groups that are complete.
+
+        Args:
+            keys: keys of the groups to wait for.
+            groups: all groups that may be complete.
+            seconds: time limit; None = until the groups of `keys` are complete.
+        """
+        group_of_key = {group.plan.key: group for group in groups}
+        for result in self.engines.run_groups(keys, seconds):
             self._metrics.append(result.metrics)
             start = 0
             for report in result.reports:
-                group = of_key[report.key]
+                group = group_of_key[report.key]
                 stop = start + report.num_rows
                 assert result.rows is not None
                 group.sampled = with_columns(group.columns, Rows(result.rows, start, stop))
@@ -416,7 +449,14 @@ class RolloutScheduler:
     def _async_metrics(
         self, step: int, chosen: Sequence[Group], waited: float, engines: dict[str, Metric]
     ) -> dict[str, Metric]:
-        """Returns the metrics of staleness and waiting. waited: seconds that the trainer waited for this batch."""
+        """Returns the metrics of staleness and waiting.
+
+        Args:
+            step: the step of the batch.
+            chosen: its groups.
+            waited: seconds that the trainer waited for the batch.
+            engines: metrics of the engines.
+        """
         ages = [self.staleness(step, group) for group in chosen]
         metrics = {
             "async/staleness/newest": Metric.last(min(ages)),
@@ -457,8 +497,11 @@ class RolloutScheduler:
         self._is_restored = True
 
     def state_dict(self) -> SchedulerState:
-        """Returns the state for a checkpoint. Groups that continue under new weights are saved as far as they were
-        sampled, if their samples can be continued in another process. Waits for all others."""
+        """Returns the state for a checkpoint.
+
+        Groups that continue under new weights are saved as far as they were sampled, if their samples can be continued
+        in another process. Waits for all others.
+        """
         continued: dict[str, GroupPlan] = {}
         if self.spans_updates:
             continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
@@ -476,7 +519,8 @@ class RolloutScheduler:
                 rows = group.columns
             columns: SavedRows | None = None
             if rows is not None:
-                columns = saved_rows(rows.batch.select_idxs(np.arange(rows.start, rows.stop)))
+                # without the other rows of their batches, which may be large
+                columns = saved_rows(rows.copied())
             groups.append((plan, group.version, group.step, group.counts, group.kind, columns))
         return {**self.snapshot(), "groups": groups}
 
@@ -489,6 +533,7 @@ class RolloutScheduler:
                 saved = DataProto.from_dict(*columns)
                 rows = Rows(saved, 0, len(saved))
             group = Group(plan, version=version, step=step, counts=counts, kind=kind)
+            # a plan without samples marks a group that was complete
             if plan.samples:
                 group.columns = rows
             else:
@@ -497,8 +542,7 @@ class RolloutScheduler:
         self.restore({**state, "groups": groups})
 
     def _begin_again(self) -> None:
-        """Starts the incomplete groups of a restored state, once. The rewards of complete groups that had not been
-        collected have ended with the processes of the earlier run, and are computed again."""
+        """Starts the incomplete groups of a restored state, and the rewards of complete ones, once."""
         if not self._is_restored:
             return
         self._is_restored = False
@@ -506,6 +550,7 @@ class RolloutScheduler:
             self.engines.begin_groups(plans, self.sampling)
         if self.rewards is None:
             return
+        # rewards that had not been collected have ended with the processes of the earlier run
         unscored = []
         for group in self.groups:
             if group.sampled is not None and "token_level_scores" not in group.sampled.batch:
@@ -515,12 +560,15 @@ class RolloutScheduler:
 
 
 def _version_metrics(batch: DataProto) -> dict[str, Metric]:
-    """Returns the number of versions of the weights that sampled each row."""
+    """Returns mean and maximum of the number of versions of the weights that sampled a row."""
     if "rollout_versions" not in batch:
         return {}
-    counts = [len(set(row) - {-1}) for row in batch.batch["rollout_versions"].tolist()]
-    name = "async/versions_per_sample"
-    return {f"{name}/mean": Metric.mean(sum(counts), len(counts)), f"{name}/max": Metric.max(max(counts))}
+    # -1 stands for padding, and for tokens that were not sampled
+    counts = [len(set(versions) - {-1}) for versions in batch.batch["rollout_versions"].tolist()]
+    return {
+        "async/versions_per_sample/mean": Metric.mean(sum(counts), len(counts)),
+        "async/versions_per_sample/max": Metric.max(max(counts)),
+    }
 
 
 def _add_counts(batch: DataProto, groups: Sequence[Group]) -> None:

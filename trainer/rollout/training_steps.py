@@ -11,12 +11,18 @@ from verl_lite.protocol import DataProto
 
 
 def count_steps(config: PPOConfig, epoch_prompts: int | None) -> int:
-    """Returns the number of training steps of the run; the last batch of an epoch may be smaller. epoch_prompts: number
-    of prompts per epoch; None = no dataset, which requires trainer.total_training_steps."""
+    """Returns the number of training steps of the run.
+
+    Args:
+        config: the options of the run.
+        epoch_prompts: number of prompts per epoch; None = no dataset, which requires trainer.total_training_steps.
+    """
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     assert epoch_prompts is not None
-    return math.ceil(epoch_prompts / config.data.train_batch_size) * config.trainer.total_epochs
+    # the last batch of an epoch may be smaller
+    steps_per_epoch = math.ceil(epoch_prompts / config.data.train_batch_size)
+    return steps_per_epoch * config.trainer.total_epochs
 
 
 class TrainingSteps(StepCounter):
@@ -42,8 +48,8 @@ class TrainingSteps(StepCounter):
         return self.scheduler.source.epoch
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Passes the step's finished batch to the data sampler, once per step and before its checkpoint. Returns the
-        sampler's metrics."""
+        """Passes the step's finished batch to the data sampler. Returns the sampler's metrics."""
+        # called once per step and before its checkpoint, so that a resumed sampler has seen the same batches
         return self.scheduler.source.update(batch)
 
     def restrict_to_step(self, step: int, data: DataProto) -> None:
@@ -54,6 +60,7 @@ class TrainingSteps(StepCounter):
 
     def give_up_step(self, data: DataProto) -> None:
         """Ends the run after the previous step, in the state that this step, which yielded `data`, started from."""
+        # running groups of this step would complete when the restored scheduler no longer knows them
         self.scheduler.finish()
         self.scheduler.restore(data.meta_info["scheduler"])
         self.global_step -= 1

@@ -79,8 +79,8 @@ class WeightSync:
         return self._give(self.steps.global_step)
 
     def after_checkpoint(self) -> Metrics:
-        """Gives the weights that the engines of a resumed run have. A group that replaces a dropped one is therefore
-        sampled with the same weights whether the run was interrupted or not."""
+        """Gives the weights that the engines of a resumed run have."""
+        # a group that replaces a dropped one is sampled with the same weights whether the run was interrupted or not
         ends = self.steps.is_last or self.steps.stopping
         if ends or not self._batches_have_one_version:
             return {}
@@ -89,6 +89,7 @@ class WeightSync:
     def give_if_due(self, version: int) -> Metrics:
         """Gives the weights of `version` if agentic.model_update_frequency divides it, or if the engines have none."""
         is_due = version % self.config.agentic.model_update_frequency == 0
+        # engines without weights cannot sample; a run resumes from any step
         if not is_due and self.scheduler.version is not None:
             return {}
         return self._give(version)
@@ -102,6 +103,7 @@ class WeightSync:
         """Copies the weights to the engines unless they have this version. Returns the metrics of the copy."""
         if version == self.scheduler.version:
             return {}
+        # without partial rollouts a sample has one version
         if not self.scheduler.spans_updates:
             self.scheduler.finish()
         self.scheduler.version = version

@@ -38,7 +38,6 @@ from trainer.planner.launched import device_memory_gib, launch_device, memory_ro
 from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.networks import checkpoint_bytes
 from trainer.planner.supervised import batches_of, read_network, supervised_plan, supervised_rows
-from trainer.ppo.step_metrics import compute_seqlen_metrics
 from trainer.recipe import recipe_modules
 from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
 from verl_lite.config.checks import section_problems
@@ -48,7 +47,7 @@ from verl_lite.errors import UserError
 from verl_lite.machine.device import device_memory
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import BatchPlan, plan_batch
+from verl_lite.seqlen_balance import BatchPlan, compute_seqlen_metrics, plan_batch
 from verl_lite.single_controller import ClassWithInitArgs
 from verl_lite.single_controller.decorator import Dispatch, register
 from verl_lite.single_controller.guard import guarded

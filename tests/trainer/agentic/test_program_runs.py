@@ -18,7 +18,7 @@ from trainer.agentic.agent_trainer import AgentTrainer, EpisodeFilter
 from trainer.launch.ppo_job import run_ppo
 from trainer.ppo.roles import ActorRole
 from trainer.rollout.group_sources import program_groups
-from trainer.rollout.scheduler import Group, Rows
+from trainer.rollout.sample_groups import Group, Rows
 from verl_lite.config import PPOConfig
 from verl_lite.core_algos import agg_loss
 from verl_lite.errors import UserError

@@ -8,13 +8,11 @@ import torch
 
 from trainer.ppo.step_metrics import (
     compute_data_metrics,
-    compute_seqlen_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
     frac_reward_zero_std,
 )
 from verl_lite.protocol import DataProto
-from verl_lite.seqlen_balance import plan_batch
 
 POISON = 1e6
 
@@ -132,19 +130,6 @@ def test_timing_and_throughput_by_hand():
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": 8.0,
         "perf/throughput": tokens / 16,
-    }
-
-
-def test_tokens_of_ranks_by_hand():
-    lengths = np.array([9, 9, 1, 1])
-    plan = plan_batch(lengths, num_tokens=lengths, world_size=2, mini_batch_size=None)
-    assert compute_seqlen_metrics(plan, lengths) == {
-        "global_seqlen/min": 2.0,
-        "global_seqlen/max": 18.0,
-        "global_seqlen/minmax_diff": 16.0,
-        "global_seqlen/mean": 10.0,
-        "global_seqlen/balanced_min": 10.0,
-        "global_seqlen/balanced_max": 10.0,
     }
 
 

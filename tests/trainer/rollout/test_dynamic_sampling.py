@@ -19,7 +19,7 @@ from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import group_shares, groups_of
 from trainer.rollout.dynamic_sampling import FilterBudgetExceeded
 from trainer.rollout.group_sources import PromptSource
-from trainer.rollout.scheduler import Group, Rows, assembled
+from trainer.rollout.sample_groups import Group, Rows, assembled
 from verl_lite.config import PPOConfig
 from verl_lite.metrics import values
 from verl_lite.protocol import DataProto, as_column

@@ -29,7 +29,8 @@ from trainer.rewards.failures import reward_failure_log
 from trainer.rewards.scores import RewardManager, mask_failed
 from trainer.rollout.dynamic_sampling import DynamicSampling
 from trainer.rollout.group_sources import ANSWERS, PromptSource
-from trainer.rollout.scheduler import Group, RolloutScheduler
+from trainer.rollout.sample_groups import Group
+from trainer.rollout.scheduler import RolloutScheduler
 from verl_lite.config import PPOConfig, RewardConfig
 from verl_lite.machine.safe_state import read_state, write_state
 from verl_lite.protocol import DataProto

@@ -20,7 +20,8 @@ import torch
 
 from trainer.agentic.agent_trainer import EpisodeFilter
 from trainer.rollout.group_sources import EnvSource, env_groups
-from trainer.rollout.scheduler import Group, GroupFilter, RolloutScheduler, Rows, assembled
+from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled
+from trainer.rollout.scheduler import RolloutScheduler
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
