@@ -45,7 +45,7 @@ WORKERS = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-_LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|start|run|main_\w+|evaluate/\w+)\.py$")
+_LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|main_\w+|launch/\w+|evaluate/\w+)\.py$")
 """Files above the training loop."""
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""

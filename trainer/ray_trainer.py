@@ -224,7 +224,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         if self.steps.global_step > 1 and self.config.trainer.save_freq != 0:
             self.steps.give_up_step(self.step_data)
             if self.steps.global_step not in saved_steps(self.run_dir):
-                self.saver.save(self.steps, self.state_dict())
+                self.save_checkpoint(self.callbacks.readable_states())
 
     def model_update(self) -> Metrics:
         """Gives the trained weights to the rollout engines. `WeightSync` decides whether they receive them now."""

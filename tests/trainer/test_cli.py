@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer import main_ppo
 from trainer.cli import failure_text, run_command, stopping_on_signal
+from trainer.evaluate import evaluation
+from trainer.launch import run, start
 from verl_lite.errors import UserError, add_circumstances, during
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +148,17 @@ def test_the_drivers_traceback_begins_in_the_training_loop() -> None:
         run_command(lambda: exec(compile("raise error", f"{ROOT}/trainer/ray_trainer.py", "exec"), {"error": error}))
     shown = failure_text(caught.value.with_traceback(caught.tb.tb_next))  # from the frame of run_command on
     assert shown.count("File ") == 2 and "/cli.py" not in shown and "ray_trainer.py" in shown
+
+
+@pytest.mark.parametrize("launcher", [start.__file__, run.__file__, main_ppo.__file__, evaluation.__file__])
+def test_the_files_that_lead_to_the_training_loop_are_not_shown(launcher: str) -> None:
+    error = LookupError("x")
+    loop = {"error": error, "step": compile("raise error", f"{ROOT}/trainer/loop/training_loop.py", "exec")}
+    with pytest.raises(LookupError) as caught:
+        exec(compile("exec(step)", launcher, "exec"), loop)
+    assert caught.tb.tb_next is not None
+    shown = failure_text(caught.value.with_traceback(caught.tb.tb_next))
+    assert shown.count("File ") == 1 and "training_loop.py" in shown
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -115,6 +115,12 @@ class Parts:
             for index, key in enumerate(keys)
         }  # fmt: skip
 
+    def logged_at(self, step: int) -> dict[str, float]:
+        return {name: value for at, values in self.logged if at == step for name, value in values.items()}
+
+    def note(self, text: str) -> None:
+        self.calls.append("note")
+
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.logged.append((step, metrics))
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from codetiming import Timer
 
-from trainer.callbacks import Callbacks, RunState
+from trainer.callbacks import Callbacks, CallbackState, RunState
 from trainer.checkpoint.files import saved_steps
 from trainer.checkpoint.resume import profile_folder
 from trainer.loop.saving import Saver
@@ -269,9 +269,12 @@ class TrainingLoop(Generic[Steps, Result]):
             return
 
         # only the readable states: the error can be that of a callback whose state cannot be read
-        states = self.callbacks.readable_states()
-        self.saver.save(self.steps, self.state_dict() | {CALLBACKS: states})
+        self.save_checkpoint(self.callbacks.readable_states())
         self.saver.finish()
+
+    def save_checkpoint(self, callback_states: Mapping[str, CallbackState]) -> None:
+        """Writes a checkpoint of the current step with the trainer's state and those of the callbacks."""
+        self.saver.save(self.steps, self.state_dict() | {CALLBACKS: callback_states})
 
     def training_samples(self, batch: DataProto) -> list[Sample]:
         """Returns the answers of a training batch with their scores; none in runs that generate no text."""
@@ -365,7 +368,7 @@ class TrainingLoop(Generic[Steps, Result]):
             self.save_completed_step()
             raise
         with self.timed("save_checkpoint"):
-            self.saver.save(self.steps, self.state_dict() | {CALLBACKS: states})
+            self.save_checkpoint(states)
         self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
 
     def resume(self) -> None:

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import yaml
 from optuna.distributions import (
@@ -381,12 +381,22 @@ def _read_pruner(text: str) -> dict[str, float] | None:
     for word in filter(None, options.split(",")):
         key, _, number = word.partition("=")
         value = parse_value(number)
-        if key in _ASHA_KEYS and isinstance(value, int | float) and value >= 1:
+        if _is_pruner_value(value, key):
             values[key] = value
         else:
             is_valid = False
     if not is_valid:
         raise UserError(
-            f"--pruner {text}: expected none, or asha:KEY=NUMBER,... with NUMBER >= 1 and KEY {', '.join(_ASHA_KEYS)}"
+            f"--pruner {text}: expected none, or asha:KEY=NUMBER,... with KEY {', '.join(_ASHA_KEYS)}. "
+            "reduction_factor is above 1; the others are whole numbers of at least 1"
         )
     return None if name == "none" else values
+
+
+def _is_pruner_value(value: object, key: str) -> TypeGuard[float]:
+    """Returns True if Tune's ASHA accepts the value of a parameter; its own check is an assertion."""
+    if key not in _ASHA_KEYS or isinstance(value, bool):
+        return False
+    if key == "reduction_factor":
+        return isinstance(value, int | float) and 1 < value < math.inf
+    return isinstance(value, int) and value >= 1

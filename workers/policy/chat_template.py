@@ -99,6 +99,10 @@ class _Renderer:
         reply: _Reply = self._connection.recv()
         return reply
 
+    def has_ended(self) -> bool:
+        """Returns True if the process was killed since the last request."""
+        return self._tree.process.poll() is not None
+
     def end(self) -> int:
         """Ends the process if it is still running. Returns its exit code, or the negative number of a signal."""
         self._connection.close()
@@ -149,7 +153,8 @@ def _rendered_outside(request: _Request) -> "_Reply":
     with _rendering:
         renderer = _renderer
         _renderer = None  # if this call is interrupted, no later call reads its reply
-        if renderer is None or renderer.parent != os.getpid():  # a fork of this process leaves its parent's alone
+        # a fork of this process leaves its parent's renderer alone, and the end of a run kills that of its process
+        if renderer is None or renderer.parent != os.getpid() or renderer.has_ended():
             renderer = _Renderer()
         try:
             reply = renderer.render(message)
@@ -171,6 +176,8 @@ def serve(connection_fd: int) -> None:
     connection = Connection(connection_fd)
     memory_at_start = psutil.Process().memory_info().vms
     _, memory_hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    # transformers imports Jinja with the first template, which is not to be charged for it
+    _Template("{{ messages }}", {}).apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     template: _Template | None = None
     seconds_left = 0.0
     forms: dict[str, CallForm] = {}

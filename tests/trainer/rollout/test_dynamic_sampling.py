@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.trainer.test_fit import FakePrompts, Parts, make
+from trainer.callbacks import Callback, RunControl, RunState
 from trainer.ppo.roles import rows_of_prompts
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.groups import group_shares, groups_of
@@ -216,11 +217,28 @@ def test_a_run_whose_budget_ends_saves_the_step_before(tmp_path: Path) -> None:
     """The state is that before the step, so that a run resumed with more budget draws the same prompts."""
     scores = {f"p{i}": RIGHT for i in range(6, 40)}
     settings = {"data__shuffle": False, "trainer__save_freq": 10, "algorithm__filter_groups__max_num_gen_batches": 3}
+
+    class Counter(Callback):
+        steps = 0
+
+        def on_step_end(self, state: RunState, control: RunControl) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            self.steps = state["steps"]
+
+    trainer = trainer_of(tmp_path, Answers(scores), **settings)
+    trainer.callbacks.by_name["counter"] = Counter()
     with pytest.raises(FilterBudgetExceeded, match="Step 2"):
-        trainer_of(tmp_path, Answers(scores), **settings).fit()
+        trainer.fit()
     assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
     resumed = trainer_of(tmp_path, parts := Answers({}), trainer__resume_mode="auto", **settings)
+    resumed.callbacks.by_name["counter"] = counter = Counter()
     resumed.fit()
+    assert counter.steps == 2, "the callback continues with the state that it had after step 1"
     assert resumed.steps.global_step == 2 and uids(parts.batches["update"]) == [f"p{i}" for i in range(6, 12)]
 
 

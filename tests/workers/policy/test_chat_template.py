@@ -17,6 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_model import tiny_tokenizer
+from verl_lite.errors import UserError
 from workers.policy import chat_template
 from workers.policy.chat_template import ChatTemplateError, render_chats
 
@@ -124,14 +125,27 @@ def test_an_interrupted_call_leaves_no_reply_to_the_next_one(monkeypatch: pytest
     assert render_chats(tokenizer, [[{"role": "user", "content": "b"}]]) == ["b"]
 
 
-def test_a_killed_renderer_is_replaced() -> None:
+def test_a_renderer_that_was_killed_between_two_calls_is_replaced() -> None:
+    """The end of a run kills all processes below it, and a script may train twice."""
     tokenizer = with_template("{{ messages[0].content }}")
     assert render_chats(tokenizer, [CHAT]) == ["a"]
     assert chat_template._renderer is not None
     chat_template._renderer._tree.process.kill()
     chat_template._renderer._tree.process.wait()
-    with pytest.raises(Exception, match=r"ended the process that renders it \(exit code -9\)"):
-        render_chats(tokenizer, [CHAT])
+    assert render_chats(tokenizer, [CHAT]) == ["a"]
+
+
+def test_a_renderer_that_is_killed_during_a_call_is_an_error_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_template("{{ messages[0].content }}")
+
+    def killed(renderer: Any, message: bytes) -> None:
+        renderer._tree.process.kill()
+        raise EOFError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template._Renderer, "render", killed)
+        with pytest.raises(UserError, match=r"ended the process that renders it \(exit code -9\) for 1 chats"):
+            render_chats(tokenizer, [CHAT])
     assert render_chats(tokenizer, [CHAT]) == ["a"]
 
 
