@@ -25,7 +25,8 @@ VOLATILE = ("timing", "perf/", "_per_second", "seconds", "_gb", "weight_sync", "
 """Parts of the names of metrics that depend on time or memory."""
 MISMATCH = ("rollout_corr/", "training/rollout_probs_diff", "actor/train_infer_")
 """Parts of the names of metrics that compare the log-probs of rollout and trainer. With agents and dynamic sampling,
-their last bits depend on time, which decides the samples that the engine decodes together."""
+their last bits depend on time, which decides the samples that the engine decodes together. Rarely they decide a token:
+a difference of such a case is to be repeated, also with the same commit on both sides."""
 
 
 STORED = {"rollouts": "trainer.rollout_data_dir", "validation": "trainer.validation_data_dir"}
