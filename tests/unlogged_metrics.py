@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.observe.metric_docs import Metric, metrics
+from trainer.observe.metric_docs import DocumentedMetric, metrics
 
 NEEDS_A_GPU = {f"{role}/perf/max_memory_{x}_gb" for role in ("actor", "train") for x in ("allocated", "reserved")}
 
 
-def unlogged(documented: Iterable[Metric], logged: set[str]) -> list[str]:
+def unlogged(documented: Iterable[DocumentedMetric], logged: set[str]) -> list[str]:
     """Documented names, one for each alternative, that none of the logged ones is."""
     alone = [replace(metric, name=name) for metric in documented for name in metric.names if name not in NEEDS_A_GPU]
     return sorted(metric.name for metric in alone if not any(metric.matches(each) for each in logged))

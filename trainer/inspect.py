@@ -28,7 +28,15 @@ from trainer.observe.findings import findings_table
 from trainer.observe.health import findings_of
 from trainer.observe.health_checks import number
 from trainer.observe.page_data import panels_of
-from trainer.observe.run_data import Answer, Request, Run, chosen, read_run, run_titles, stage_seconds
+from trainer.observe.run_data import (
+    RecordedAnswer,
+    RecordedRequest,
+    RecordedRun,
+    chosen,
+    read_run,
+    run_titles,
+    stage_seconds,
+)
 from verl_lite.errors import printable
 
 EVERY_S = 2.0
@@ -75,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _follow(run: Run, console: Terminal) -> None:
+def _follow(run: RecordedRun, console: Terminal) -> None:
     """Redraws the overview until the run ends. Ctrl-C ends this command, not the run."""
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         live.update(overview(run, console.width), refresh=True)
@@ -85,7 +93,7 @@ def _follow(run: Run, console: Terminal) -> None:
             live.update(overview(run, console.width), refresh=True)
 
 
-def overview(run: Run, width: int) -> RenderableType:
+def overview(run: RecordedRun, width: int) -> RenderableType:
     """Returns the overview of a run, laid out for a terminal that is `width` characters wide."""
     parts: list[RenderableType] = [_heading(run)]
     validated_steps = [step for step, metrics in run.steps.items() if validation_means(metrics)]
@@ -98,7 +106,7 @@ def overview(run: Run, width: int) -> RenderableType:
     return Group(*with_space_below, findings_table(findings_of(run)))
 
 
-def _heading(run: Run) -> Text:
+def _heading(run: RecordedRun) -> Text:
     style = _STATE_STYLES.get(run.state, "bold yellow")
     total_steps_text = "" if run.total_steps is None else f" of {run.total_steps}"
     # the clock of another machine may be ahead
@@ -108,7 +116,7 @@ def _heading(run: Run) -> Text:
     return Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", facts)
 
 
-def _curves(run: Run, width: int) -> Table:
+def _curves(run: RecordedRun, width: int) -> Table:
     """Returns the curves of the metrics that have a chart on the report page, with their first and last values."""
     table = _table("Curves")
     series = run.series()
@@ -121,7 +129,7 @@ def _curves(run: Run, width: int) -> Table:
     return table
 
 
-def _stage_times(run: Run) -> Table:
+def _stage_times(run: RecordedRun) -> Table:
     """Returns the mean time of each stage of a step and its share, the longest first."""
     table = _table("Time")
     _, bars = stage_seconds(run.steps, 1)
@@ -157,7 +165,7 @@ def _table(title: str) -> Table:
     return Table(box=None, padding=(0, 1), title=title, show_header=False, title_justify="left", title_style="bold")
 
 
-def _answer_panel(answer: Answer) -> Panel:
+def _answer_panel(answer: RecordedAnswer) -> Panel:
     if answer.score is not None:
         score = number(answer.score)
     elif answer.timed_out:
@@ -185,7 +193,7 @@ def _answer_panel(answer: Answer) -> Panel:
     return Panel(Group(*contents), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
 
 
-def _request_tree(answer: Answer, score: str) -> Tree:
+def _request_tree(answer: RecordedAnswer, score: str) -> Tree:
     """Returns the first requests of an episode as a tree, with the beginnings of their messages."""
     tree = Tree(Text(f"{answer.total_requests:,} requests, reward {score}", style="bold"))
     requests = answer.requests[:_MOST_REQUESTS]
@@ -201,7 +209,7 @@ def _request_tree(answer: Answer, score: str) -> Tree:
     return tree
 
 
-def _request_label(request: Request) -> Text:
+def _request_label(request: RecordedRequest) -> Text:
     # escaped here, because rich would measure the lines of the tree before Terminal escapes them
     start = f"#{request.number} {request.start}".strip()
     label = Text.assemble((start, "bold"), f" {printable(request.facts)}")

@@ -17,7 +17,7 @@ from verl_lite.errors import printable
 
 if TYPE_CHECKING:
     from trainer.sweeps.study import Study, Trial
-    from trainer.sweeps.study_spec import Options
+    from trainer.sweeps.study_spec import StudyOptions
 
 _MOST_ROWS = 20
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     return int(any(trial.state == "failed" for trial in study.trials))
 
 
-def asked_study(options: Options) -> Study:
+def asked_study(options: StudyOptions) -> Study:
     """Returns the study of the command line: a new study, or the existing study with the search of this command."""
     from trainer.sweeps.study import DESCRIPTION, Study
     from trainer.sweeps.study_spec import Search, read_files

@@ -28,7 +28,7 @@ from trainer.observe.health_checks import (
     validation_gain,
     waiting,
 )
-from trainer.observe.run_data import Run
+from trainer.observe.run_data import RecordedRun
 
 Options = Mapping[str, str]
 MEMORY = ("host_rss", "max_memory_allocated", "max_memory_reserved")
@@ -109,7 +109,7 @@ def judge(series: Series, options: Options | None = None) -> list[Finding]:
     return sorted(findings, key=lambda finding: GRADES.index(finding.grade))
 
 
-def findings_of(run: Run) -> list[Finding]:
+def findings_of(run: RecordedRun) -> list[Finding]:
     """Returns the findings of `judge`, preceded by the error that ended the run, from its crash dump.
 
     A crash dump is ignored if the run continued afterwards.
@@ -127,7 +127,7 @@ def findings_of(run: Run) -> list[Finding]:
     return findings if error is None else [error, *findings]
 
 
-def _error_of(run: Run) -> Finding | None:
+def _error_of(run: RecordedRun) -> Finding | None:
     """Returns the error that ended the run, or None if it is running or has continued since its last crash dump."""
     logs = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
     # a second of tolerance: the last metrics can be written while the dump is

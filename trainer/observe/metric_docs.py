@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]+)\}")
 
 
 @dataclass(frozen=True)
-class Metric:
+class DocumentedMetric:
     """A line of the table: one metric, or several whose names differ in one part.
 
     In a name, {a,b} matches either word, {N} and {K} match a whole number, {data_source} and {tag} match any text, and
@@ -66,7 +66,7 @@ def _pattern_of(name: str) -> str:
 
 
 @cache
-def metrics() -> tuple[Metric, ...]:
+def metrics() -> tuple[DocumentedMetric, ...]:
     """Returns all lines of the table in order."""
     table = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
@@ -74,16 +74,16 @@ def metrics() -> tuple[Metric, ...]:
         if match is not None:
             name, formula, unit, healthy = match.groups()
             # in a table of Markdown, a bar in a cell has a backslash
-            table.append(Metric(name, formula.replace(r"\|", "|"), unit, healthy))
+            table.append(DocumentedMetric(name, formula.replace(r"\|", "|"), unit, healthy))
     return tuple(table)
 
 
 @cache
-def find(name: str) -> Metric | None:
+def find(name: str) -> DocumentedMetric | None:
     """Returns the line that describes a logged name, or None. A line without placeholders takes precedence over
     patterns, and a longer pattern over a shorter one."""
 
-    def order(metric: Metric) -> tuple[bool, int]:
+    def order(metric: DocumentedMetric) -> tuple[bool, int]:
         has_placeholder = _PLACEHOLDER.search(metric.name) is not None
         return has_placeholder, -len(metric.name)
 

@@ -1,8 +1,8 @@
 """The data of the report page as json values of bounded size: charts, findings, configurations and samples.
 
-Input are `Run`s, and for a sweep its study. Charts are traces and layouts of plotly, in which a line names its run and
-metric instead of containing the numbers. Curves of long runs are thinned out, samples are selected evenly over the
-steps, and long texts are cut. The page shows `notes` about what was left out.
+Input are `RecordedRun`s, and for a sweep its study. Charts are traces and layouts of plotly, in which a line names its
+run and metric instead of containing the numbers. Curves of long runs are thinned out, samples are selected evenly over
+the steps, and long texts are cut. The page shows `notes` about what was left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from trainer.observe.console import format_seconds
 from trainer.observe.final_report import ValidationMean, all_validation_means
 from trainer.observe.health import MEMORY, findings_of
 from trainer.observe.metric_docs import find
-from trainer.observe.run_data import Answer, Group, Messages, Run, groups, run_titles, stage_seconds
+from trainer.observe.run_data import (
+    Messages,
+    RecordedAnswer,
+    RecordedGroup,
+    RecordedRun,
+    groups,
+    run_titles,
+    stage_seconds,
+)
 from verl_lite.json_types import JsonObject
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
@@ -121,7 +129,7 @@ Json = JsonObject
 """Data of the page, of a chart or of a part of it, as its script reads them."""
 
 
-def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int = SAMPLE_BYTES) -> Json:
+def page_data(runs: Sequence[RecordedRun], study: Json | None = None, sample_bytes: int = SAMPLE_BYTES) -> Json:
     """Returns all data of the page.
 
     Args:
@@ -163,12 +171,12 @@ def page_data(runs: Sequence[Run], study: Json | None = None, sample_bytes: int 
         "charts": _charts(runs, run_entries, panels),
         "compared": _compared_metrics(metric_names, panels),
         "prompts": [[[role, compact(text)] for role, text in prompt] for prompt in prompt_numbers],
-        "fields": ["run", *(field.name for field in fields(Answer))],
+        "fields": ["run", *(field.name for field in fields(RecordedAnswer))],
         "samples": sample_rows,
     }
 
 
-def _notes_on_samples(run: Run, answers: int, total_answers: int, images: int, total_images: int) -> list[str]:
+def _notes_on_samples(run: RecordedRun, answers: int, total_answers: int, images: int, total_images: int) -> list[str]:
     """Returns what the page leaves out of the samples. answers, images: numbers of those on the page."""
     notes = []
     if answers < total_answers:
@@ -191,7 +199,7 @@ def _docs(metric_names: Sequence[str]) -> dict[str, Json]:
     return docs
 
 
-def _charts(runs: Sequence[Run], run_entries: Sequence[Json], panels: Sequence[PanelSpec]) -> list[Json]:
+def _charts(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panels: Sequence[PanelSpec]) -> list[Json]:
     """Returns all charts of the page: the first panel, validation, the other panels, and the time of each run's stages.
 
     A panel whose metrics were 0 in all steps is left out, because a feature that is off logs zeros.
@@ -217,7 +225,7 @@ def _compared_metrics(names: Sequence[str], panels: Sequence[PanelSpec]) -> list
     return [name for name in names if name.startswith("val-core/") or name in charted]
 
 
-def _run(run: Run, title: str, notes: list[str]) -> Json:
+def _run(run: RecordedRun, title: str, notes: list[str]) -> Json:
     """Returns the page's entry of a run. notes: what the page leaves out of the samples."""
     steps = list(run.steps)
     stride = math.ceil(len(steps) / MAX_POINTS)
@@ -269,7 +277,7 @@ def chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout:
     return {"title": title, "unit": unit, "traces": traces, "wide": wide, "layout": layout or {}}
 
 
-def _panel_chart(runs: Sequence[Run], run_entries: Sequence[Json], panel: PanelSpec) -> Json:
+def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel: PanelSpec) -> Json:
     """Returns the chart of a panel. Colors distinguish the metrics of a single run, or else the runs."""
     traces: list[Json] = []
     for run_number, entry in enumerate(run_entries):
@@ -302,7 +310,7 @@ def _panel_chart(runs: Sequence[Run], run_entries: Sequence[Json], panel: PanelS
     )
 
 
-def _time_chart(run: Run, title: str) -> Json:
+def _time_chart(run: RecordedRun, title: str) -> Json:
     """Returns stacked bars of the seconds of each stage. title: title of the run."""
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
@@ -314,7 +322,7 @@ def _time_chart(run: Run, title: str) -> Json:
     return chart(f"Time of a step by stage, {title}", "seconds", bars, wide=True, layout=layout)
 
 
-def _validation_charts(runs: Sequence[Run]) -> list[Json]:
+def _validation_charts(runs: Sequence[RecordedRun]) -> list[Json]:
     """Returns the charts of validation metrics with 95% intervals.
 
     For a single run, there is one chart per metric with one line per data source. For several runs, there is one chart
@@ -347,7 +355,9 @@ def _validation_charts(runs: Sequence[Run]) -> list[Json]:
     return [chart(title, "with 95% interval", traces, len(traces) > 2) for title, traces in traces_by_title.items()]
 
 
-def _validation_means_by_line(runs: Sequence[Run]) -> dict[tuple[str, bool], dict[int, dict[str, ValidationMean]]]:
+def _validation_means_by_line(
+    runs: Sequence[RecordedRun],
+) -> dict[tuple[str, bool], dict[int, dict[str, ValidationMean]]]:
     """Returns validation means by (data source, greedy), number of the run, and variable.
 
     Their values are of no use here; they name the metrics.
@@ -364,7 +374,7 @@ def _validation_means_by_line(runs: Sequence[Run]) -> dict[tuple[str, bool], dic
     return means_by_line
 
 
-def _validation_trace(run: Run, mean: ValidationMean, name: str, color: str) -> Json:
+def _validation_trace(run: RecordedRun, mean: ValidationMean, name: str, color: str) -> Json:
     """Returns the line of a validation mean over the steps of a run. It is dashed for greedy samples."""
     validated = {step: metrics for step, metrics in run.steps.items() if mean.metric in metrics}
     values = [metrics[mean.metric] for metrics in validated.values()]
@@ -450,7 +460,7 @@ def without_folders(value: object, folders: Sequence[str] = ()) -> object:
     return value
 
 
-def known_folders(runs: Sequence[Run]) -> list[str]:
+def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the folders of the runs, of the user and of all absolute paths in their options, longest first."""
     folders = {str(Path.home())}
     for run in runs:
@@ -462,7 +472,7 @@ def known_folders(runs: Sequence[Run]) -> list[str]:
     return sorted(folders - {"/"}, key=len, reverse=True)
 
 
-def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[Answer]]:
+def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[RecordedAnswer]]:
     """Selects the samples of a run for the page, evenly over the steps.
 
     Args:
@@ -478,7 +488,7 @@ def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[
     total = sum(len(group.uids) for group in all_groups)
     # each step that is read has room for 2 rows, the best and the worst
     stride = max(1, math.ceil(len(all_groups) / max(1, most_rows // 2)))
-    answers: list[Answer] = []
+    answers: list[RecordedAnswer] = []
     # room that a step does not use is left to the next steps, because a tree may need more than that of a step
     tree_room = 0
     for group in all_groups[::stride]:
@@ -499,13 +509,13 @@ def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[
     return total, answers
 
 
-def _size_on_page(answer: Answer) -> int:
+def _size_on_page(answer: RecordedAnswer) -> int:
     """Estimates the bytes of an answer on the page, without its tree. All other fields together count as 120."""
     _, last_message = answer.prompt[-1]
     return 120 + sum(len(text[:MAX_TEXT].encode()) for text in (answer.output, last_message))
 
 
-def _rows_by_interest(group: Group) -> list[int]:
+def _rows_by_interest(group: RecordedGroup) -> list[int]:
     """Returns all rows of a group: the best, the worst and a failed sample, then the others by prompt."""
     scored_rows: list[tuple[float, int]] = []
     failed_rows: list[int] = []
@@ -523,7 +533,7 @@ def _rows_by_interest(group: Group) -> list[int]:
     return list(dict.fromkeys([*ranked_rows[-1:], *ranked_rows[:1], *failed_rows[:1], *rows_by_prompt]))
 
 
-def _images(run_dir: Path, answers: Sequence[Answer], room: int) -> tuple[dict[str, str], int]:
+def _images(run_dir: Path, answers: Sequence[RecordedAnswer], room: int) -> tuple[dict[str, str], int]:
     """Returns the data URIs of images by path, and the number of all images of the answers. Images of the most answers
     come first, until they fill `room` bytes."""
     counts: Counter[str] = Counter()

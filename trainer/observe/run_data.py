@@ -59,7 +59,7 @@ class ConfigValue:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The contents of a run folder.
 
     Attributes:
@@ -114,7 +114,7 @@ class Run:
         return sum(times)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Reads a run folder.
 
     Raises:
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> Run:
     if total_steps_option is not None and total_steps_option.value.isdigit():
         total_steps = int(total_steps_option.value)
 
-    return Run(
+    return RecordedRun(
         folder=folder,
         steps=steps,
         config=config,
@@ -176,7 +176,7 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     return options, notes
 
 
-def run_titles(runs: Sequence[Run]) -> list[str]:
+def run_titles(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns a title for each run: its folder name, with as many parent folders as needed to distinguish the runs.
 
     Folders of a sweep's runs are named after their seeds, so their titles always include the number of the trial.
@@ -250,7 +250,7 @@ def _is_held(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Request:
+class RecordedRequest:
     """One request of an episode's program, for display.
 
     Attributes:
@@ -271,7 +271,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecordedAnswer:
     """One answer for display.
 
     Attributes:
@@ -297,13 +297,13 @@ class Answer:
     finish_reason: str
     policy_version: int
     timed_out: bool
-    requests: tuple[Request, ...] = ()
+    requests: tuple[RecordedRequest, ...] = ()
     total_requests: int = 0
     images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Group:
+class RecordedGroup:
     """The samples of one step and kind. uids, scores: values of each row; a score is None if the reward failed."""
 
     file: Path
@@ -312,7 +312,7 @@ class Group:
     uids: list[str]
     scores: list[float | None]
 
-    def read(self, rows: Sequence[int]) -> list[Answer]:
+    def read(self, rows: Sequence[int]) -> list[RecordedAnswer]:
         """Reads the answers in these rows; returns none if the run has deleted the file in the meantime."""
         table = _table(self.file)
         if table is None:
@@ -323,7 +323,7 @@ class Group:
         return [_answer(row, self.kind, self.step, run_dir) for row in selected.to_pylist()]
 
 
-def groups(run_dir: Path) -> Iterator[Group]:
+def groups(run_dir: Path) -> Iterator[RecordedGroup]:
     """Yields all groups of samples of a run in the order of steps, training before validation."""
     files = []
     for kind in (TRAIN, VAL):
@@ -335,10 +335,12 @@ def groups(run_dir: Path) -> Iterator[Group]:
         if table is None:
             continue
         suffix = file.stem.partition("-")[2]  # `greedy`, or empty
-        yield Group(file, f"{kind} {suffix}".strip(), step, table["uid"].to_pylist(), table["score"].to_pylist())
+        yield RecordedGroup(
+            file, f"{kind} {suffix}".strip(), step, table["uid"].to_pylist(), table["score"].to_pylist()
+        )
 
 
-def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer], int]:
+def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[RecordedAnswer], int]:
     """Returns up to `count` answers, and the number of all answers that match.
 
     Args:
@@ -347,7 +349,7 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer
         text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
         count: Maximum number of answers.
     """
-    matches: list[tuple[float, int, int, Group]] = []
+    matches: list[tuple[float, int, int, RecordedGroup]] = []
     for group in groups(folder):
         for row in _matching_rows(group, text.lower()):
             score = group.scores[row]
@@ -362,13 +364,13 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Answer
 
     # a group has no order, and the sort keeps the order of groups with the same step
     matches.sort(key=lambda match: match[:3])
-    answers: list[Answer] = []
+    answers: list[RecordedAnswer] = []
     for *_, row, group in matches[:count]:
         answers += group.read([row])
     return answers, len(matches)
 
 
-def _matching_rows(group: Group, word: str) -> Sequence[int]:
+def _matching_rows(group: RecordedGroup, word: str) -> Sequence[int]:
     """Returns the rows whose texts contain a word in lower case. Without a word, the file is not read."""
     all_rows = range(len(group.uids))
     if not word:
@@ -389,7 +391,7 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
         return None  # the run has deleted the file in the meantime, or the file is damaged
 
 
-def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> Answer:
+def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAnswer:
     """Returns a row of a samples file as an answer for display."""
     messages = tuple((message["role"], message["content"]) for message in row["prompt"])
     parts = {}
@@ -405,7 +407,7 @@ def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> Answer:
         if (run_dir / path).is_file() and not (run_dir / path).is_symlink():
             images.append(path)
 
-    return Answer(
+    return RecordedAnswer(
         kind=kind,
         step=step,
         uid=row["uid"],
@@ -425,7 +427,7 @@ def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> Answer:
     )
 
 
-def request_tree(text: str | None) -> tuple[tuple[Request, ...], int]:
+def request_tree(text: str | None) -> tuple[tuple[RecordedRequest, ...], int]:
     """Reads the requests of an episode for display.
 
     If several requests continue a request, each begins a branch one level deeper. Values of a wrong type count as
@@ -454,7 +456,7 @@ def request_tree(text: str | None) -> tuple[tuple[Request, ...], int]:
     most_characters = MAX_TREE // max(20, message_count)
 
     # depth first, without recursion, because a conversation can be longer than Python's stack
-    requests: list[Request] = []
+    requests: list[RecordedRequest] = []
     waiting = [(number, 0, "new conversation") for number in reversed(children.get(None, []))]
     while waiting:
         number, depth, start = waiting.pop()
@@ -470,11 +472,11 @@ def request_tree(text: str | None) -> tuple[tuple[Request, ...], int]:
     return tuple(requests), len(values)
 
 
-def _request(number: int, depth: int, start: str, entry: Mapping[str, object], most_characters: int) -> Request:
+def _request(number: int, depth: int, start: str, entry: Mapping[str, object], most_characters: int) -> RecordedRequest:
     """Returns a request for display.
 
     Args:
-        number, depth, start: See `Request`.
+        number, depth, start: See `RecordedRequest`.
         entry: The request in the samples file.
         most_characters: Maximum number of characters of each message.
     """
@@ -494,7 +496,7 @@ def _request(number: int, depth: int, start: str, entry: Mapping[str, object], m
     for role, content in texts:
         short_texts.append((as_text(role or "")[:40], shortened(as_text(content or ""), most_characters)))
 
-    return Request(
+    return RecordedRequest(
         number=number,
         depth=depth,
         start=start,

@@ -23,7 +23,7 @@ from verl_lite.config import PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.json_types import JsonValue
 from verl_lite.protocol import DataProto
-from verl_lite.rewards.judge import Endpoint, RemoteRewardError
+from verl_lite.rewards.judge import JudgeServer, RemoteRewardError
 
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 32
@@ -77,7 +77,7 @@ class TeacherServer:
         self.stop_requested: Callable[[], bool] = lambda: False
         url = f"{str(teacher.url).rstrip('/')}/completions"
         option = f"distillation.teachers.{teacher.name}.api_key_env"
-        self.endpoint = Endpoint(url, max_retries=MAX_RETRIES, api_key_env=teacher.api_key_env, option=option)
+        self.endpoint = JudgeServer(url, max_retries=MAX_RETRIES, api_key_env=teacher.api_key_env, option=option)
         self._texts: dict[int, str] = {}  # text of each token that was sent
         self._timeouts_in_a_row = 0
         self._last_reply_at = 0.0

@@ -36,7 +36,7 @@ DESCRIPTION, _LOG = "study.json", "log.jsonl"
 
 
 @dataclass
-class Run:
+class TrialRun:
     """A run of a trial.
 
     Args:
@@ -77,7 +77,7 @@ class Trial:
     number: int
     parameters: dict[str, Value]
     folder: Path
-    runs: list[Run]
+    runs: list[TrialRun]
     means: dict[int, float] = field(default_factory=dict)
     is_pruned: bool = False
 
@@ -189,14 +189,14 @@ class Study:
         to end."""
         self._log({"trial": trial.number, "step": step, "mean": mean, "prune": prune})
 
-    def end(self, trial: Trial, run: Run, state: str, **details: object) -> None:
+    def end(self, trial: Trial, run: TrialRun, state: str, **details: object) -> None:
         """Records the end of a run. After a failure the other runs of the trial are asked to end.
 
         Args:
             trial: the trial of the run.
             run: the run.
             state: done | failed | stopped.
-            details: value, error, seconds and steps of the run, as far as they are known; see `Run`.
+            details: value, error, seconds and steps of the run, as far as they are known; see `TrialRun`.
         """
         self._log({"trial": trial.number, "seed": run.seed, "state": state} | details)
 
@@ -242,7 +242,7 @@ class Study:
         for seed in seeds:
             name = "run" if seed is None else f"seed-{seed}"
             words = [*COMMAND, *self.spec.command(parameters, seed)]
-            runs.append(Run(seed, folder / name, words))
+            runs.append(TrialRun(seed, folder / name, words))
         return Trial(number, parameters, folder, runs)
 
     def finished(self) -> list[Trial]:

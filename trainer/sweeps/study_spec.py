@@ -131,7 +131,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Options:
+class StudyOptions:
     """The options of a sweep's command.
 
     Args:
@@ -152,7 +152,7 @@ class Options:
     retries: int = 3
 
 
-def read_options(argv: Sequence[str]) -> Options:
+def read_options(argv: Sequence[str]) -> StudyOptions:
     """Parses a command line. Raises UserError."""
     parser = _parser()
     line = parser.parse_intermixed_args(list(argv))
@@ -171,7 +171,7 @@ def read_options(argv: Sequence[str]) -> Options:
     if spec is not None or line.search is not None:
         kind, trials = line.search or ("grid", None)
         search = Search(kind, trials, _read_pruner(line.pruner))
-    return Options(spec, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
+    return StudyOptions(spec, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
 
 
 def _usual_name(spec: StudySpec | None) -> str:

@@ -30,8 +30,8 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
 from trainer.cli import stopping_on_signal
-from trainer.sweeps.study import Run, Study, Trial
-from trainer.sweeps.study_spec import STOP, Options, Value
+from trainer.sweeps.study import Study, Trial, TrialRun
+from trainer.sweeps.study_spec import STOP, StudyOptions, Value
 from trainer.sweeps.sweep_checks import planned, problem
 from trainer.sweeps.trial_process import Order, clean, train
 from verl_lite.config.run import RayInitConfig
@@ -66,7 +66,7 @@ class Place:
 
 
 @contextmanager
-def places(options: Options, device: str, tell: Tell) -> Iterator[Place]:
+def places(options: StudyOptions, device: str, tell: Tell) -> Iterator[Place]:
     """Context manager that starts Ray on the free devices of this machine, or joins the given cluster.
 
     Raises UserError if no device is free, the address does not answer, or no machine is large enough for a run.
@@ -153,7 +153,7 @@ class Sweep(Searcher):
         for trial in study.trials:
             for step, mean in trial.means.items():
                 self._is_stopped(trial, step, mean)
-        self._running: dict[str, tuple[Trial, Run]] = {}
+        self._running: dict[str, tuple[Trial, TrialRun]] = {}
         self._announced: set[str] = set()
         self.problem: UserError | None = None
 
@@ -169,7 +169,7 @@ class Sweep(Searcher):
         run.state = "running"
         return {"order": self._order(trial, run)}
 
-    def _order(self, trial: Trial, run: Run) -> Order:
+    def _order(self, trial: Trial, run: TrialRun) -> Order:
         name = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
         words = [f"trainer.default_local_dir={run.folder}", "trainer.resume_mode=auto"]
         if self._place.gpus is not None:
@@ -186,7 +186,7 @@ class Sweep(Searcher):
             umask=current_umask(),
         )
 
-    def _next_started(self) -> tuple[Trial, Run] | None:
+    def _next_started(self) -> tuple[Trial, TrialRun] | None:
         """Returns a run of a started trial that is neither done nor running, or None."""
         running = [id(run) for _, run in self._running.values()]
         for trial in self._study.trials:
@@ -197,7 +197,7 @@ class Sweep(Searcher):
                     return trial, run
         return None
 
-    def _next_new(self) -> tuple[Trial, Run] | None:
+    def _next_new(self) -> tuple[Trial, TrialRun] | None:
         """Begins the next trial that the command accepts, and returns its first run; None if no trial is left."""
         while self._queue or self._draws:
             if self._queue:
@@ -294,7 +294,7 @@ class Sweep(Searcher):
         self._tell(_summary(trial, run, state, self._study.spec.metric))
         self._study.write_csv()
 
-    def _missing_value(self, trial: Trial, run: Run, names: Sequence[str]) -> str:
+    def _missing_value(self, trial: Trial, run: TrialRun, names: Sequence[str]) -> str:
         """Returns why a run has no value to compare. Stops the sweep if no run has logged the metric so far."""
         metric = self._study.spec.metric
         if run.values:
@@ -321,7 +321,7 @@ def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandSche
     )
 
 
-def _summary(trial: Trial, run: Run, state: str, metric: str) -> str:
+def _summary(trial: Trial, run: TrialRun, state: str, metric: str) -> str:
     """Returns a line about the end of a run."""
     line = f"{_name(trial, run)} {state}"
     if run.value is not None:
@@ -370,7 +370,7 @@ def draw(study: Study) -> dict[str, Value]:
     return dict(results.ask(space).params)
 
 
-def _name(trial: Trial, run: Run) -> str:
+def _name(trial: Trial, run: TrialRun) -> str:
     if run.seed is None:
         return f"trial {trial.number}"
     return f"trial {trial.number} seed {run.seed}"
@@ -396,7 +396,7 @@ class Faults(FIFOScheduler):
         self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
 
 
-def run_study(study: Study, place: Place, options: Options, tell: Tell) -> None:
+def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> None:
     """Runs the remaining trials of a study. No process of a run is left when the function returns or raises.
 
     Raises UserError if no run logs the metric, and KeyboardInterrupt if the sweep was asked to stop.

@@ -29,7 +29,7 @@ MetaInfo = dict[str, Any]
 """Data about a whole batch, by name. Any: users keep values of every type in it, as in verl."""
 
 
-class Column(NamedTuple):
+class WireColumn(NamedTuple):
     """The encoding of one tensor: a slice of another column, the whole tensor, or the entries inside a span.
 
     Attributes:
@@ -103,7 +103,7 @@ class Packed:
     """
 
     rows: int
-    columns: list[Column]
+    columns: list[WireColumn]
     sections: list[Section]
     arrays: list[np.ndarray]
     objects: dict[str, Rows]
@@ -164,7 +164,7 @@ class Packed:
             tensors[column.name] = torch.from_numpy(bits[column.name]).view(dtype)
         return tensors
 
-    def _unpack_column(self, column: Column, indices: dict[int, np.ndarray]) -> np.ndarray:
+    def _unpack_column(self, column: WireColumn, indices: dict[int, np.ndarray]) -> np.ndarray:
         """Returns the bits of a column. indices: `_indices` by span, which the call adds to."""
         if column.span < 0:
             # arrays from Ray's object store are read-only
@@ -245,18 +245,18 @@ class _Packer:
             if name.endswith("mask") and self._is_matrix(name):
                 self._add_span(_span_of(self.bits[name]), self.bits[name].shape[1])
 
-    def encode(self, name: str) -> Column:
+    def encode(self, name: str) -> WireColumn:
         """Chooses the encoding of a column and adds its sections."""
         bits = self.bits[name]
         dtype = self.tensors[name].dtype
-        column = Column(name, str(dtype).removeprefix("torch."), tuple(bits.shape[1:]))
+        column = WireColumn(name, str(dtype).removeprefix("torch."), tuple(bits.shape[1:]))
         if self._is_matrix(name):
             encoded = self._encode_matrix(column, bits, dtype)
             if encoded is not None:
                 return encoded
         return column._replace(values=self._add(bits))
 
-    def _encode_matrix(self, column: Column, bits: np.ndarray, dtype: torch.dtype) -> Column | None:
+    def _encode_matrix(self, column: WireColumn, bits: np.ndarray, dtype: torch.dtype) -> WireColumn | None:
         """Encodes a column (rows, width) as a slice or with a span; returns None if neither saves space."""
         width = bits.shape[1]
         low = self._first_in_input_ids(column.name, bits, dtype)
@@ -315,7 +315,7 @@ class _Packer:
         self.spans[number] = width
         return number
 
-    def _fit(self, column: Column, bits: np.ndarray) -> Column | None:
+    def _fit(self, column: WireColumn, bits: np.ndarray) -> WireColumn | None:
         """Encodes the column with its span; returns None if entries outside the span are not one value and zeros."""
         span = self.arrays[column.span]
         if column.span not in self.indices:
@@ -336,7 +336,7 @@ class _Packer:
             inside = inside.astype(_smallest_int(lowest, highest))
         return with_fill._replace(values=self._add(inside, column.span))
 
-    def _fit_outside(self, column: Column, bits: np.ndarray, inside: np.ndarray) -> Column | None:
+    def _fit_outside(self, column: WireColumn, bits: np.ndarray, inside: np.ndarray) -> WireColumn | None:
         """Encodes the entries outside the span; returns None if they are not one value and zeros."""
         num_nonzero = np.count_nonzero(bits) - np.count_nonzero(inside)
         if num_nonzero == 0:

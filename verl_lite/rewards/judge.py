@@ -1,7 +1,7 @@
 """A reward that asks a language model to judge, with one request per response to an OpenAI-compatible chat endpoint.
 
 A reply that cannot be parsed fails the sample, with the reply in the error; it never scores 0. Rewards over HTTP
-(`reward.remote`) use the same `Endpoint`.
+(`reward.remote`) use the same `JudgeServer`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ async def compute_score(
         lowest, highest: ratings that map to the scores 0 and 1.
         temperature, max_tokens: entries of the request, omitted if None.
         request: further entries of the request, such as {top_p: 0.9}.
-        max_retries: as in `Endpoint`.
+        max_retries: as in `JudgeServer`.
 
     Returns:
         score (0 to 1); judgement (the reply); rating (the judge's number); with yes_no also acc, the same as score.
@@ -211,7 +211,7 @@ def read_verdict(reply: str, verdict: str, lowest: float, highest: float, answer
         raise ValueError(f"The judge's verdict cannot be read as {verdict}, because {error}: {end!r}") from error
 
 
-class Endpoint:
+class JudgeServer:
     """Posts JSON to `url` over connections that stay open, with one client per event loop.
 
     Failed connections and the statuses 408, 409, 429 and 5xx are retried up to `max_retries` times, after 0.5, 1,
@@ -299,8 +299,8 @@ def _json_integer(digits: str) -> int | float:
 
 
 @functools.cache
-def _endpoint(url: str, api_key_env: str | None, max_retries: int) -> Endpoint:
-    return Endpoint(url, max_retries=max_retries, api_key_env=api_key_env, option="judge.api_key_env")
+def _endpoint(url: str, api_key_env: str | None, max_retries: int) -> JudgeServer:
+    return JudgeServer(url, max_retries=max_retries, api_key_env=api_key_env, option="judge.api_key_env")
 
 
 def _content(answer: JsonValue) -> str:

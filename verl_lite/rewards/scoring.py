@@ -22,7 +22,7 @@ from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
 from verl_lite.json_types import ChatMessage, JsonMapping, JsonValue, KeywordArguments
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
-from verl_lite.rewards.judge import Endpoint
+from verl_lite.rewards.judge import JudgeServer
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
 from verl_lite.rewards.results import RewardItem, RewardResult, number_of, read_score
 
@@ -476,7 +476,7 @@ def _require_signature(function: RewardFunction, part: RewardPart) -> None:
 def _remote(config: RewardConfig) -> RewardFunction:
     """Returns a reward function that posts each sample as JSON to the server and returns the server's reply."""
     remote = config.remote
-    endpoint = Endpoint(
+    endpoint = JudgeServer(
         str(remote.url),
         max_retries=remote.max_retries,
         api_key_env=remote.api_key_env,

@@ -32,7 +32,7 @@ class EndOfTest(BaseException):
     """Ends a test that can no longer pass. A test's `except Exception` or `assertRaises` does not catch it."""
 
 
-class Answer:
+class UntrustedCode:
     """A proxy for the tested code, which rebuilds the messages of its untrusted process field by field.
 
     Attributes:
@@ -216,7 +216,7 @@ class Answer:
 class _ObjectProxy:
     """A proxy for an object of the tested code. It supports only methods and attributes."""
 
-    def __init__(self, answer: Answer, number: int) -> None:
+    def __init__(self, answer: UntrustedCode, number: int) -> None:
         self._answer = answer
         self._number = number
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from verl_lite.json_types import JsonObject
-from verl_lite.sandbox.answer import CHANGEABLE, Answer, Namespace, is_name
+from verl_lite.sandbox.answer import CHANGEABLE, Namespace, UntrustedCode, is_name
 from verl_lite.sandbox.values import ERROR_CHARACTERS, as_line, decode, encode, read_line, send
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
     _allow_long_integers()
     with open(task, "rb") as file:
         message = read_line(file)
-    tested = Answer(answer)
+    tested = UntrustedCode(answer)
 
     # before the code is waited for: invalid tests are an error of the data, whatever the code does
     texts = [message["setup"], *message["tests"]]
@@ -357,7 +357,7 @@ class _Result(unittest.TestResult):
         tests: number of tests of all snippets, without the skipped tests.
     """
 
-    def __init__(self, reply: int, tested: Answer, tests: int, stop_early: bool) -> None:
+    def __init__(self, reply: int, tested: UntrustedCode, tests: int, stop_early: bool) -> None:
         super().__init__()
         self._reply = reply
         self._tested = tested
@@ -486,7 +486,7 @@ def _running_coroutines(test: Callable[..., object]) -> Callable[..., None]:
     return run
 
 
-def _error_of(tested: Answer, work: Callable[[*Arguments], object], *args: *Arguments) -> str:
+def _error_of(tested: UntrustedCode, work: Callable[[*Arguments], object], *args: *Arguments) -> str:
     """Runs `work` and returns the reason of its failure, "" if it succeeds."""
     tested.begin_test()
     try:

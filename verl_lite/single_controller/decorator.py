@@ -64,7 +64,7 @@ class Mesh:
         return sorted(ranks, key=lambda rank: self.dp_rank[rank])
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The properties of a worker group that dispatch functions use."""
 
     @property
@@ -105,8 +105,8 @@ class DispatchMode:
     """
 
     name: str
-    dispatch: Callable[[Group, WorkerArguments], Dispatched]
-    combine: Callable[[Group, list[object], Dispatched], object]
+    dispatch: Callable[[RankGroup, WorkerArguments], Dispatched]
+    combine: Callable[[RankGroup, list[object], Dispatched], object]
     splits: bool = False
     rank_zero: bool = False
 
@@ -167,12 +167,12 @@ def _entry(rank: int, value: object) -> object:
     return value
 
 
-def _one_to_all(group: Group, arguments: WorkerArguments) -> Dispatched:
+def _one_to_all(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
     calls = _calls_of_ranks(group.world_size, arguments, _entry)
     return Dispatched(calls, list(range(group.world_size)))
 
 
-def _lists(group: Group, arguments: WorkerArguments) -> Dispatched:
+def _lists(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
     return _one_to_all(group, arguments.map(_as_per_rank))
 
 
@@ -211,20 +211,20 @@ def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
     return Dispatched(calls, mesh.collecting, rows, padding, marked)
 
 
-def _split_flat(group: Group, arguments: WorkerArguments) -> Dispatched:
+def _split_flat(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
     size = group.world_size
     return _split(Mesh(size, tuple(range(size)), (True,) * size), arguments)
 
 
-def _as_list(group: Group, results: list[object], dispatched: Dispatched) -> list[object]:
+def _as_list(group: RankGroup, results: list[object], dispatched: Dispatched) -> list[object]:
     return [unpacked(result) for result in results]
 
 
-def _single(group: Group, results: list[object], dispatched: Dispatched) -> object:
+def _single(group: RankGroup, results: list[object], dispatched: Dispatched) -> object:
     return unpacked(results[0])
 
 
-def _concat(group: Group, results: list[object], dispatched: Dispatched) -> DataProto:
+def _concat(group: RankGroup, results: list[object], dispatched: Dispatched) -> DataProto:
     """Concatenates the parts and removes the padding rows of the dispatch."""
     parts = [result for result in results if isinstance(result, wire.Packed)]
     if len(parts) < len(results):
@@ -276,7 +276,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, concat: bool = True) -
     results of the collecting ranks are concatenated in the order of their parts; concat=False returns them as a list.
     """
 
-    def dispatch(group: Group, arguments: WorkerArguments) -> Dispatched:
+    def dispatch(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
         # looked up at each call, because the workers register the mesh after this decorator has run
         return _split(group.mesh(mesh_name), arguments)
 
@@ -305,7 +305,7 @@ def register_dispatch_mode(name: str, dispatch_fn: UserDispatch, collect_fn: Use
 def _user_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) -> DispatchMode:
     """Adapts the two functions of a user, which know neither `WorkerArguments` nor packed batches."""
 
-    def dispatch(group: Group, arguments: WorkerArguments) -> Dispatched:
+    def dispatch(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
         calls = dispatch_fn(group, *arguments.positional, **arguments.keywords)
         if len(calls) != group.world_size:
             raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
@@ -313,7 +313,7 @@ def _user_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) ->
         # the user's collect_fn gets the results of all ranks and chooses itself, as in verl
         return Dispatched(calls_of_ranks, list(range(group.world_size)))
 
-    def combine(group: Group, results: list[object], dispatched: Dispatched) -> object:
+    def combine(group: RankGroup, results: list[object], dispatched: Dispatched) -> object:
         return collect_fn(group, _as_list(group, results, dispatched))
 
     return DispatchMode(name, dispatch, combine)

@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer.observe.scripted import SAMPLE
 from tests.unlogged_metrics import unlogged
-from trainer.observe.metric_docs import PAGE, Metric, find, metrics
+from trainer.observe.metric_docs import PAGE, DocumentedMetric, find, metrics
 from trainer.validation.metrics import validation_metrics
 from verl_lite.config.rollout_correction import REJECTION_OPTIONS, RolloutCorrectionConfig
 from verl_lite.rollout_correction import correct_rollout
@@ -47,7 +47,7 @@ def test_names_are_found() -> None:
     }
     assert {name: metric.name for name in known if (metric := find(name))} == known
     assert find("val-core/gsm8k/acc/mean@x") is find("actor/unheard_of") is None
-    metric = Metric("a/{x,y,}/{entry}@{N}", "formula", "", "")
+    metric = DocumentedMetric("a/{x,y,}/{entry}@{N}", "formula", "", "")
     assert metric.names == ["a/x/{entry}@{N}", "a/y/{entry}@{N}", "a//{entry}@{N}"]
     assert metric.matches("a/x/b.c@12") and not any(map(metric.matches, ("a/x/b/c@12", "a/z/b@12", "a/x/b@N")))
     assert unlogged([replace(metric, name="a/{x,y}/{N}")], {"a/x/3", "b"}) == ["a/y/{N}"]

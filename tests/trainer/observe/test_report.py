@@ -23,7 +23,7 @@ from trainer import inspect, report
 from trainer.observe import page_data as page_data_module
 from trainer.observe import run_data
 from trainer.observe.page_data import MAX_POINTS, page_data
-from trainer.observe.run_data import Request, chosen, groups, read_config, read_run, request_tree, run_titles
+from trainer.observe.run_data import RecordedRequest, chosen, groups, read_config, read_run, request_tree, run_titles
 from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import load_config, save_config
 from verl_lite.errors import UserError
@@ -230,11 +230,11 @@ def test_images_of_prompts_are_shown_unless_their_names_leave_the_folder(
 # ------------------------------------------------------------------------------------------- requests of an episode
 
 
-def tree_of(requests: Any) -> tuple[Request, ...]:
+def tree_of(requests: Any) -> tuple[RecordedRequest, ...]:
     return request_tree(json.dumps(requests))[0]
 
 
-def places(requests: tuple[Request, ...]) -> list[tuple[int, int, str]]:
+def places(requests: tuple[RecordedRequest, ...]) -> list[tuple[int, int, str]]:
     return [(request.number, request.depth, request.start) for request in requests]
 
 

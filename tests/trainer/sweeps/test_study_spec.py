@@ -11,8 +11,8 @@ import pytest
 from tests.tiny_run import ROOT, TinyTask, good_row, write_rows
 from trainer.sweeps import sweep_checks
 from trainer.sweeps.study_spec import (
-    Options,
     Search,
+    StudyOptions,
     StudySpec,
     combinations,
     metric_by_step,
@@ -80,7 +80,7 @@ def test_a_star_in_a_metric_is_the_mean_of_all_that_fit() -> None:
 
 def test_a_study_alone_goes_on() -> None:
     options = read_options(["--study", "mine", "--slots", "2", "--ray-address", "h:1", "--retries", "0"])
-    assert options == Options(None, None, Path("runs/sweeps/mine").absolute(), 2, 1, "h:1", 0)
+    assert options == StudyOptions(None, None, Path("runs/sweeps/mine").absolute(), 2, 1, "h:1", 0)
 
 
 @pytest.mark.parametrize(

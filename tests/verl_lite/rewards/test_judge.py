@@ -13,7 +13,7 @@ from tests.reward_server import Answer, RewardServer, reward_server
 from verl_lite.config import RemoteRewardConfig, RewardConfig
 from verl_lite.errors import UserError
 from verl_lite.rewards import RewardItem, RewardResult, judge, limited_http, load_scorer
-from verl_lite.rewards.judge import Endpoint, compute_score, read_verdict
+from verl_lite.rewards.judge import JudgeServer, compute_score, read_verdict
 from workers.rewards.reward_pool import RewardPool
 
 PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -275,7 +275,7 @@ def test_connections_are_kept_and_end_with_their_event_loop() -> None:
         clients.append(client)
 
     with scripted(Answer(1.0)) as server:
-        endpoint = Endpoint(server.url, max_retries=0, api_key_env=None, option="")
+        endpoint = JudgeServer(server.url, max_retries=0, api_key_env=None, option="")
         for _ in range(2):
             asyncio.run(ask_twice(server))
     assert clients[0] is not clients[1] and all(client.is_closed() for client in clients) and not endpoint._clients

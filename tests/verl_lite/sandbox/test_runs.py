@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from verl_lite.sandbox import Limits, Outcome, Sandbox
-from verl_lite.sandbox.answer import Answer, EndOfTest
+from verl_lite.sandbox.answer import EndOfTest, UntrustedCode
 from verl_lite.sandbox.values import FORGED
 
 ADD = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
@@ -430,7 +430,7 @@ def test_replies_of_any_other_shape_end_the_tests(lines: bytes) -> None:
     """Also a test that catches everything fails, and so does every later one."""
     ours, theirs = socket.socketpair()
     theirs.sendall(lines + b"\n{%s}\n" % FIVE)
-    answer = Answer(ours.detach())
+    answer = UntrustedCode(ours.detach())
     names, unusable = answer.begin()
     if unusable is None:
         for _ in range(2):
