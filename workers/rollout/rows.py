@@ -112,7 +112,8 @@ def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> Non
         position = int(is_inside.int().argmin())
         raise ValueError(
             f"rollout engine: token {token_ids[position]} at position {position} of a response is not among its "
-            f"{SAMPLING_CANDIDATES} {candidates[position].tolist()[:8]}..., so its log-prob would be that of another set"
+            f"{SAMPLING_CANDIDATES} {candidates[position].tolist()[:8]}..., so its log-prob would be that of another "
+            "set"
         )
 
 
