@@ -49,9 +49,10 @@ time than sharding saves."""
 
 
 class CachedFiles:
-    """A folder in the cache that is built at its first use. `Made` and `Start` say what is in it.
+    """A folder in the cache that is built at its first use. The subclasses `Made` and `Start` define its content.
 
-    name: name of the recipe.
+    Attributes:
+        name: Name of the recipe, with which the name of the folder begins.
     """
 
     name: str
@@ -76,8 +77,9 @@ class CachedFiles:
 
     def prepare(self, config: PPOConfig | SFTConfig | RewardFlowConfig) -> None:
         """Builds the files if the run uses them. The user's own model and data are not changed."""
+        folder = self.folder
         used_paths = [config.model.path or "", *config.data.train_files, *config.data.val_files]
-        if any(Path(path).is_relative_to(self.folder) for path in used_paths):
+        if any(Path(path).is_relative_to(folder) for path in used_paths):
             self.make()
 
     def make(self) -> None:
@@ -105,8 +107,11 @@ class CachedFiles:
 class Made(CachedFiles):
     """Cached files that a function writes.
 
-    build: function that writes the files into a folder.
-    files: source files whose content determines the result; changing them, this file or `sizes` causes a new build.
+    Attributes:
+        name: Name of the recipe.
+        build: Writes the files into a folder.
+        files: Source files that determine the result. A change of them, of this file or of `sizes` causes a new build.
+        sizes: Constants that determine the result and are not in `files`.
     """
 
     name: str
@@ -129,11 +134,17 @@ class Start(CachedFiles):
 
     The warm start trains on demonstrations, because RL cannot improve a model that never gets a reward.
 
-    name: name of the recipe.
-    data: module whose `write_data(folder, seed)` writes test.parquet, train.parquet and demonstrations.parquet.
-    hidden, layers: size of the model. words: words that are one token each.
-    steps, rows, max_length, lr: steps of the warm start, conversations per step, maximum number of tokens of a
-        conversation, learning rate.
+    Attributes:
+        name: Name of the recipe.
+        data: Module whose `write_data(folder, seed)` writes test.parquet, train.parquet and demonstrations.parquet.
+        hidden: Width of the model.
+        steps: Optimizer steps of the warm start.
+        max_length: Maximum number of tokens of a demonstrated conversation.
+        lr: Learning rate of the warm start.
+        words: Words that are one token each.
+        rows: Conversations per step of the warm start.
+        layers: Number of layers of the model.
+        seed: Seed of the data and of the random model.
     """
 
     name: str
@@ -148,6 +159,7 @@ class Start(CachedFiles):
     seed: int = 1
 
     def origins(self) -> Iterator[bytes]:
+        # every option counts, so that a new option cannot be forgotten here; the module counts by its source text
         sizes = [getattr(self, field.name) for field in fields(self) if field.name != "data"]
         yield str(sizes).encode()
         yield Path(self.data.__file__ or "").read_bytes()
@@ -170,7 +182,8 @@ class Start(CachedFiles):
 
     def write_random_model(self, folder: Path) -> None:
         """Writes the model before its warm start, and its tokenizer, into `folder`."""
-        write_qwen2(folder, byte_tokenizer(self.words), self.seed, layers=self.layers, hidden=self.hidden)
+        tokenizer = byte_tokenizer(self.words)
+        write_qwen2(folder, tokenizer, self.seed, layers=self.layers, hidden=self.hidden)
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
@@ -203,6 +216,14 @@ def write_qwen2(
     """Writes a model folder in Hugging Face format: config, random fp32 weights, generation config and tokenizer.
 
     The same seed gives the same bytes.
+
+    Args:
+        folder: The model folder.
+        tokenizer: Tokenizer of the model, which determines the size of the vocabulary.
+        seed: Seed of the weights.
+        layers: Number of layers.
+        hidden: Width of the model, a multiple of HEAD_DIMENSIONS.
+        widening: Width of the MLP as a multiple of `hidden`.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -237,7 +258,13 @@ def write_qwen2(
 def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: int, lr: float) -> None:
     """Trains folder/random on folder/demonstrations.parquet and writes folder/model.
 
-    Takes `steps` optimizer steps on `rows` conversations each, of at most `max_length` tokens.
+    Args:
+        folder: Folder of the models and the demonstrations.
+        name: Name of the recipe in the printed lines.
+        steps: Number of optimizer steps.
+        rows: Conversations per step.
+        max_length: Maximum number of tokens of a conversation.
+        lr: Learning rate.
     """
     from trainer.supervised.sft import SFTJob
     from verl_lite.config import SFTConfig

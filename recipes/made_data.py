@@ -9,8 +9,9 @@ import string
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,9 +19,21 @@ import pyarrow.parquet as pq
 T = TypeVar("T")
 
 
+class GymEntry(TypedDict):
+    """The fields of a reasoning-gym entry that the recipes read."""
+
+    question: str
+    answer: str
+    metadata: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Question:
-    """One question with its answer. extra: entries of extra_info in addition to split and index."""
+    """One question with its answer.
+
+    Attributes:
+        extra: Entries of extra_info in addition to split and index.
+    """
 
     data_source: str
     ability: str
@@ -40,8 +53,9 @@ class Question:
 
     def answered(self, answer: str) -> dict[str, object]:
         """Returns the question with this answer as a row for supervised training."""
-        chat = [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": answer}]
-        return {"messages": chat}
+        user = {"role": "user", "content": self.prompt}
+        assistant = {"role": "assistant", "content": answer}
+        return {"messages": [user, assistant]}
 
 
 def write_files(
@@ -58,29 +72,69 @@ def write_files(
         pq.write_table(pa.Table.from_pylist(table), folder / f"{name}.parquet")
 
 
+def write_different_questions(
+    folder: Path,
+    questions: Iterator[Question],
+    demonstrate: Callable[[Question], dict[str, object]],
+    *,
+    test_rows: int,
+    train_rows: int,
+    demonstrations: int,
+) -> None:
+    """Draws different questions for the three files and writes them into `folder`.
+
+    Args:
+        folder: Folder of the files, see `write_files`.
+        questions: Questions in random order, in which a question may occur twice.
+        demonstrate: Returns the demonstration of a question as a row for supervised training.
+        test_rows: Number of test questions.
+        train_rows: Number of training questions.
+        demonstrations: Number of further questions that are demonstrated.
+    """
+    different = unique(questions, lambda question: question.prompt)
+    test = list(islice(different, test_rows))
+    train = list(islice(different, train_rows))
+
+    # All questions are drawn before the first demonstration: both use the same random numbers.
+    demonstrated = list(islice(different, demonstrations))
+    write_files(folder, test=test, train=train, taught=map(demonstrate, demonstrated))
+
+
+def careless_demonstration(question: Question, wrong_share: float, rng: random.Random) -> dict[str, object]:
+    """Returns the question with a `careless` copy of its answer as a row for supervised training."""
+    return question.answered(careless(question.answer, wrong_share, rng))
+
+
 def careless(answer: str, wrong_share: float, rng: random.Random) -> str:
-    """Replaces each digit and letter of the answer by a random digit or letter with probability `wrong_share`."""
-    return "".join(
-        rng.choice(string.digits if right.isdigit() else string.ascii_lowercase)
-        if right != "-" and rng.random() < wrong_share
-        else right
-        for right in answer
-    )
+    """Replaces each character of the answer except "-" with probability `wrong_share`.
+
+    A random digit replaces a digit, and a random lower-case letter replaces any other character.
+    """
+    characters = []
+    for right in answer:
+        if right == "-" or rng.random() >= wrong_share:
+            characters.append(right)
+            continue
+        alphabet = string.digits if right.isdigit() else string.ascii_lowercase
+        characters.append(rng.choice(alphabet))
+    return "".join(characters)
 
 
 def unique(things: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[T]:
     """Yields the things whose key did not occur before."""
     seen: set[Hashable] = set()
     for thing in things:
-        if key(thing) not in seen:
-            seen.add(key(thing))
+        identity = key(thing)
+        if identity not in seen:
+            seen.add(identity)
             yield thing
 
 
-def reasoning_gym_entries(task: str, **arguments: Any) -> Any:
-    """Creates the dataset of a reasoning-gym task. arguments: arguments of its generator."""
+def reasoning_gym_entries(task: str, **arguments: object) -> Iterable[GymEntry]:
+    """Creates the dataset of a reasoning-gym task. `arguments` go to the task's generator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
         from reasoning_gym import create_dataset  # imported here, because it takes seconds
 
-    return create_dataset(task, **arguments)
+    entries: Iterable[GymEntry] = create_dataset(task, **arguments)
+    return entries

@@ -10,7 +10,9 @@ from trainer.checkpoint.files import saved_steps
 def call(module: str, *words: str) -> None:
     """Runs `python -m module words`. Ends this program with the command's exit status if it fails or is interrupted."""
     print("python -m", module, *words, flush=True)
-    if status := subprocess.run([sys.executable, "-m", module, *words], check=False).returncode:
+    command = [sys.executable, "-m", module, *words]
+    status = subprocess.run(command, check=False).returncode
+    if status:
         raise SystemExit(status)
 
 

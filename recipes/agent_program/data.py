@@ -13,10 +13,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.made_data import Question, careless, unique, write_files
+from recipes.made_data import Question, careless, write_different_questions
 from verl_lite.envs.calculator import evaluate, written
 
-BEFORE, AFTER, TOOL = '{"name": "calculator", "arguments": {"expression": "', '"}}', "[calculator]"
+BEFORE = '{"name": "calculator", "arguments": {"expression": "'
+AFTER = '"}}'
+TOOL = "[calculator]"
 WORDS = ("<tool_call>", "</tool_call>", BEFORE, AFTER, TOOL)
 """Words with one token each."""
 
@@ -34,31 +36,45 @@ CHAT_TEMPLATE = (
 """Names the tools in front of the first message."""
 
 ERROR = "error"
-TERMS, MAX_NUMBER, WRONG_SHARE = (2, 4), 99, 0.12
+MIN_TERMS, MAX_TERMS = 2, 4
+MAX_NUMBER = 99
+WRONG_SHARE = 0.12
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 256, 8192, 12_000
 
 
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
-    drawn = unique(questions(rng), lambda question: question.prompt)
-    test, train, shown = ([next(drawn) for _ in range(n)] for n in (TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS))
-    write_files(folder, test=test, train=train, taught=(demonstration(question, rng) for question in shown))
+    write_different_questions(
+        folder,
+        questions(rng),
+        lambda question: demonstration(question, rng),
+        test_rows=TEST_ROWS,
+        train_rows=TRAIN_ROWS,
+        demonstrations=DEMONSTRATIONS,
+    )
 
 
 def questions(rng: random.Random) -> Iterator[Question]:
     """Yields expressions with their values."""
     while True:
         text = str(rng.randint(1, MAX_NUMBER))
-        for _ in range(rng.randint(*TERMS) - 1):
-            text += rng.choice("+-*") + str(rng.randint(1, MAX_NUMBER))
+        terms = rng.randint(MIN_TERMS, MAX_TERMS)
+        for _ in range(terms - 1):
+            text += rng.choice("+-*")
+            text += str(rng.randint(1, MAX_NUMBER))
         yield Question("verl_lite/calculator", "arithmetic", text, written(evaluate(text)))
 
 
 def demonstration(question: Question, rng: random.Random) -> dict[str, object]:
-    """Returns a conversation of a careless agent."""
-    copied = (careless(digit, WRONG_SHARE, rng) if digit.isdigit() else digit for digit in question.prompt)
-    expression = "".join(copied)
+    """Returns a conversation in which a careless agent miscopies digits of the question and of the result."""
+    expression = ""
+    for character in question.prompt:
+        if character.isdigit():
+            expression += careless(character, WRONG_SHARE, rng)
+        else:
+            expression += character  # `careless` would replace a sign by a letter
+
     try:
         result = written(evaluate(expression))
     except ValueError:  # a number begins with 0

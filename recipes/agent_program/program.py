@@ -17,30 +17,47 @@ MOST_TURNS = 4
 
 
 async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
-    """Answers the question of `row`. Returns the score 1 for the right number, and the number of tool calls."""
+    """Answers the question of `row`. Returns the score, which is 1 for the right number, and counts of tool calls.
+
+    Args:
+        base_url: Address of the episode's endpoint.
+        api_key: Key that identifies the episode at the endpoint.
+        row: A row of the data with `prompt` and `reward_model`.
+    """
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = list(row["prompt"])
-    calls = errors = 0
+    calls = 0
+    errors = 0
     for _ in range(MOST_TURNS):
         try:
             reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         except BadRequestError:  # the conversation is too long, which is a failure of the policy and scores 0
             return {"score": 0.0, "success": 0.0, "tool_calls": calls, "tool_errors": errors}
+
         answer = reply.choices[0].message
         messages.append(answer)
         if not answer.tool_calls:
             break
         for call in answer.tool_calls:
             result, worked = calculate(call.function.arguments)
-            calls, errors = calls + 1, errors + (not worked)
+            calls += 1
+            if not worked:
+                errors += 1
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
     is_right = number_in(answer.content or "") == number_in(row["reward_model"]["ground_truth"])
-    return {"score": float(is_right), "success": float(is_right), "tool_calls": calls, "tool_errors": errors}
+    score = float(is_right)
+    return {"score": score, "success": score, "tool_calls": calls, "tool_errors": errors}
 
 
 def calculate(arguments: str) -> tuple[str, bool]:
-    """Returns the result of the calculator or `ERROR`, and True if it worked."""
+    """Runs the calculator on the JSON arguments of a tool call.
+
+    Returns:
+        The result and True, or `ERROR` and False if the arguments contain no expression with a value.
+    """
     try:
-        return written(evaluate(str(json.loads(arguments)["expression"]))), True
+        expression = str(json.loads(arguments)["expression"])
+        return written(evaluate(expression)), True
     except (KeyError, ValueError, ArithmeticError):
         return ERROR, False

@@ -24,12 +24,15 @@ AGENT = Agent(name="accountant", tools=[calculator])
 
 
 async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
-    """Answers the question of `row`. Returns the score 1 for the right number, and the number of turns."""
+    """Answers the question of `row`. Returns the score, which is 1 for the right number, and the number of turns."""
     provider = OpenAIProvider(base_url=base_url, api_key=api_key)
+    run_config = RunConfig(model_provider=provider)
     question = row["prompt"][0]["content"]
     try:
-        result = await Runner.run(AGENT, question, max_turns=4, run_config=RunConfig(model_provider=provider))
+        result = await Runner.run(AGENT, question, max_turns=4, run_config=run_config)
     except (AgentsException, BadRequestError):  # too many turns, an unknown tool, or a conversation that is too long
         return {"score": 0.0, "success": 0.0}
+
     is_right = number_in(str(result.final_output)) == number_in(row["reward_model"]["ground_truth"])
-    return {"score": float(is_right), "success": float(is_right), "turns": float(len(result.raw_responses))}
+    turns = len(result.raw_responses)
+    return {"score": float(is_right), "success": float(is_right), "turns": float(turns)}

@@ -8,6 +8,7 @@ bytes.
 import random
 from collections import deque
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,9 @@ from verl_lite.envs.base import EnvTemplate
 from verl_lite.envs.grid import GridEnv
 
 _STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
+"""Rows down and columns to the right of each action."""
+
+Cell = tuple[int, int]
 
 Chat = list[dict[str, str]]
 Player = Callable[[], int]
@@ -42,13 +46,20 @@ def make_player(
 ) -> None:
     """Writes demonstrations.parquet, and the model after its warm start as model/, into `folder`.
 
-    name: name of the recipe. number: number of conversations. steps: optimizer steps of the warm start. length: maximum
-    number of tokens of a conversation.
+    Args:
+        folder: Folder of the files.
+        name: Name of the recipe.
+        templates: Environments in which the demonstrations are played.
+        player: Returns, for random numbers, a function from an environment to its player.
+        number: Number of conversations.
+        steps: Optimizer steps of the warm start.
+        length: Maximum number of tokens of a conversation.
     """
     from recipes.embedded import warm_start
 
     write_model(folder / "random", SEED)
-    rng, file = random.Random(SEED), folder / "demonstrations.parquet"
+    rng = random.Random(SEED)
+    file = folder / "demonstrations.parquet"
     write_demonstrations(file, templates, player(rng), rng, number=number, random_share=RANDOM_SHARE)
     warm_start(folder, name, steps=steps, rows=ROWS, max_length=length, lr=3e-3)
 
@@ -57,7 +68,8 @@ def write_model(folder: Path, seed: int, *, layers: int = LAYERS, hidden: int = 
     """Writes the model before its warm start, and its tokenizer, into `folder`. The same seed gives the same bytes."""
     from recipes.embedded import byte_tokenizer, write_qwen2
 
-    write_qwen2(folder, byte_tokenizer(WORDS), seed, layers=layers, hidden=hidden, widening=3)
+    tokenizer = byte_tokenizer(WORDS)
+    write_qwen2(folder, tokenizer, seed, layers=layers, hidden=hidden, widening=3)
 
 
 def write_demonstrations(
@@ -69,17 +81,27 @@ def write_demonstrations(
     number: int,
     random_share: float,
 ) -> None:
-    """Plays `number` conversations, alternating between the templates, and writes their `pieces` as parquet.
+    """Plays conversations, alternating between the templates, and writes their `pieces` as parquet.
 
-    player: returns the player of an environment. random_share: share of random moves (some are right by chance).
+    Args:
+        file: The parquet file.
+        templates: Environments by name.
+        player: Returns the player of an environment.
+        rng: Random numbers of the seeds, the random moves and the pieces.
+        number: Number of conversations.
+        random_share: Share of random moves (some are right by chance).
     """
     worlds = []
     for template in templates.values():
         env = template.make()
         assert isinstance(env, GridEnv)
         worlds.append((template, env, clumsy(env, player(env), rng, random_share)))
-    chats = (play(*worlds[place % len(worlds)], rng.randrange(2**31)) for place in range(number))
-    rows = [{"messages": piece} for chat in chats for piece in pieces(chat, rng)]
+
+    rows = []
+    for template, env, clumsy_player in islice(cycle(worlds), number):
+        chat = play(template, env, clumsy_player, rng.randrange(2**31))
+        for piece in pieces(chat, rng):
+            rows.append({"messages": piece})
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), file)
 
@@ -91,7 +113,8 @@ def pieces(chat: Chat, rng: random.Random) -> list[Chat]:
     to use the last grid.
     """
     turns = [chat[start : start + 2] for start in range(0, len(chat), 2)]
-    return [*turns, chat[-2 * rng.randint(2, 10) :]]
+    last_turns = rng.randint(2, 10)
+    return [*turns, chat[-2 * last_turns :]]
 
 
 def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:
@@ -99,7 +122,9 @@ def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float
     moves = sorted(env.names)
 
     def choose() -> int:
-        return rng.choice(moves) if rng.random() < random_share else player()
+        if rng.random() < random_share:
+            return rng.choice(moves)
+        return player()
 
     return choose
 
@@ -121,22 +146,43 @@ def play(template: EnvTemplate, env: GridEnv, player: Player, seed: int) -> Chat
 
 def lake_player(rng: random.Random) -> Callable[[GridEnv], Player]:
     """Returns a player who follows a random shortest path."""
-    return lambda env: lambda: rng.choice(best_moves(env.rows()))
+
+    def player(env: GridEnv) -> Player:
+        return lambda: rng.choice(best_moves(env.rows()))
+
+    return player
 
 
 def best_moves(rows: list[str]) -> list[int]:
     """Returns the first moves of all shortest paths from P to G, or every move if there is no path."""
-    cells = {(row, column): letter for row, line in enumerate(rows) for column, letter in enumerate(line)}
-    start = next(cell for cell, letter in cells.items() if letter == "P")
-    distance = {cell: 0 for cell, letter in cells.items() if letter == "G"}
-    waiting = deque(distance)
+    cells: dict[Cell, str] = {}
+    for row, line in enumerate(rows):
+        for column, letter in enumerate(line):
+            cells[row, column] = letter
+    [(start_row, start_column)] = [cell for cell, letter in cells.items() if letter == "P"]
+    distances = _distances_to_goal(cells)
+
+    lengths = {}
+    for action, (down, right) in _STEPS.items():
+        neighbor = (start_row + down, start_column + right)
+        if neighbor in distances:
+            lengths[action] = distances[neighbor]
+    if not lengths:
+        return list(_STEPS)
+    shortest = min(lengths.values())
+    return [action for action, length in lengths.items() if length == shortest]
+
+
+def _distances_to_goal(cells: dict[Cell, str]) -> dict[Cell, int]:
+    """Returns the number of moves to G from each cell that can reach it, by a breadth-first search from G."""
+    distances = {cell: 0 for cell, letter in cells.items() if letter == "G"}
+    waiting = deque(distances)
     while waiting:
-        row, column = cell = waiting.popleft()
+        cell = waiting.popleft()
+        row, column = cell
         for down, right in _STEPS.values():
-            before = (row - down, column - right)
-            if cells.get(before) in ("_", "P") and before not in distance:
-                distance[before] = distance[cell] + 1
-                waiting.append(before)
-    after = {action: distance.get((start[0] + down, start[1] + right)) for action, (down, right) in _STEPS.items()}
-    known = [length for length in after.values() if length is not None]
-    return [action for action, length in after.items() if length == min(known)] if known else list(_STEPS)
+            previous = (row - down, column - right)
+            if cells.get(previous) in ("_", "P") and previous not in distances:
+                distances[previous] = distances[cell] + 1
+                waiting.append(previous)
+    return distances

@@ -32,8 +32,11 @@ def build(folder: Path) -> None:
     from verl_lite.envs.base import env_templates
 
     templates = env_templates(CUSTOM_ENVS)
+    # `write_demonstrations` plays the entries in turn, so that three of four conversations have random maps
+    played = {"fixed": templates["lake_4x4"]}
+    for number in range(3):
+        played[f"random {number}"] = templates["lake_random"]
     length = PROMPT_TOKENS + CONVERSATION_TOKENS
-    played = {"fixed": templates["lake_4x4"]} | {f"random {place}": templates["lake_random"] for place in range(3)}
     make_player(folder, NAME, played, lake_player, number=3_000, steps=260, length=length)
 
 

@@ -59,8 +59,11 @@ def room_player(rng: random.Random) -> Callable[[GridEnv], Player]:
         assert isinstance(env, Sokoban)
 
         def choose() -> int:
-            actions = solution(replace(env.room, boxes=env.boxes, player=env.player))
-            return actions[0] if actions else rng.choice(sorted(DIRECTIONS))
+            room = replace(env.room, boxes=env.boxes, player=env.player)
+            actions = solution(room)
+            if not actions:
+                return rng.choice(sorted(DIRECTIONS))
+            return actions[0]
 
         return choose
 

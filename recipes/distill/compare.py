@@ -19,33 +19,57 @@ from trainer.tracking import read_metrics
 SEEDS = (1, 2, 3)
 T_95 = 4.303  # 97.5% quantile of Student's t with two degrees of freedom
 WITH_REWARDS = "distillation.distillation_loss.use_task_rewards=true"
+SUPERVISED = "supervised, teacher's answers"
 WAYS = {
     "RL": ["distillation.enabled=false", WITH_REWARDS],
-    "supervised, teacher's answers": None,
+    SUPERVISED: [],
     "distillation": [],
     "distillation and RL": [WITH_REWARDS],
 }
+"""The ways by name, with their options of `trainer.main_ppo`; SUPERVISED trains with `trainer.main_sft`."""
+
+SAMPLED = ("val-core/", "/reward/mean@1")
+GREEDY = ("val-aux/", "/greedy/reward/mean@1")
+"""Prefix and suffix of the metrics of a validation."""
 
 
 def train(folder: Path, way: str, seed: int) -> Path:
     """Trains one student unless it is finished. Returns the run folder, whose metrics contain a validation."""
     run = folder / f"{re.sub('[^a-zA-Z]+', '_', way)}-{seed}"
-    common = ["trainer.resume_mode=auto", f"trainer.seed={seed}", f"trainer.default_local_dir={run}"]
-    options = WAYS[way]
-    if options is None:
-        answers = folder / f"answers-{seed}.parquet"
-        sampling = ["do_sample=true", "temperature=1.0", f"n={ANSWERS}"]
-        prompts = [f"data.val_files={START.folder}/data/train.parquet", f"data.val_max_samples={STEPS * PROMPTS}"]
-        prompts += ["data.max_prompt_length=16", "data.max_response_length=10", f"trainer.seed={seed}"]
-        words = [f"rollout.val_kwargs.{option}" for option in sampling]
-        call("trainer.main_generate", str(TEACHER.folder / "model"), "--out", str(answers), *prompts, *words)
-        call("trainer.main_sft", *supervised(answers), *common[:2], f"trainer.default_local_dir={run}-sft")
-        common = [f"trainer.default_local_dir={run}", "trainer.val_only=true", f"trainer.seed={seed}"]
-        options = [f"model.path={run}-sft/hf", "distillation.enabled=false", WITH_REWARDS]
-    is_done = (run / "metrics.jsonl").exists() if WAYS[way] is None else is_finished(run, STEPS)
-    if not is_done:
-        call("trainer.main_ppo", "recipe=distill", *options, *common)
+    common = [f"trainer.seed={seed}", f"trainer.default_local_dir={run}"]
+    if way == SUPERVISED:
+        model = train_supervised(folder, run, seed)
+        # a validation alone writes no checkpoint, so that its metrics tell whether it is finished
+        if not (run / "metrics.jsonl").exists():
+            options = [f"model.path={model}", "distillation.enabled=false", WITH_REWARDS, "trainer.val_only=true"]
+            call("trainer.main_ppo", "recipe=distill", *options, *common)
+    elif not is_finished(run, STEPS):
+        call("trainer.main_ppo", "recipe=distill", *WAYS[way], "trainer.resume_mode=auto", *common)
     return run
+
+
+def train_supervised(folder: Path, run: Path, seed: int) -> Path:
+    """Samples answers of the teacher and trains a student on them. Returns the model folder of the student.
+
+    Both commands continue or skip what is finished.
+    """
+    answers = folder / f"answers-{seed}.parquet"
+    sampling = [
+        f"data.val_files={START.folder}/data/train.parquet",
+        f"data.val_max_samples={STEPS * PROMPTS}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=10",
+        f"trainer.seed={seed}",
+        "rollout.val_kwargs.do_sample=true",
+        "rollout.val_kwargs.temperature=1.0",
+        f"rollout.val_kwargs.n={ANSWERS}",
+    ]
+    call("trainer.main_generate", str(TEACHER.folder / "model"), "--out", str(answers), *sampling)
+
+    trained = Path(f"{run}-sft")
+    common = ["trainer.resume_mode=auto", f"trainer.seed={seed}", f"trainer.default_local_dir={trained}"]
+    call("trainer.main_sft", *supervised(answers), *common)
+    return trained / "hf"
 
 
 def supervised(answers: Path) -> list[str]:
@@ -65,19 +89,30 @@ def supervised(answers: Path) -> list[str]:
     ]
 
 
-def accuracy(run: Path, kind: str = "val-core/", suffix: str = "/reward/mean@1") -> list[tuple[int, float]]:
-    """Returns steps and means over the three tasks of the validations of a run."""
-    found = []
+def accuracy(run: Path, metric: tuple[str, str] = SAMPLED) -> list[tuple[int, float]]:
+    """Returns the step of each validation of a run and the mean over the three tasks. metric: SAMPLED or GREEDY."""
+    prefix, suffix = metric
+    means = []
     for step, metrics in read_metrics(run / "metrics.jsonl").items():
-        values = [value for name, value in metrics.items() if name.startswith(kind) and name.endswith(suffix)]
+        values = [value for name, value in metrics.items() if name.startswith(prefix) and name.endswith(suffix)]
         if values:
-            found.append((step, float(np.mean(values))))
-    return found
+            means.append((step, float(np.mean(values))))
+    return means
+
+
+def last_accuracies(runs: list[Path], metric: tuple[str, str]) -> list[float]:
+    """Returns the result of the last validation of each run."""
+    results = []
+    for run in runs:
+        _, result = accuracy(run, metric)[-1]
+        results.append(result)
+    return results
 
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Returns the mean over seeds and half the width of its 95% interval."""
-    return float(np.mean(values)), T_95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    deviation = float(np.std(values, ddof=1))
+    return float(np.mean(values)), T_95 * deviation / math.sqrt(len(values))
 
 
 def main(folder: Path) -> None:
@@ -87,19 +122,31 @@ def main(folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = {way: [train(folder, way, seed) for seed in SEEDS] for way in WAYS}
+    runs = {}
+    for way in WAYS:
+        runs[way] = [train(folder, way, seed) for seed in SEEDS]
+
     figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
     print(f"\n| after {STEPS} steps of {PROMPTS * ANSWERS} answers | sampled | greedy |\n|---|---|---|")
     for way, folders in runs.items():
-        last = {"sampled": [accuracy(run)[-1][1] for run in folders]}
-        greedy = "/greedy/reward/mean@1"
-        last["greedy"] = [accuracy(run, "val-aux/", greedy)[-1][1] for run in folders]
-        cells = (f"{mean:.3f} ± {width:.3f}" for mean, width in map(interval, last.values()))
+        cells = []
+        for metric in (SAMPLED, GREEDY):
+            mean, width = interval(last_accuracies(folders, metric))
+            cells.append(f"{mean:.3f} ± {width:.3f}")
         print(f"| {way} | {' | '.join(cells)} |")
-        curves = np.array([[value for _, value in accuracy(run)] for run in folders])  # (seeds, validations)
-        steps = [step for step, _ in accuracy(folders[0])] if curves.shape[1] > 1 else [STEPS]
-        means, widths = np.array([interval(list(column)) for column in curves.T]).T
+
+        steps = []
+        means = []
+        widths = []
+        for validations in zip(*map(accuracy, folders), strict=True):
+            mean, width = interval([result for _, result in validations])
+            steps.append(validations[0][0])
+            means.append(mean)
+            widths.append(width)
+        if way == SUPERVISED:
+            steps = [STEPS]  # its only validation is logged at step 0, and comes after as many steps as the others have
         panel.errorbar(steps, means, widths, marker="o", capsize=3, label=way)
+
     panel.set(xlabel="step", ylabel="accuracy on 512 held-out questions, sampled", ylim=(0.25, 1))
     panel.legend()
     panel.set_title("Student of 1.1M parameters, teacher of 3.2M; mean and 95% interval of three seeds", fontsize=10)

@@ -40,6 +40,6 @@ def overrides() -> dict[str, object]:
 def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own models and data are not changed."""
     quickstart.prepare(config)
-    paths = [str(teacher.path) for teacher in config.distillation.named_teachers()]
-    if any(Path(path).is_relative_to(TEACHER.folder) for path in paths):
-        TEACHER.make()
+    for teacher in config.distillation.named_teachers():
+        if Path(str(teacher.path)).is_relative_to(TEACHER.folder):
+            TEACHER.make()

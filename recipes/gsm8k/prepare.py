@@ -27,17 +27,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", "--to", type=Path, required=True, help="folder for the parquet files")
     options = parser.parse_args(argv)
     for split in ("train", "test"):
-        rows = []
-        for table in load_split(options.source, split):
-            for index, row in enumerate(table.rows(range(len(table)), table.columns)):
-                where = f"--from: {split} row {index} of {table.path}"
-                if not isinstance(row.get("question"), str) or not isinstance(row.get("answer"), str):
-                    raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
-                rows.append(as_question(row["question"], row["answer"], where).row(split, index))
+        rows = rows_of(load_split(options.source, split), split)
+        file = options.out / f"{split}.parquet"
         options.out.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), options.out / f"{split}.parquet")
-        print(f"wrote {options.out / split}.parquet: {len(rows)} questions")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        print(f"wrote {file}: {len(rows)} questions")
     return 0
+
+
+def rows_of(tables: list[RowTable], split: str) -> list[dict[str, object]]:
+    """Converts GSM8K's rows to verl's row schema. Raises UserError for a row in another format."""
+    rows = []
+    for table in tables:
+        for index, row in enumerate(table.rows(range(len(table)), table.columns)):
+            where = f"--from: {split} row {index} of {table.path}"
+            question = row.get("question")
+            answer = row.get("answer")
+            if not isinstance(question, str) or not isinstance(answer, str):
+                raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
+            rows.append(as_question(question, answer, where).row(split, index))
+    return rows
 
 
 def load_split(source: str, split: str) -> list[RowTable]:
@@ -47,10 +56,14 @@ def load_split(source: str, split: str) -> list[RowTable]:
         return open_place(f"{source}:main@{split}", "--from", split)
     if (folder / "dataset_dict.json").is_file():
         return open_place(f"{source}@{split}", "--from", split)
-    files = [file for file in folder.rglob(f"*{split}*") if file.suffix in SUFFIXES and "socratic" not in str(file)]
+
+    files = []
+    for file in sorted(folder.rglob(f"*{split}*")):
+        if file.suffix in SUFFIXES and "socratic" not in str(file):
+            files.append(file)
     if not files:
         raise UserError(f"--from {source}: no file with {split!r} in its name that ends in {', '.join(SUFFIXES)}")
-    return [read_data_file(str(file), "--from") for file in sorted(files)]
+    return [read_data_file(str(file), "--from") for file in files]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ The demonstrations contain three kinds of errors, each with its own probability:
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,16 +26,21 @@ INSTRUCTION = ' Let\'s think step by step and output the final answer after "###
 NAMES = ("Tom", "Ana", "Sam", "Eva", "Ben", "Lia", "Max", "Zoe")
 THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "shells", "stamps")
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 4096, 8192
-MISCALCULATED, WRONG_SIGN, FORGOTTEN_MARK = 0.15, 0.08, 0.1
+MISCALCULATED = 0.15
+WRONG_SIGN = 0.08
+FORGOTTEN_MARK = 0.1
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A template of problems. text: question with placeholders. steps: (sign, name of number), applied to `a` in order.
+    """A template of problems.
 
-    numbers: lower and upper limits of the numbers a, b, c.
+    Attributes:
+        text: Question with the placeholders N (name), T (thing) and a, b, c (numbers).
+        steps: Sign and name of the second number of each step. The first step begins with `a`.
+        numbers: Lower and upper limit of each number.
     """
 
     text: str
@@ -70,7 +75,13 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with its numbers. start: value of `a`. steps: (sign, number) of each step."""
+    """A problem with its numbers.
+
+    Attributes:
+        question: Text of the problem.
+        start: Number with which the first step begins.
+        steps: Sign and second number of each step.
+    """
 
     question: str
     start: int
@@ -81,24 +92,40 @@ def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
     problems = unique(draw(rng), lambda problem: problem.question)
-    test, train = (
-        [as_question(problem.question, solution(problem), f"problem {index}") for index, problem in enumerate(taken)]
-        for taken in (list(islice(problems, number)) for number in (TEST_ROWS, TRAIN_ROWS))
-    )
-    taught = [
-        Question(DATA_SOURCE, "math", problem.question + INSTRUCTION, "").answered(solution(problem, rng))
-        for problem in islice(problems, DEMONSTRATIONS)
-    ]
+    test = _right_questions(islice(problems, TEST_ROWS))
+    train = _right_questions(islice(problems, TRAIN_ROWS))
+
+    taught = []
+    for problem in islice(problems, DEMONSTRATIONS):
+        question = Question(DATA_SOURCE, "math", problem.question + INSTRUCTION, "")
+        taught.append(question.answered(solution(problem, rng)))
     write_files(folder, test=test, train=train, taught=taught)
 
 
+def _right_questions(problems: Iterable[Problem]) -> list[Question]:
+    questions = []
+    for index, problem in enumerate(problems):
+        questions.append(as_question(problem.question, solution(problem), f"problem {index}"))
+    return questions
+
+
 def as_question(question: str, answer: str, where: str) -> Question:
-    """Adds the instruction on the answer's format. Raises UserError for an answer without a line `#### N`."""
-    found = re.findall(r"#### *(-?\$?-?[0-9.,]+)", answer)
-    if not found:
+    """Adds the instruction on the answer's format.
+
+    Args:
+        question: Text of the problem.
+        answer: Solution whose last line is `#### N`.
+        where: Description of the row for the error message.
+
+    Raises:
+        UserError: The answer has no number after ####.
+    """
+    numbers = re.findall(r"#### *(-?\$?-?[0-9.,]+)", answer)
+    if not numbers:
         raise UserError(f"{where}: the answer {answer[-80:]!r} has no number after ####, which is the ground truth")
-    truth = found[-1].replace(",", "").replace("$", "").rstrip(".")
-    return Question(DATA_SOURCE, "math", question + INSTRUCTION, truth, {"question": question, "answer": answer})
+    truth = numbers[-1].replace(",", "").replace("$", "").rstrip(".")
+    extra = {"question": question, "answer": answer}
+    return Question(DATA_SOURCE, "math", question + INSTRUCTION, truth, extra)
 
 
 def draw(rng: random.Random) -> Iterator[Problem]:
@@ -106,13 +133,17 @@ def draw(rng: random.Random) -> Iterator[Problem]:
     while True:
         kind = rng.choice(KINDS)
         numbers = {name: rng.randint(*limits) for name, limits in kind.numbers.items()}
-        question = kind.text.format(N=rng.choice(NAMES), T=rng.choice(THINGS), **numbers)
-        yield Problem(question, numbers["a"], tuple((sign, numbers[name]) for sign, name in kind.steps))
+        person = rng.choice(NAMES)
+        thing = rng.choice(THINGS)
+        question = kind.text.format(N=person, T=thing, **numbers)
+        steps = tuple((sign, numbers[name]) for sign, name in kind.steps)
+        yield Problem(question, numbers["a"], steps)
 
 
 def solution(problem: Problem, careless: random.Random | None = None) -> str:
     """Returns one line per step, then `#### N`. `careless` adds random errors, which later steps build on."""
-    lines, value = [], problem.start
+    lines = []
+    value = problem.start
     for sign, number in problem.steps:
         if careless is not None and careless.random() < WRONG_SIGN:
             sign = careless.choice("+-*")
@@ -121,5 +152,9 @@ def solution(problem: Problem, careless: random.Random | None = None) -> str:
             result = max(0, result + careless.choice((-10, -2, -1, 1, 2, 10)))
         lines.append(f"{value}{sign}{number}={result}")
         value = result
-    is_marked = careless is None or careless.random() >= FORGOTTEN_MARK
-    return "\n".join([*lines, f"{'#### ' if is_marked else ''}{value}"])
+
+    if careless is not None and careless.random() < FORGOTTEN_MARK:
+        lines.append(str(value))
+    else:
+        lines.append(f"#### {value}")
+    return "\n".join(lines)

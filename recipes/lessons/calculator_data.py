@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.agent_program.data import MAX_NUMBER, demonstration
-from recipes.made_data import Question, unique, write_files
+from recipes.made_data import Question, write_different_questions
 from verl_lite.envs.calculator import evaluate, written
 
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 128, 1024, 6000
@@ -18,16 +18,21 @@ TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 128, 1024, 6000
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
-    different = unique(questions(rng), lambda question: question.prompt)
-    test = [next(different) for _ in range(TEST_ROWS)]
-    train = [next(different) for _ in range(TRAIN_ROWS)]
-    demonstrated = [next(different) for _ in range(DEMONSTRATIONS)]
-    write_files(folder, test=test, train=train, taught=(demonstration(question, rng) for question in demonstrated))
+    write_different_questions(
+        folder,
+        questions(rng),
+        lambda question: demonstration(question, rng),
+        test_rows=TEST_ROWS,
+        train_rows=TRAIN_ROWS,
+        demonstrations=DEMONSTRATIONS,
+    )
 
 
 def questions(rng: random.Random) -> Iterator[Question]:
     """Yields sums, differences and products of two numbers."""
     while True:
-        left, right = rng.randint(1, MAX_NUMBER), rng.randint(1, MAX_NUMBER)
-        text = f"{left}{rng.choice('+-*')}{right}"
+        left = rng.randint(1, MAX_NUMBER)
+        right = rng.randint(1, MAX_NUMBER)
+        sign = rng.choice("+-*")
+        text = f"{left}{sign}{right}"
         yield Question("verl_lite/calculator", "arithmetic", text, written(evaluate(text)))

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from recipes.made_data import careless, unique, write_files
+from recipes.made_data import careless_demonstration, write_different_questions
 from recipes.quickstart.data import sort_questions
 
 TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 128, 1024, 8192
@@ -14,9 +14,11 @@ WRONG_SHARE = 0.12
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
-    different = unique(sort_questions(rng), lambda question: question.prompt)
-    test = [next(different) for _ in range(TEST_ROWS)]
-    train = [next(different) for _ in range(TRAIN_ROWS)]
-    demonstrated = [next(different) for _ in range(DEMONSTRATIONS)]
-    taught = (question.answered(careless(question.answer, WRONG_SHARE, rng)) for question in demonstrated)
-    write_files(folder, test=test, train=train, taught=taught)
+    write_different_questions(
+        folder,
+        sort_questions(rng),
+        lambda question: careless_demonstration(question, WRONG_SHARE, rng),
+        test_rows=TEST_ROWS,
+        train_rows=TRAIN_ROWS,
+        demonstrations=DEMONSTRATIONS,
+    )

@@ -83,7 +83,8 @@ class PlainEngine:
 
     def submit(self, request: Request) -> None:
         limit = check_request(request, self.max_model_len, self.queue, self.version)
-        self.queue[request.request_id] = Running(request, limit, *request.sampled.lists())
+        token_ids, log_probs, versions = request.sampled.lists()
+        self.queue[request.request_id] = Running(request, limit, token_ids, log_probs, versions)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -99,49 +100,55 @@ class PlainEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        running = list(self.queue.values())[: self.max_num_seqs]
-        if not running:
+        running_requests = list(self.queue.values())[: self.max_num_seqs]
+        if not running_requests:
             return []
-        self._sample_tokens(running)
+        self._sample_tokens(running_requests)
 
         completions = []
-        for each in running:
-            if reason := self._finish_reason(each):
-                request_id = each.request.request_id
-                del self.queue[request_id]
-                completions.append(Completion(request_id, each.token_ids, each.log_probs, reason, each.versions))
+        for running in running_requests:
+            reason = self._finish_reason(running)
+            if reason is None:
+                continue
+            request_id = running.request.request_id
+            del self.queue[request_id]
+            completions.append(Completion(request_id, running.token_ids, running.log_probs, reason, running.versions))
         return completions
 
-    def _sample_tokens(self, running: list[Running]) -> None:
+    def _sample_tokens(self, running_requests: list[Running]) -> None:
         """Appends one token to each response."""
         assert self.version is not None  # `submit` has refused requests without weights
-        sequences = [torch.tensor([*each.request.prompt_ids, *each.token_ids]) for each in running]
+        sequences = []
+        for running in running_requests:
+            sequences.append(torch.tensor([*running.request.prompt_ids, *running.token_ids]))
         input_ids = pad_sequence(sequences, batch_first=True).to(self.device)  # (B, L), padded on the right
         last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)  # (B,)
+
         # attention is causal, so that no token sees the padding behind it
         all_logits = self.model(input_ids, use_cache=False).logits  # (B, L, V)
-        logits = all_logits[torch.arange(len(running), device=self.device), last]  # (B, V)
+        rows = torch.arange(len(sequences), device=self.device)
+        logits = all_logits[rows, last]  # (B, V)
 
-        sampling = [each.request.sampling for each in running]
+        options = [running.request.sampling for running in running_requests]
         truncation = Truncation(
-            top_k=torch.tensor([each.top_k for each in sampling], device=self.device),
-            top_p=torch.tensor([each.top_p for each in sampling], device=self.device),
-            min_p=torch.tensor([each.min_p for each in sampling], device=self.device),
+            top_k=torch.tensor([option.top_k for option in options], device=self.device),
+            top_p=torch.tensor([option.top_p for option in options], device=self.device),
+            min_p=torch.tensor([option.min_p for option in options], device=self.device),
         )
         # A draw depends only on the seed and the position in the sequence, so that batches and interruptions do not
         # change it. The position counts the prompt, too: the turns of an episode have one seed, and must not repeat
         # their random numbers.
         tokens, log_probs, _ = sample(
             logits,
-            temperature=torch.tensor([each.temperature for each in sampling], device=self.device),
-            seeds=torch.tensor([each.seed for each in sampling], device=self.device),
+            temperature=torch.tensor([option.temperature for option in options], device=self.device),
+            seeds=torch.tensor([option.seed for option in options], device=self.device),
             positions=last,
             truncation=truncation,
         )
-        for each, token, log_prob in zip(running, tokens.tolist(), log_probs.tolist(), strict=True):
-            each.token_ids.append(token)
-            each.log_probs.append(log_prob)
-            each.versions.append(self.version)
+        for running, token, log_prob in zip(running_requests, tokens.tolist(), log_probs.tolist(), strict=True):
+            running.token_ids.append(token)
+            running.log_probs.append(log_prob)
+            running.versions.append(self.version)
 
     def _finish_reason(self, running: Running) -> FinishReason | None:
         sampling = running.request.sampling

@@ -10,9 +10,10 @@ The same seed gives the same bytes.
 import json
 import random
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
-from recipes.made_data import Question, careless, reasoning_gym_entries, unique, write_files
+from recipes.made_data import Question, careless_demonstration, reasoning_gym_entries, unique, write_files
 
 MIN_SORT_DIGITS, MAX_SORT_DIGITS = 4, 6
 ADD_DIGITS = 3
@@ -29,46 +30,74 @@ TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
 
 
 def write_data(folder: Path, seed: int, wrong_share: float = WRONG_SHARE) -> None:
-    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`. wrong_share: share of wrong
-    characters in the demonstrations."""
+    """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`.
+
+    Args:
+        folder: Folder of the files.
+        seed: Seed of all random numbers.
+        wrong_share: Share of wrong characters in the demonstrations.
+    """
     rng = random.Random(seed)
-    generators = (sort_questions, add_questions, word_questions)
-    sources = [unique(generate(rng), lambda question: question.prompt) for generate in generators]
-    test, train = (draw(sources, number, rng, EQUAL_PARTS) for number in (TEST_ROWS, TRAIN_ROWS))
-    shown = draw(sources, DEMONSTRATIONS, rng, DEMONSTRATED_PARTS)
-    taught = (question.answered(careless(question.answer, wrong_share, rng)) for question in shown)
+    sources = []
+    for generate in (sort_questions, add_questions, word_questions):
+        sources.append(unique(generate(rng), lambda question: question.prompt))
+
+    # The three files share one iterator per task, so that no question is in two of them.
+    test = draw(sources, TEST_ROWS, rng, EQUAL_PARTS)
+    train = draw(sources, TRAIN_ROWS, rng, EQUAL_PARTS)
+    demonstrated = draw(sources, DEMONSTRATIONS, rng, DEMONSTRATED_PARTS)
+
+    taught = [careless_demonstration(question, wrong_share, rng) for question in demonstrated]
     write_files(folder, test=test, train=train, taught=taught)
 
 
 def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
     """Draws `number` new questions from the sources in the proportions `parts`, and shuffles them."""
-    turns = [source for source, part in zip(sources, parts, strict=True) for _ in range(part)]
-    questions = [next(turns[place % len(turns)]) for place in range(number)]
+    turns = []
+    for source, part in zip(sources, parts, strict=True):
+        turns += [source] * part
+
+    questions = [next(source) for source in islice(cycle(turns), number)]
     rng.shuffle(questions)
     return questions
 
 
 def _question(source: str, ability: str, prompt: str, answer: str, entry: str = "") -> Question:
-    """Builds a question. entry: JSON of reasoning-gym's entry, for its scorer; empty for other sources."""
-    return Question(source, ability, prompt, answer, {"entry": entry, "full_marks_only": True})
+    """Builds a question.
+
+    Args:
+        source: The data_source, which selects the scorer.
+        ability: Kind of the question.
+        prompt: Text of the question.
+        answer: The right answer.
+        entry: JSON of reasoning-gym's entry, which its scorer reads; empty for other sources.
+    """
+    extra = {"entry": entry, "full_marks_only": True}
+    return Question(source, ability, prompt, answer, extra)
 
 
 def sort_questions(rng: random.Random) -> Iterator[Question]:
     """Yields digit strings to be sorted."""
     while True:
-        digits = rng.choices("0123456789", k=rng.randint(MIN_SORT_DIGITS, MAX_SORT_DIGITS))
-        yield _question("verl_lite/sort", "sorting", f"sort {''.join(digits)}", "".join(sorted(digits)))
+        length = rng.randint(MIN_SORT_DIGITS, MAX_SORT_DIGITS)
+        digits = "".join(rng.choices("0123456789", k=length))
+        answer = "".join(sorted(digits))
+        yield _question("verl_lite/sort", "sorting", f"sort {digits}", answer)
 
 
 def add_questions(rng: random.Random) -> Iterator[Question]:
     """Yields sums of two numbers of equal length in which no column carries; each column's digit sum is uniform."""
     while True:
-        left = right = 0
+        left = 0
+        right = 0
         for column in range(ADD_DIGITS):
-            least = 1 if column == 0 else 0
+            least = 1 if column == 0 else 0  # a number does not begin with 0
             first = rng.randint(least, 9 - least)
+            second = rng.randint(least, 9 - first)
             left = 10 * left + first
-            right = 10 * right + rng.randint(least, 9 - first)
+            right = 10 * right + second
+
+        # The second digit is at most 9 less the first, so that the first number tends to be larger.
         if rng.random() < 0.5:
             left, right = right, left
         yield _question("verl_lite/add", "arithmetic", f"{left}+{right}=", str(left + right))
@@ -77,8 +106,9 @@ def add_questions(rng: random.Random) -> Iterator[Question]:
 def word_questions(rng: random.Random) -> Iterator[Question]:
     """Yields reasoning-gym's words to be spelt backward, with a prompt that is short for a character tokenizer."""
     lengths = {"min_word_len": WORD_LETTERS, "max_word_len": WORD_LETTERS}
+    source = f"reasoning_gym/{WORD_TASK}"
     while True:
         for entry in reasoning_gym_entries(WORD_TASK, **lengths, seed=rng.randrange(2**31), size=4096):
-            word, source = entry["metadata"]["word"], f"reasoning_gym/{WORD_TASK}"
+            word = entry["metadata"]["word"]
             if word.isascii() and word.isalpha() and word.islower():
                 yield _question(source, "spelling", f"reverse {word}", entry["answer"], json.dumps(entry))

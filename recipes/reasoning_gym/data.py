@@ -9,7 +9,7 @@ import random
 from itertools import islice
 from pathlib import Path
 
-from recipes.made_data import Question, careless, reasoning_gym_entries, unique, write_files
+from recipes.made_data import Question, careless_demonstration, reasoning_gym_entries, unique, write_files
 
 LEVELS: dict[str, tuple[dict[str, int], ...]] = {
     "spell_backward": (
@@ -60,33 +60,38 @@ def write_data(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     pools: dict[tuple[str, int], list[Question]] = {}
     test: list[Question] = []
+    train: list[Question] = []
     for task, levels in LEVELS.items():
         for level in range(1, len(levels) + 1):
             pool = questions(task, level, rng.randrange(2**31))
-            held_out = min(TEST_MOST, int(TEST_SHARE * len(pool)))
+            held_out = min(TEST_MOST, int(TEST_SHARE * len(pool)))  # a share, because some pools are small
             test += pool[:held_out]
+            train += pool[held_out:]
             pools[task, level] = pool[held_out:]
-    train = [question for pool in pools.values() for question in pool]
     rng.shuffle(test)
     rng.shuffle(train)
-    shown = (draw(pools, rng) for _ in range(DEMONSTRATIONS))
-    taught = (question.answered(careless(question.answer, WRONG_SHARE, rng)) for question in shown)
+
+    taught = []
+    for _ in range(DEMONSTRATIONS):
+        taught.append(careless_demonstration(draw(pools, rng), WRONG_SHARE, rng))
     write_files(folder, test=test, train=train, taught=taught)
 
 
 def questions(task: str, level: int, seed: int) -> list[Question]:
     """Returns up to POOL different questions of one level, in ASCII for the small model's tokenizer."""
     entries = reasoning_gym_entries(task, seed=seed, size=2 * POOL, **LEVELS[task][level - 1])
-    found = unique((entry for entry in entries if entry["question"].isascii()), lambda entry: entry["question"])
-    made = []
-    for entry in islice(found, POOL):
+    ascii_entries = (entry for entry in entries if entry["question"].isascii())
+    pool = []
+    for entry in islice(unique(ascii_entries, lambda entry: entry["question"]), POOL):
         extra = {"level": level, "entry": json.dumps(entry), "full_marks_only": True}
-        made.append(Question(source(task), task, entry["question"], entry["answer"], extra))
-    return made
+        pool.append(Question(source(task), task, entry["question"], entry["answer"], extra))
+    return pool
 
 
 def draw(pools: dict[tuple[str, int], list[Question]], rng: random.Random) -> Question:
     """Draws a question for a demonstration, weighted by DEMONSTRATED_TASKS and DEMONSTRATED_LEVELS."""
-    [task] = rng.choices(list(LEVELS), weights=[DEMONSTRATED_TASKS[task] for task in LEVELS])
-    [level] = rng.choices(range(1, len(LEVELS[task]) + 1), weights=DEMONSTRATED_LEVELS[: len(LEVELS[task])])
+    task_weights = [DEMONSTRATED_TASKS[task] for task in LEVELS]
+    [task] = rng.choices(list(LEVELS), weights=task_weights)
+    levels = range(1, len(LEVELS[task]) + 1)
+    [level] = rng.choices(levels, weights=DEMONSTRATED_LEVELS[: len(levels)])
     return rng.choice(pools[task, level])

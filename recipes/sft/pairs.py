@@ -6,7 +6,7 @@ held_out_pairs.parquet with one pair in 16.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,26 +14,37 @@ import pyarrow.parquet as pq
 
 
 def pairs_of(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Returns rows with the columns prompt, chosen and rejected. rows: the answers, with prompt, output and gts."""
-    wrong: dict[str, Counter[str]] = {}
+    """Returns rows with the columns prompt, chosen and rejected.
+
+    Args:
+        rows: The answers, with the columns prompt, output and gts (the right answer).
+    """
+    wrong: defaultdict[str, Counter[str]] = defaultdict(Counter)
     right: dict[str, dict[str, object]] = {}
     for row in rows:
-        question, answer = str(row["prompt"]), str(row["output"])
+        question = str(row["prompt"])
+        answer = str(row["output"])
         if answer == row["gts"]:
             right[question] = {"prompt": row["prompt"], "chosen": answer}
         elif answer:  # an empty answer cannot be trained on
-            wrong.setdefault(question, Counter())[answer] += 1
-    common = {question: answers.most_common(1)[0][0] for question, answers in wrong.items()}
-    return [row | {"rejected": common[question]} for question, row in right.items() if question in common]
+            wrong[question][answer] += 1
+
+    pairs = []
+    for question, row in right.items():
+        if question in wrong:
+            [(most_frequent, _)] = wrong[question].most_common(1)
+            pairs.append(row | {"rejected": most_frequent})
+    return pairs
 
 
 def main(answers: str, folder: str) -> None:
     """Writes the pairs of the answers into the folder."""
-    found = pairs_of(pq.read_table(answers).to_pylist())
-    held_out, rest = found[::16], [row for place, row in enumerate(found) if place % 16]
+    pairs = pairs_of(pq.read_table(answers).to_pylist())
+    held_out = pairs[::16]
+    rest = [pair for index, pair in enumerate(pairs) if index % 16]
     for name, rows in (("pairs", rest), ("held_out_pairs", held_out)):
         pq.write_table(pa.Table.from_pylist(rows), Path(folder, f"{name}.parquet"))
-    print(f"{len(found):,} pairs, {len(held_out):,} of them held out")
+    print(f"{len(pairs):,} pairs, {len(held_out):,} of them held out")
 
 
 if __name__ == "__main__":

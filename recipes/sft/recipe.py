@@ -47,7 +47,8 @@ def prepare(config: object) -> None:
 
 def made() -> embedded.Made:
     """Returns the cached files of this version of model and data."""
-    code = [Path(__file__), Path(START.data.__file__ or ""), Path(embedded.__file__).with_name("made_data.py")]
+    data_file = Path(START.data.__file__ or "")
+    code = [Path(__file__), data_file, Path(embedded.__file__).with_name("made_data.py")]
     return embedded.Made("sft", build, code, str(START.hidden))
 
 
@@ -55,8 +56,10 @@ def build(folder: Path) -> None:
     """Writes the random model, the quickstart's data, and answers.parquet: the right answers to the test questions."""
     START.write_random_model(folder / "model")
     START.data.write_data(folder, SEED)
-    rows = pq.read_table(folder / "test.parquet").to_pylist()
-    right = [{"prompt": row["prompt"], "completion": row["reward_model"]["ground_truth"]} for row in rows]
+
+    right = []
+    for row in pq.read_table(folder / "test.parquet").to_pylist():
+        right.append({"prompt": row["prompt"], "completion": row["reward_model"]["ground_truth"]})
     pq.write_table(pa.Table.from_pylist(right), folder / "answers.parquet")
 
 

@@ -87,11 +87,11 @@ def find_gguf() -> Path:
         raise UserError(
             f"recipes/smollm2: {WHEEL} {wheel.version} has no file {GGUF_FILE}; expected version {VERSION}: {INSTALL}"
         )
-    found = _sha256(file)
-    if found != GGUF_SHA256:
+    digest = _sha256(file)
+    if digest != GGUF_SHA256:
         raise UserError(
-            f"recipes/smollm2: {file.name} of {WHEEL} {wheel.version} has the SHA-256 {found}, expected {GGUF_SHA256}. "
-            f"It is damaged or another version. Install it again: {INSTALL} --force-reinstall"
+            f"recipes/smollm2: {file.name} of {WHEEL} {wheel.version} has the SHA-256 {digest}, expected "
+            f"{GGUF_SHA256}. It is damaged or another version. Install it again: {INSTALL} --force-reinstall"
         )
     return file
 

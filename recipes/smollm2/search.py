@@ -35,11 +35,13 @@ def questions_of(task: str, count: int) -> list[Question]:
     """Returns questions of a task, or an empty list if one of them or of their answers is long."""
     questions = []
     for entry in reasoning_gym_entries(task, seed=1, size=count):
-        text, answer = entry["question"].strip(), str(entry["answer"])
+        text = entry["question"].strip()
+        answer = str(entry["answer"])
         if len(text) > MAX_QUESTION or len(answer) > MAX_ANSWER:
             return []
         extra = {"entry": json.dumps(entry, default=str), "full_marks_only": True}
-        questions.append(Question(f"reasoning_gym/{task}", task, f"{text}\nReply with the answer only.", answer, extra))
+        prompt = f"{text}\nReply with the answer only."
+        questions.append(Question(f"reasoning_gym/{task}", task, prompt, answer, extra))
     return questions
 
 
@@ -68,7 +70,9 @@ def table(names: Sequence[str], metrics: dict[str, float], count: int) -> Iterat
     """Yields the lines of a table of the tasks with a right answer, best first, and one line with the others."""
     shares = {}
     for name in names:
-        shares[name] = metrics[SAMPLED.format(task=name)], metrics[GREEDY.format(task=name)]
+        sampled = metrics[SAMPLED.format(task=name)]
+        greedy = metrics[GREEDY.format(task=name)]
+        shares[name] = (sampled, greedy)
     yield f"| task, {count} questions | sampled | greedy |"
     yield "|---|---|---|"
     for name, (sampled, greedy) in sorted(shares.items(), key=lambda item: -sum(item[1])):

@@ -66,8 +66,8 @@ class Task:
         self._write_rows(folder / "test.parquet", "test", islice(different, TEST_ROWS))
         self._write_rows(folder / "train.parquet", "train", islice(different, self.train_rows))
         if self.demonstrations:
-            shown = islice(different, self.demonstrations)
-            chats = [question.answered(question.answer) for question in shown]
+            demonstrated = islice(different, self.demonstrations)
+            chats = [question.answered(question.answer) for question in demonstrated]
             pq.write_table(pa.Table.from_pylist(chats), folder / "demonstrations.parquet")
 
     def _write_rows(self, file: Path, split: str, questions: Iterable[Question]) -> None:
@@ -123,11 +123,11 @@ def score_first_word(data_source: str, solution_str: str, ground_truth: str, ext
 
 def gym_questions(rng: random.Random, *, task: str, **arguments: object) -> Iterator[Question]:
     """Yields questions of a reasoning-gym task with the text that the task itself gives them."""
-    instruction = "Reply with the answer only."
     while True:
         for entry in reasoning_gym_entries(task, seed=rng.randrange(2**31), size=4096, **arguments):
+            text = entry["question"].strip()
             extra = {"entry": json.dumps(entry), "full_marks_only": True}
-            prompt = f"{entry['question'].strip()}\n{instruction}"
+            prompt = f"{text}\nReply with the answer only."
             yield Question(f"reasoning_gym/{task}", task, prompt, str(entry["answer"]), extra)
 
 
@@ -146,10 +146,11 @@ def length_questions(rng: random.Random) -> Iterator[Question]:
     """Yields instructions about one or two sentences, whose content does not matter for the reward."""
     instructions = ("Summarize:", "Rewrite in your own words:", "What is this text about?", "Give this text a title:")
     texts = sentences()
-    pairs = list(product(instructions, range(len(texts) - 1), (1, 2)))
-    rng.shuffle(pairs)
-    for instruction, place, number in pairs:
-        text = " ".join(texts[place : place + number])
+    starts = range(len(texts) - 1)  # the last start leaves room for two sentences
+    choices = list(product(instructions, starts, (1, 2)))
+    rng.shuffle(choices)
+    for instruction, start, number in choices:
+        text = " ".join(texts[start : start + number])
         yield Question("smollm2/length", "writing", f"{instruction} {text}", str(LENGTH_GOAL))
 
 
@@ -162,9 +163,9 @@ def score_length(data_source: str, solution_str: str, ground_truth: str, extra_i
 def reversed_questions(rng: random.Random) -> Iterator[Question]:
     """Yields three to six successive words of a story, to be reversed character by character."""
     words = " ".join(sentences()).split()
-    places = list(product(range(len(words) - 6), range(3, 7)))
-    rng.shuffle(places)
-    for start, number in places:
+    spans = list(product(range(len(words) - 6), range(3, 7)))
+    rng.shuffle(spans)
+    for start, number in spans:
         text = " ".join(words[start : start + number])
         prompt = f"Reverse the text character by character: {text}"
         yield Question("smollm2/reversed_text", "reversal", prompt, text[::-1])

@@ -28,14 +28,19 @@ from workers.policy.tokenizer import NO_TEMPLATE
 
 
 class CalledFunction(TypedDict):
-    """The function of a tool call. arguments: as JSON text; `ChatJoins` gives templates their value."""
+    """The function of a tool call.
+
+    Attributes:
+        name: Name of the function.
+        arguments: The arguments as JSON text; `ChatJoins` gives templates their value.
+    """
 
     name: str
     arguments: str | JsonObject
 
 
 class MessageCall(TypedDict):
-    """A tool call of an assistant's message, in OpenAI's format. id: may be empty."""
+    """A tool call of an assistant's message, in OpenAI's format. The id may be empty."""
 
     id: NotRequired[str]
     type: str
@@ -47,9 +52,10 @@ class Message(TypedDict):
 
     Attributes:
         role: system, user, assistant or tool.
-        content: its text.
-        tool_calls: calls of an assistant's message.
-        tool_call_id, name: the call that the result of a tool belongs to, and the name of its function.
+        content: Its text.
+        tool_calls: Calls of an assistant's message.
+        tool_call_id: The call that the result of a tool belongs to.
+        name: Name of the function that was called.
     """
 
     role: str
@@ -60,7 +66,7 @@ class Message(TypedDict):
 
 
 class ToolFunction(TypedDict):
-    """description, parameters: are not checked; only the chat template reads them."""
+    """The function of a tool. Only the chat template reads its description and parameters, which are not checked."""
 
     name: str
     description: object
@@ -74,6 +80,7 @@ class Tool(TypedDict):
     function: ToolFunction
 
 
+# texts that are found again in a rendered template
 _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
 _PROBE = "verlliteprobe"
 _PROBE_ID = "vlprobe00"
@@ -139,9 +146,9 @@ class ChatJoins:
             self.notation, self._after_arguments = self._notation_of_template()
             self._takes_called_results = self._prints_called_result()
 
-        self._continuations: dict[str, Callable[[str], str]] = {
-            role: self._continuation_renderer(role) for role in {"user", self.tool_role}
-        }
+        self._continuations: dict[str, Callable[[str], str]] = {}
+        for role in {"user", self.tool_role}:
+            self._continuations[role] = self._continuation_renderer(role)
         self._results_name_calls = self._takes_called_results and self._prints_identity()
         self._special_ids = special_token_ids(tokenizer)
         self.end_of_turn = self._closing_of_turn()
@@ -159,9 +166,9 @@ class ChatJoins:
         """
         if tools and self._takes_tools:
             text = self._render(self._accepted(messages), tools=list(tools))
-        elif tools:
-            text = self._render(self._accepted(_with_described_tools(messages, tools)))
         else:
+            if tools:
+                messages = _with_described_tools(messages, tools)
             text = self._render(self._accepted(messages))
         return self._encoded(text[: self._most_characters])
 
@@ -201,13 +208,16 @@ class ChatJoins:
         """
         ids = self._encoded(text[: self._most_characters])
         length = self._length_of_closing(ids)
-        is_ended = bool(response_ids) and length > 0 and response_ids[-1] == ids[length - 1]
-        return ids[length:] if is_ended else ids
+        if length and response_ids and response_ids[-1] == ids[length - 1]:
+            return ids[length:]
+        return ids
 
     def _length_of_closing(self, ids: Sequence[int]) -> int:
         """Returns the number of token ids up to the first special token; 0 if a text other than spaces is before it."""
         index = closing_index(ids, self._tokenizer, self._special_ids)
-        return 0 if index is None else index + 1
+        if index is None:
+            return 0
+        return index + 1
 
     def _accepted(self, messages: Sequence[Message], calls: Sequence[MessageCall] = ()) -> list[Message]:
         """Returns the messages without parts that the template would reject or omit.
@@ -216,20 +226,22 @@ class ChatJoins:
         become values, and the result of a call gets the name of its function.
 
         Args:
-            calls: the tool calls before the first message.
+            messages: The messages.
+            calls: The tool calls before the first message.
         """
         names = {str(call.get("id")): call["function"]["name"] for call in calls}
         accepted: list[Message] = []
         for message in messages:
             own_calls = message.get("tool_calls") or ()
-            names |= {str(call.get("id")): call["function"]["name"] for call in own_calls}
+            for call in own_calls:
+                names[str(call.get("id"))] = call["function"]["name"]
             if message["role"] == "tool":
                 accepted.append(self._accepted_result(message, names))
-            elif own_calls and not self._takes_tools:
-                written = "\n".join(_written_call(call) for call in own_calls)
-                accepted.append({"role": message["role"], "content": f"{message['content'] or ''}{written}"})
-            elif own_calls:
+            elif own_calls and self._takes_tools:
                 accepted.append({**message, "tool_calls": [_with_values(call) for call in own_calls]})
+            elif own_calls:
+                lines = "\n".join(_written_call(call) for call in own_calls)
+                accepted.append({"role": message["role"], "content": f"{message['content'] or ''}{lines}"})
             else:
                 accepted.append(message)
         return accepted
@@ -245,7 +257,9 @@ class ChatJoins:
         return message
 
     def _render(self, messages: Sequence[Message], **more: object) -> str:
-        return render_chats(self._tokenizer, [messages], add_generation_prompt=True, **self._template_kwargs, **more)[0]
+        options = {**self._template_kwargs, **more}
+        [text] = render_chats(self._tokenizer, [messages], add_generation_prompt=True, **options)
+        return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -260,9 +274,11 @@ class ChatJoins:
         """
 
         def rendered(content: str) -> str:
-            return self._after_answer([*_SHORT_CHAT, {"role": role, "content": content}])
+            message: Message = {"role": role, "content": content}
+            return self._after_answer([*_SHORT_CHAT, message])
 
         before, _, after = rendered(_PROBE).partition(_PROBE)
+        # a template may trim, escape or wrap contents, which the probe alone does not show
         odd = rendered(_ODD_CONTENT)
         if odd == before + _ODD_CONTENT + after:
             return lambda content: before + content + after
@@ -272,15 +288,16 @@ class ChatJoins:
 
     def _after_answer(self, messages: list[Message]) -> str:
         """Renders `messages` and returns the text after the first answer."""
-        _, found, rest = self._render(messages).partition(_ANSWER)
-        if not found:
+        _, answer, rest = self._render(messages).partition(_ANSWER)
+        if not answer:
             raise self._template_error("leaves out the content of the assistant's message")
         return rest
 
     def _prints_tool_message(self) -> bool:
         """Returns True if the template shows a message of the role tool after an answer."""
+        message: Message = {"role": "tool", "content": _PROBE}
         try:
-            return _PROBE in self._after_answer([*_SHORT_CHAT, {"role": "tool", "content": _PROBE}])
+            return _PROBE in self._after_answer([*_SHORT_CHAT, message])
         except UserError:  # the template rejects the role or omits the answer before the message
             return False
 
@@ -305,7 +322,7 @@ class ChatJoins:
 
     def _all_ends_of_turn(self) -> tuple[int, ...]:
         """Returns the tokens that end a turn before any kind of message."""
-        texts = [self._continuations[role](_PROBE) for role in self._continuations]
+        texts = [continuation(_PROBE) for continuation in self._continuations.values()]
         if self._takes_called_results:
             texts.append(self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [_probe_result(_PROBE)]))
         ends = {self.end_of_turn}
@@ -326,15 +343,17 @@ class ChatJoins:
         except UserError:
             return None, ""
         # templates may write a space or an empty thought between the generation prompt and the call
-        answer = rendered[len(start) :] if rendered.startswith(start) else rendered
-        argument_end = answer.rfind(_PROBE_ARGUMENT) + len(_PROBE_ARGUMENT)
+        answer = rendered.removeprefix(start)
         if _PROBE_ARGUMENT not in answer:
             return None, ""
-        expected = [ToolCall(_PROBE, {_PROBE_KEY: _PROBE_ARGUMENT})]
+
         # the call ends where the text up to there is complete
+        argument_end = answer.rfind(_PROBE_ARGUMENT) + len(_PROBE_ARGUMENT)
+        expected = [ToolCall(_PROBE, {_PROBE_KEY: _PROBE_ARGUMENT})]
         for end in range(argument_end, len(answer) + 1):
+            text = answer[:end].lstrip()
             for notation in NOTATIONS.values():
-                if notation(answer[:end].lstrip()).calls == expected:
+                if notation(text).calls == expected:
                     return notation, answer[argument_end:end]
         return None, ""
 
@@ -342,6 +361,7 @@ class ChatJoins:
         """Returns True if the template accepts the result of a call, with id and name, and shows its content."""
         if self.notation is None:
             return False
+        # twice, because the name of the function is the probe, too
         content = _PROBE + _PROBE
         try:
             return content in self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [_probe_result(content)])
@@ -366,15 +386,17 @@ class ChatJoins:
         The arguments of the calls are replaced: what the policy sampled must not decide where the turn ends.
         """
         *earlier_calls, last_call = calls
-        probes = [_probe_call(call["function"]["name"], str(call.get("id")), {}) for call in earlier_calls]
+        probes = []
+        for call in earlier_calls:
+            probes.append(_probe_call(call["function"]["name"], str(call.get("id")), {}))
         identifier = str(last_call.get("id"))
         probes.append(_probe_call(last_call["function"]["name"], identifier))
 
         # only the last call has the argument that marks its place, and the id of a call may follow its arguments
         after_arguments = self._after_arguments.replace(_PROBE_ID, identifier)
         text = self._render([_SHORT_CHAT[0], _probe_turn(probes), *messages])
-        _, found, rest = text.partition(_PROBE_ARGUMENT)
-        if not found or not rest.startswith(after_arguments):
+        _, argument, rest = text.partition(_PROBE_ARGUMENT)
+        if not argument or not rest.startswith(after_arguments):
             raise self._template_error("leaves out the tool calls of an assistant's message, or their arguments")
         return rest[len(after_arguments) :]
 
@@ -387,18 +409,19 @@ class ChatJoins:
         beginning: list[Message] = [{"role": "user", "content": "q1"}]
         if system:
             beginning = [{"role": "system", "content": "s"}, *beginning]
+        first_answer: Message = {"role": "assistant", "content": _ANSWER}
         second: Message = {"role": "user", "content": "q2"}
+        second_answer: Message = {"role": "assistant", "content": _OTHER_ANSWER}
         third: Message = {"role": "user", "content": "q3"}
-        answers: list[Message] = [{"role": "assistant", "content": text} for text in (_ANSWER, _OTHER_ANSWER)]
 
         # the texts that `prompt` and `join` write
         prompt = self._rendered_or_refused(beginning, system)
         self._rendered_or_refused([*_SHORT_CHAT, second], False)
         # the same conversation in one text
-        whole = self._rendered_or_refused([*beginning, answers[0], second, answers[1], third], system)
-        head, found, rest = whole.partition(_ANSWER)
-        middle, found_too, tail = rest.partition(_OTHER_ANSWER)
-        if not found or not found_too:
+        whole = self._rendered_or_refused([*beginning, first_answer, second, second_answer, third], system)
+        head, first_text, rest = whole.partition(_ANSWER)
+        middle, second_text, tail = rest.partition(_OTHER_ANSWER)
+        if not first_text or not second_text:
             raise self._template_error("leaves out the content of an assistant's message")
 
         second_join = self._after_answer([*_SHORT_CHAT, second])
@@ -420,10 +443,10 @@ class ChatJoins:
                 remedy = f"if the template rejects the system message, {_WITHOUT_SYSTEM}"
             raise self._template_error(f"fails on messages of the roles {roles}: {error}; {remedy}") from error
 
-    def _unstable_text_error(self, found: str, expected: str) -> UserError:
+    def _unstable_text_error(self, long_text: str, short_text: str) -> UserError:
         return self._template_error(
             "writes a message differently once others follow, so joining the turns would change the context that the "
-            f"policy sampled from: {found!r} in a long conversation, {expected!r} in a short one; "
+            f"policy sampled from: {long_text!r} in a long conversation, {short_text!r} in a short one; "
             f"if the template moves the system message, {_WITHOUT_SYSTEM}"
         )
 
@@ -436,7 +459,8 @@ class ChatJoins:
 
 def _with_described_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Returns the messages with a description of the tools at the end of their system message, or in a new one."""
-    system = TOOLS.format("\n".join(json.dumps(tool["function"]) for tool in tools))
+    functions = [json.dumps(tool["function"]) for tool in tools]
+    system = TOOLS.format("\n".join(functions))
     if messages[0]["role"] == "system":
         system = f"{messages[0]['content']}\n\n{system}"
         messages = messages[1:]
@@ -471,7 +495,8 @@ def _call_of_result(message: Message) -> MessageCall:
 
 def _with_values(call: MessageCall) -> MessageCall:
     """Returns a tool call with its arguments as a value, and with its id if it has one."""
-    function: CalledFunction = {**call["function"], "arguments": tool_arguments(call["function"]["arguments"])}
+    called = call["function"]
+    function: CalledFunction = {**called, "arguments": tool_arguments(called["arguments"])}
     if call.get("id") in (None, "", "None"):
         return {"type": "function", "function": function}
     return {"id": call["id"], "type": "function", "function": function}
@@ -485,13 +510,16 @@ def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if a token absorbs the spaces around it, or if some character has no token.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    names = tokenizer.get_vocab()
-    factor = {"NoneType": 1, "NFC": 4}.get(type(getattr(backend, "normalizer", None)).__name__)
-    is_byte_level = "ByteLevel" in repr(getattr(backend, "pre_tokenizer", None))
-    takes_spaces = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
-    if factor is None or not is_byte_level or takes_spaces or not names.keys() >= set(ByteLevel.alphabet()):
+    normalizer = type(getattr(backend, "normalizer", None)).__name__
+    merged_characters = {"NoneType": 1, "NFC": 4}.get(normalizer)
+    if merged_characters is None or "ByteLevel" not in repr(getattr(backend, "pre_tokenizer", None)):
         return None
-    return factor * max(map(len, names))
+    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+        return None
+    names = tokenizer.get_vocab()
+    if not names.keys() >= set(ByteLevel.alphabet()):
+        return None
+    return merged_characters * max(map(len, names))
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -507,17 +535,20 @@ def closing_index(
     It is the first special token, and only blanks may come before it.
 
     Args:
-        ids: the tokens that the chat template writes after the answer.
-        special_ids: the result of `special_token_ids`, if the caller has it.
+        ids: The tokens that the chat template writes after the answer.
+        tokenizer: The tokenizer.
+        special_ids: The result of `special_token_ids`, if the caller has it.
 
     Returns:
         The index, or None if the turn has no such token.
     """
-    special = special_token_ids(tokenizer) if special_ids is None else special_ids
-    index = next((place for place, token in enumerate(ids) if token in special), None)
-    if index is None or str(tokenizer.decode(list(ids[:index]))).strip():
-        return None
-    return index
+    if special_ids is None:
+        special_ids = special_token_ids(tokenizer)
+    for index, token in enumerate(ids):
+        if token in special_ids:
+            text_before = str(tokenizer.decode(list(ids[:index])))
+            return None if text_before.strip() else index
+    return None
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: KeywordArguments) -> int | None:
@@ -545,7 +576,7 @@ def _end_after_answer(
         [text] = render_chats(tokenizer, [messages], **template_arguments)
     except ChatTemplateError:  # the template needs a system message, or accepts other chats only
         return None
-    after = text.partition(_ANSWER)[2]
+    _, _, after = text.partition(_ANSWER)
     ids = tokenizer.encode(after, add_special_tokens=False) if after else []
     index = closing_index(ids, tokenizer)
     return None if index is None else int(ids[index])

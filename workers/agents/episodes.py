@@ -12,7 +12,7 @@ members of a group with redundancy depends on time.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict
@@ -62,18 +62,22 @@ class Trajectory:
     """An episode and its result.
 
     Attributes:
+        spec: The specification of the episode.
         by_step: True in mode `step` (`EnvTemplate.by_step`), where each turn is a conversation of its own.
-        stop: reason for the end. terminated, truncated: the environment ended it. max_steps, max_length: it reached a
+        turns: The sampled turns.
+        stop: Reason for the end. terminated, truncated: the environment ended it. max_steps, max_length: it reached a
             limit on turns or tokens. failed: the environment failed, its rewards are not a valid score, or its first
             prompt is too long. surplus: its group was complete before it ended.
-        error, is_timeout: why a failed episode failed, and whether it was a timeout.
         is_kept: True if the episode becomes rows; a failed one does only if its group would be incomplete without it.
-        prompt_messages, prompt_ids: prompt of the first turn, even if it was too long to be sampled from.
-        metrics: metrics of the environment, aggregated over the turns.
-        rows: turns of each training row; None = one row, or in mode `step` one per turn.
-        outcome: score of an episode whose turns have no rewards of their own.
-        requests: the column `requests` of a program's episode.
-        first_prompts: numbers of tokens of the first prompts of a program's conversations.
+        error: Why a failed episode failed.
+        is_timeout: Whether it failed because it exceeded a deadline.
+        prompt_messages: Messages of the first turn's prompt, even if it was too long to be sampled from.
+        prompt_ids: Tokens of this prompt.
+        metrics: Metrics of the environment, aggregated over the turns.
+        rows: Turns of each training row; None = one row, or in mode `step` one per turn.
+        outcome: Score of an episode whose turns have no rewards of their own.
+        requests: The column `requests` of a program's episode.
+        first_prompts: Numbers of tokens of the first prompts of a program's conversations.
     """
 
     spec: EpisodeSpec | ProgramSpec
@@ -96,7 +100,9 @@ class Trajectory:
         """Returns the outcome or the sum of the rewards of all turns, or 0 if the episode failed."""
         if self.stop == "failed":
             return 0.0
-        return sum(turn.reward for turn in self.turns) if self.outcome is None else self.outcome
+        if self.outcome is not None:
+            return self.outcome
+        return sum(turn.reward for turn in self.turns)
 
     @property
     def messages(self) -> list[Message]:
@@ -128,12 +134,20 @@ class _Episode:
     """A queued or running episode.
 
     Attributes:
-        key: unique key in the pool and the engine.
-        request_id: the turn that the engine is sampling.
-        context: tokens of the conversation so far (in mode `step`: of the last turn).
-        instruction: the environment's task, which its reset returned.
-        observation, info: last reply of the environment.
-        messages, prompt_ids: messages and prompt of the turn that is being sampled.
+        key: Unique key in the pool and the engine.
+        spec: The specification of the episode.
+        trajectory: Its result so far.
+        template: The configuration of its environment.
+        sampling: Sampling parameters of its turns.
+        group: Its group.
+        is_ended: Whether it has ended.
+        request_id: The turn that the engine is sampling.
+        context: Tokens of the conversation so far (in mode `step`: of the last turn).
+        instruction: The environment's task, which its reset returned.
+        observation: Observation in the last reply of the environment.
+        info: Further values in this reply.
+        messages: New messages before the turn that is being sampled.
+        prompt_ids: Their tokens.
     """
 
     key: str
@@ -154,11 +168,17 @@ class _Episode:
 
 @dataclass(eq=False)
 class _Group:
-    """The unfinished members of a group, and the number of kept ones."""
+    """A group of episodes.
+
+    Attributes:
+        size: Number of members that are kept.
+        open: The unfinished members.
+        num_kept: Number of members that have ended and are kept.
+    """
 
     size: int
     open: list[_Episode] = field(default_factory=list)
-    kept: int = 0
+    num_kept: int = 0
 
 
 def count_episodes(trajectories: Sequence[Trajectory]) -> EpisodeCounts:
@@ -237,15 +257,22 @@ class EpisodeRunner:
         self._env_seconds: list[float] = []
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
-        """Queues the episodes of a group. sampling: sampling parameters of their turns; its seed and stop tokens are
-        ignored, and max_tokens applies to each turn."""
+        """Queues the episodes of a group.
+
+        Args:
+            plan: The group.
+            sampling: Sampling parameters of the turns. Its seed and stop tokens are ignored, and max_tokens applies to
+                each turn.
+        """
         specs = plan.samples_of(EpisodeSpec)
         group = _Group(specs[0].group_size)
         for spec in specs:
             template = self._templates[spec.tag]
+            trajectory = Trajectory(spec, template.by_step)
+            # the number tells an episode from an aborted one of the same name, whose environment may still reply
             self._number += 1
-            name = f"{self._number}/{spec.traj_id}"
-            group.open.append(_Episode(name, spec, Trajectory(spec, template.by_step), template, sampling, group))
+            key = f"{self._number}/{spec.traj_id}"
+            group.open.append(_Episode(key, spec, trajectory, template, sampling, group))
         self._queue.extend(group.open)
         self._groups[plan.key] = list(group.open)
 
@@ -260,17 +287,19 @@ class EpisodeRunner:
         """Returns None, because a running environment cannot be copied."""
 
     def abort(self, key: str) -> int:
-        episodes = self._groups.pop(key)
-        for episode in episodes:
+        num_tokens = 0
+        for episode in self._groups.pop(key):
             if not episode.is_ended:
                 self._end(episode, "surplus")
-        return sum(len(turn.response_ids) for episode in episodes for turn in episode.trajectory.turns)
+            num_tokens += sum(len(turn.response_ids) for turn in episode.trajectory.turns)
+        return num_tokens
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Processes replies of environments, submits turns to the engine, and makes at most one engine step.
 
-        wait_s: seconds to wait for a reply if there is nothing to decode. until_completion is ignored, because replies
-        may arrive after every step.
+        Args:
+            wait_s: Seconds to wait for a reply if there is nothing to decode.
+            until_completion: Ignored, because replies may arrive after every step.
         """
         self._admit()
         if not self._live:
@@ -283,8 +312,8 @@ class EpisodeRunner:
         self._admit()
         if not self.is_decoding:
             return
-        for turn_of, completion in self._runner.step():
-            self._on_completion(turn_of, completion)
+        for owner, completion in self._runner.step():
+            self._on_completion(owner, completion)
 
     @property
     def is_decoding(self) -> bool:
@@ -293,10 +322,12 @@ class EpisodeRunner:
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run.
-        seconds: time spent running episodes in that period."""
-        metrics = self._runner.take_metrics(seconds) | {
-            "env/processes_replaced": Metric.sum(self._pool.processes_replaced)
-        }
+
+        Args:
+            seconds: Time spent running episodes in that period.
+        """
+        metrics = self._runner.take_metrics(seconds)
+        metrics["env/processes_replaced"] = Metric.sum(self._pool.processes_replaced)
         if self._env_seconds:
             metrics["env/step_seconds/mean"] = Metric.mean(sum(self._env_seconds), len(self._env_seconds))
             metrics["env/step_seconds/max"] = Metric.max(max(self._env_seconds))
@@ -330,8 +361,9 @@ class EpisodeRunner:
 
         turn = trajectory.turns[-1]
         turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
-        penalty = 0.0 if turn.is_valid else self._format_penalty.get(episode.spec.purpose, 0.0)
-        turn.reward = reply.reward + penalty
+        turn.reward = reply.reward
+        if not turn.is_valid:
+            turn.reward += self._format_penalty.get(episode.spec.purpose, 0.0)
         turn.info = reply.info
         # the sum of finite rewards may be too large for a score
         if not is_score(trajectory.score):
@@ -350,7 +382,7 @@ class EpisodeRunner:
         limits = self._limits
         turn = len(trajectory.turns)
         most = limits.max_response_length
-        messages = turn_messages(
+        episode.messages = turn_messages(
             template,
             episode.observation,
             trajectory.turns,
@@ -359,39 +391,37 @@ class EpisodeRunner:
             max_response_length=min(template.max_tokens_per_step or most, most),
         )
         if turn == 0 or template.by_step:
-            ids = self._joins.prompt(messages)
-            episode.context = list(ids)
-            room = most if len(ids) <= limits.max_prompt_length else 0
+            episode.prompt_ids = self._joins.prompt(episode.messages)
+            episode.context = list(episode.prompt_ids)
+            room = most if len(episode.prompt_ids) <= limits.max_prompt_length else 0
         else:
-            ids = self._joins.join(trajectory.turns[-1].response_ids, messages[0])
-            episode.context.extend(ids)
+            episode.prompt_ids = self._joins.join(trajectory.turns[-1].response_ids, episode.messages[0])
+            episode.context.extend(episode.prompt_ids)
             # all that follows the first prompt is in the response column of the row
             room = most - (len(episode.context) - len(trajectory.prompt_ids))
 
         if turn == 0:
-            trajectory.prompt_messages = messages
-            trajectory.prompt_ids = ids
-            if len(ids) > limits.max_prompt_length:
+            trajectory.prompt_messages = episode.messages
+            trajectory.prompt_ids = episode.prompt_ids
+            if len(episode.prompt_ids) > limits.max_prompt_length:
                 trajectory.error = (
-                    f"The first prompt has at least {len(ids)} tokens, and data.max_prompt_length="
+                    f"The first prompt has at least {len(episode.prompt_ids)} tokens, and data.max_prompt_length="
                     f"{limits.max_prompt_length} allows fewer: raise it, or shorten the observation of reset."
                 )
                 return self._end(episode, "failed")
-        room = min(
+        max_tokens = min(
             room,
             limits.max_model_len - len(episode.context),
             template.max_tokens_per_step or room,
             episode.sampling.max_tokens,
         )
-        if room < 1:
+        if max_tokens < 1:
             return self._end(episode, "max_length")
 
         spec = episode.spec
-        episode.messages = messages
-        episode.prompt_ids = ids
         sampling = replace(
             episode.sampling,
-            max_tokens=room,
+            max_tokens=max_tokens,
             seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn),
             stop_token_ids=self._stop_token_ids,
         )
@@ -446,12 +476,12 @@ class EpisodeRunner:
         if stop == "surplus":
             return
         # a group with redundancy has other members in the place of a failed one
-        can_do_without = group.kept + len(group.open) >= group.size
+        can_do_without = group.num_kept + len(group.open) >= group.size
         if stop == "failed" and can_do_without:
             return
         trajectory.is_kept = True
-        group.kept += 1
-        if group.kept == group.size:
+        group.num_kept += 1
+        if group.num_kept == group.size:
             for other in list(group.open):
                 self._end(other, "surplus")
 
@@ -460,12 +490,14 @@ def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
     """Aggregates the metrics of an environment over the turns that have them, as the last metrics_agg_mode specifies;
     the default is the mean. num_actions is the number of turns.
     """
-    values: dict[str, list[float]] = {}
+    values: defaultdict[str, list[float]] = defaultdict(list)
     modes: Mapping[str, str] = {}
     for turn in turns:
         modes = turn.info.get("metrics_agg_mode") or modes
-        for name, value in (turn.info.get("metrics") or {}).items():
-            values.setdefault(name, []).append(float(value))
+        turn_metrics = turn.info.get("metrics") or {}
+        for name, value in turn_metrics.items():
+            values[name].append(float(value))
+
     metrics = {"num_actions": float(len(turns))}
     for name, values_of_turns in values.items():
         combine = _COMBINE[modes.get(name, "mean")]
@@ -474,10 +506,10 @@ def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {
-    "mean": lambda several: sum(several) / len(several),
+    "mean": lambda values: sum(values) / len(values),
     "sum": sum,
     "min": min,
     "max": max,
-    "last": lambda several: several[-1],
-    "first": lambda several: several[0],
+    "last": lambda values: values[-1],
+    "first": lambda values: values[0],
 }

@@ -5,6 +5,7 @@ The row of a trajectory has the first prompt as its prompt and everything after 
 therefore one turn, which is all that estimators for turns need. trainer/AGENTIC.md has a drawing.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,11 +26,15 @@ class _Row:
     """One row. response_ids, response_mask, log_probs, versions and scores have equal length.
 
     Attributes:
-        step: number of the row in its trajectory.
-        raw_prompt: messages of the prompt.
-        messages: the whole conversation, or with one row per turn that of the turn.
-        step_scores: reward of each turn; with one row per turn, a number.
-        extra: see `Completion.extra`.
+        trajectory: The episode.
+        step: Number of the row in its trajectory.
+        state_hash: Hash of the state before the first turn.
+        prompt_ids: Tokens of the prompt.
+        raw_prompt: Messages of the prompt.
+        messages: The whole conversation, or with one row per turn that of the turn.
+        step_scores: Reward of each turn; with one row per turn, a number.
+        finish_reason: Why the last turn ended.
+        extra: See `Completion.extra`.
     """
 
     trajectory: Trajectory
@@ -62,48 +67,48 @@ def trajectory_rows(
     A trajectory that failed or has no turn is one row without a sampled token, marked reward_failed.
 
     Args:
-        prompt_length, response_length: widths P and R of the columns; the runner's limits keep within them.
-        extra_outputs: extra outputs of the engine that sampled the turns.
+        trajectories: The episodes.
+        pad_token_id: Token of the padding.
+        prompt_length: Width P of the columns of prompts; the runner's limits keep within it.
+        response_length: Width R of the columns of responses, likewise.
+        extra_outputs: Extra outputs of the engine that sampled the turns.
     """
     rows: list[_Row] = []
     for trajectory in trajectories:
-        if not trajectory.is_kept:
-            continue
-        if trajectory.stop == "failed" or not trajectory.turns:
-            rows.append(_row(trajectory, []))
-            continue
-        if trajectory.rows:
-            turns_of_rows = trajectory.rows
-        elif trajectory.by_step:
-            turns_of_rows = [[turn] for turn in trajectory.turns]
-        else:
-            turns_of_rows = [trajectory.turns]
-        rows += [_row(trajectory, turns, step) for step, turns in enumerate(turns_of_rows)]
+        if trajectory.is_kept:
+            for step, turns in enumerate(_turns_of_rows(trajectory)):
+                rows.append(_row(trajectory, turns, step))
+
+    responses = []
     for row in rows:
         excess = len(row.prompt_ids) - prompt_length
         # the first prompt of a program's conversation may be longer than the column; see `Trace.rows`
         if row.response_ids and excess > 0:
             _move_to_response(row, excess)
-
+        responses.append(
+            Response(row.response_ids, row.response_mask, row.log_probs, row.versions, row.finish_reason, row.extra)
+        )
     prompts, prompt_mask = left_padded([row.prompt_ids for row in rows], prompt_length, pad_token_id)
-    responses = [
-        Response(row.response_ids, row.response_mask, row.log_probs, row.versions, row.finish_reason, row.extra)
-        for row in rows
-    ]
     batch = write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs)
     tensors = {"prompt_mask": prompt_mask} | _numbers(rows, response_length)
     return batch | DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
 
 
-def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
+def _turns_of_rows(trajectory: Trajectory) -> Sequence[Sequence[Turn]]:
+    """Returns the turns of each row of an episode; one row without turns if there is nothing to train on."""
+    if trajectory.stop == "failed" or not trajectory.turns:
+        return [[]]
+    if trajectory.rows:
+        return trajectory.rows
+    if trajectory.by_step:
+        return [[turn] for turn in trajectory.turns]
+    return [trajectory.turns]
+
+
+def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
     """Returns the row of these turns. A row without turns has no token to train on."""
     of_step = bool(turns) and trajectory.by_step
     first_turns = turns or trajectory.turns
-    if trajectory.stop == "failed":
-        finish_reason = "abort"
-    else:
-        is_cut = not turns or (trajectory.stop == "max_length" and not of_step)
-        finish_reason = "length" if is_cut else turns[-1].finish_reason
     rewards = [turn.reward for turn in turns]
     row = _Row(
         trajectory,
@@ -113,7 +118,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
         raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
         messages=messages_of(turns) if of_step or trajectory.rows else trajectory.messages,
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
-        finish_reason=finish_reason,
+        finish_reason=_finish_reason(trajectory, turns),
         extra=_joined_extra(turns),
     )
     for number, turn in enumerate(turns):
@@ -126,16 +131,29 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int = 0) -> _Row:
     return row
 
 
+def _finish_reason(trajectory: Trajectory, turns: Sequence[Turn]) -> str:
+    if trajectory.stop == "failed":
+        return "abort"
+    # the next turn did not fit: with one row per turn, this does not concern the turns before it
+    is_cut = trajectory.stop == "max_length" and not trajectory.by_step
+    if not turns or is_cut:
+        return "length"
+    return turns[-1].finish_reason
+
+
 def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
     """Returns the extra outputs of a row: of the last turn for columns (B, P+R, ...), of all turns for (B, R, ...)."""
-    parts: dict[str, list[torch.Tensor]] = {}
+    if not turns:
+        return {}
+    parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for number, turn in enumerate(turns):
-        sampled = {name: values[: len(turn.response_ids)] for name, values in of_response(turn.extra).items()}
+        num_sampled = len(turn.response_ids)
+        sampled = {name: values[:num_sampled] for name, values in of_response(turn.extra).items()}
         num_joined = len(turn.prompt_ids) if number else 0  # tokens between two turns have no values
         for name, values in of_response(sampled, num_joined).items():
-            parts.setdefault(name, []).append(values)
+            parts[name].append(values)
 
-    extra = dict(turns[-1].extra) if turns else {}
+    extra = dict(turns[-1].extra)
     for name, values_of_turns in parts.items():
         extra[name] = torch.cat(values_of_turns)
     return extra
@@ -155,27 +173,27 @@ def _move_to_response(row: _Row, excess: int) -> None:
 
 def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
     """Returns the columns of scores and counts."""
-    numbers = {
-        "step": [row.step for row in rows],
-        "start_step": [row.trajectory.spec.start_step for row in rows],
-        "num_turns": [len(row.trajectory.turns) for row in rows],
-    }
     scores = [row.scores for row in rows]
-    columns = {"token_level_scores": right_padded(scores, response_length, dtype=torch.float32)}
-    columns |= {name: torch.tensor(values) for name, values in numbers.items()}
-    columns["episode_scores"] = torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32)
-    return columns
+    episode_scores = [row.trajectory.score for row in rows]
+    return {
+        "token_level_scores": right_padded(scores, response_length, dtype=torch.float32),
+        "step": torch.tensor([row.step for row in rows]),
+        "start_step": torch.tensor([row.trajectory.spec.start_step for row in rows]),
+        "num_turns": torch.tensor([len(row.trajectory.turns) for row in rows]),
+        "episode_scores": torch.tensor(episode_scores, dtype=torch.float32),
+    }
 
 
 def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
     """Returns the columns that are not tensors."""
     trajectories = [row.trajectory for row in rows]
     specs = [trajectory.spec for trajectory in trajectories]
-    numbers: dict[str, int] = {}
+    num_rows: Counter[str] = Counter()
     sample_ids = []
     for spec in specs:
-        numbers[spec.traj_id] = numbers.get(spec.traj_id, -1) + 1
-        sample_ids.append(f"{spec.traj_id}/{numbers[spec.traj_id]}")
+        # an episode may have several rows
+        sample_ids.append(f"{spec.traj_id}/{num_rows[spec.traj_id]}")
+        num_rows[spec.traj_id] += 1
     columns: dict[str, Sequence[object]] = {
         "uid": [spec.traj_group_id for spec in specs],
         "traj_id": [spec.traj_id for spec in specs],

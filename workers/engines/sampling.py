@@ -34,9 +34,13 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Truncation(NamedTuple):
-    """Truncation of each row's distribution, each (B,). Neutral values: top_k = -1, top_p = 1, min_p = 0.
+    """Truncation of each row's distribution.
 
-    limit: largest top_k of the rows that are not greedy; None if one of them has no top_k, which takes more time.
+    Attributes:
+        top_k: (B,); -1 = all tokens.
+        top_p: (B,); 1 = all tokens.
+        min_p: (B,); 0 = all tokens.
+        limit: Largest top_k of the rows that are not greedy; None if one of them has no top_k, which takes more time.
     """
 
     top_k: torch.Tensor
@@ -59,9 +63,10 @@ def sample(
     Args:
         logits: (B, V).
         temperature: (B,); 0 selects the most likely token (greedy).
-        seeds, positions: (B,) int64, see `uniform`.
+        seeds: (B,) int64, see `uniform`.
+        positions: (B,) int64, see `uniform`.
         truncation: None if no row truncates its distribution; greedy rows ignore it.
-        num_candidates: the top_k of the rows whose candidates are returned; 0 = none.
+        num_candidates: The top_k of the rows whose candidates are returned; 0 = none.
 
     Returns:
         Tokens (B,) int64, log_probs (B,) fp32 and candidates. A log-prob is log-softmax(logits / temperature) of the
@@ -74,15 +79,18 @@ def sample(
     log_probs = torch.log_softmax(logits.float() / divisor, dim=-1)
     probs = log_probs.exp()
     if truncation is not None:
-        kept = _kept_tokens(probs, truncation)
-        probs = probs * kept
-        log_probs = log_probs.masked_fill(~(kept | greedy[:, None]), -torch.inf).log_softmax(dim=-1)
+        is_kept = _kept_tokens(probs, truncation)
+        probs = probs * is_kept
+        is_removed = ~(is_kept | greedy[:, None])
+        log_probs = log_probs.masked_fill(is_removed, -torch.inf).log_softmax(dim=-1)
 
+    # in fp64, because the sum over a vocabulary would lose the probabilities of rare tokens in fp32
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
     # the first entry above the threshold has a probability above 0, so a token of probability 0 is never drawn
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
+    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    drawn = drawn.clamp_(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)
 
     candidates = None
     if num_candidates and truncation is not None:
@@ -92,7 +100,8 @@ def sample(
         candidates = best.indices.where(is_returned, -1).int()
     elif num_candidates:
         candidates = tokens.new_full((len(tokens), num_candidates), -1, dtype=torch.int32)
-    return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1), candidates
+    token_log_probs = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, token_log_probs, candidates
 
 
 def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
@@ -111,10 +120,11 @@ def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     rank = torch.arange(ordered.shape[1], device=probs.device)
     in_min_p = ordered >= min_p[:, None] * ordered[:, :1]
     in_top_k = (top_k[:, None] < 0) | (rank < top_k[:, None])
-    kept = in_min_p & in_top_k
+    in_both = in_min_p & in_top_k
 
-    ordered = ordered * kept
+    ordered = ordered * in_both
     mass_before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    wanted_mass = top_p[:, None] * ordered.sum(dim=-1, keepdim=True)
     # rounding must not cut the tail of a row with top_p = 1
-    in_top_p = (top_p[:, None] >= 1) | (mass_before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True))
-    return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, kept & in_top_p)
+    in_top_p = (top_p[:, None] >= 1) | (mass_before < wanted_mass)
+    return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, in_both & in_top_p)

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from verl_lite.config import RolloutConfig
 from workers.policy.families import family_of
 from workers.policy.token_mixing import mixing_layers, state_layers
 
@@ -37,7 +38,9 @@ class SlotCache(Cache):
         self._head_offsets = torch.arange(heads, device=device) * max_length
         self._slot_offsets = torch.arange(slots, device=device) * (heads * max_length)
         self._arange = torch.arange(max_length, device=device)
-        self._dirty_slots = self._dirty_length = 0
+        # the slots and positions below these numbers may have been written since `clear`
+        self._dirty_slots = 0
+        self._dirty_length = 0
         self._prefill: tuple[torch.Tensor, torch.Tensor] | None = None
         self._rows: torch.Tensor | slice = slice(0, 0)
         self._length = 0
@@ -61,16 +64,20 @@ class SlotCache(Cache):
         Returns:
             The additive attention mask (n, 1, T, length): a token attends to its slot up to its own position.
         """
-        rows: torch.Tensor | slice = slice(0, len(positions)) if slots is None else slots
-        last = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
+        if slots is None:
+            # a slice, so that the attention reads a view of the cache and not a copy
+            self._rows = slice(0, len(positions))
+            end = len(positions)
+        else:
+            self._rows = slots
+            end = int(slots.max()) + 1
         self._prefill = None
-        self._rows = rows
         self._length = length
         self._positions = positions
-        self._dirty_slots = max(self._dirty_slots, last)
+        self._dirty_slots = max(self._dirty_slots, end)
         self._dirty_length = max(self._dirty_length, length)
 
-        heads = self._slot_offsets[rows, None] + self._head_offsets
+        heads = self._slot_offsets[self._rows, None] + self._head_offsets
         self._index = (heads[:, :, None] + positions[:, None]).flatten()
         mask = torch.zeros(*positions.shape, length, device=positions.device, dtype=self._storage.dtype)
         is_later = self._arange[:length] > positions[..., None]
@@ -80,7 +87,8 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values (B, kv_heads, T, head_dim) of a layer and returns those that attention reads."""
-        keys, values = self._storage[0, layer_idx], self._storage[1, layer_idx]
+        keys = self._storage[0, layer_idx]
+        values = self._storage[1, layer_idx]
         if self._prefill is not None:
             slots, sources = self._prefill
             length = key_states.shape[2]
@@ -88,6 +96,7 @@ class SlotCache(Cache):
             keys[slots, :, :length] = key_states[sources]
             values[slots, :, :length] = value_states[sources]
             return key_states, value_states
+
         head_dim = key_states.shape[3]
         self._flat[0, layer_idx].index_copy_(0, self._index, key_states.reshape(-1, head_dim))
         self._flat[1, layer_idx].index_copy_(0, self._index, value_states.reshape(-1, head_dim))
@@ -96,16 +105,19 @@ class SlotCache(Cache):
     def store_routes(self, experts: torch.Tensor) -> None:
         """Stores the expert indices (B * T, layers, k) of the forward's tokens at the slots and positions it wrote."""
         experts = experts.short()
+        layers_and_choices = experts.shape[1:]
         if self.routes is None:
             _, _, num_slots, _, max_length, _ = self._storage.shape
-            self.routes = experts.new_full((num_slots, max_length, *experts.shape[1:]), -1)
+            self.routes = experts.new_full((num_slots, max_length, *layers_and_choices), -1)
         if self._prefill is not None:
             slots, sources = self._prefill
-            of_prompts = experts.view(int(sources.max()) + 1, -1, *experts.shape[1:])
+            num_prompts = int(sources.max()) + 1
+            of_prompts = experts.view(num_prompts, -1, *layers_and_choices)
             self.routes[slots, : of_prompts.shape[1]] = of_prompts[sources]
-        else:
-            rows = torch.arange(len(self.routes), device=experts.device)[self._rows]
-            self.routes[rows[:, None], self._positions] = experts.view(*self._positions.shape, *experts.shape[1:])
+            return
+        rows = torch.arange(len(self.routes), device=experts.device)[self._rows]
+        of_tokens = experts.view(*self._positions.shape, *layers_and_choices)
+        self.routes[rows[:, None], self._positions] = of_tokens
 
     def move(self, destination: int, source: int, length: int) -> None:
         """Copies the first `length` positions of slot `source` to slot `destination`."""
@@ -116,13 +128,14 @@ class SlotCache(Cache):
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first `length` positions of two slots."""
-        kept = self._storage[:, :, first, :, :length].clone()
-        kept_routes = None if self.routes is None else self.routes[first, :length].clone()
+        of_first = self._storage[:, :, first, :, :length].clone()
+        if self.routes is not None:
+            routes_of_first = self.routes[first, :length].clone()
         self.move(first, second, length)
-        self._storage[:, :, second, :, :length] = kept
-        if self.routes is not None and kept_routes is not None:
-            self.routes[second, :length] = kept_routes
-        self._dirty_slots = max(self._dirty_slots, first + 1, second + 1)
+        self._storage[:, :, second, :, :length] = of_first
+        if self.routes is not None:
+            self.routes[second, :length] = routes_of_first
+        self._dirty_slots = max(self._dirty_slots, second + 1)
         self._dirty_length = max(self._dirty_length, length)
 
     def clear(self, first: int = 0) -> None:
@@ -130,7 +143,8 @@ class SlotCache(Cache):
         so a NaN would spread."""
         self._storage[:, :, first : self._dirty_slots, :, : self._dirty_length] = 0
         self._dirty_slots = min(first, self._dirty_slots)
-        self._dirty_length = self._dirty_length if first else 0
+        if first == 0:
+            self._dirty_length = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns 0. Some models call this to derive positions, but the engine always passes positions."""
@@ -148,8 +162,11 @@ class Move(NamedTuple):
 class Claim(NamedTuple):
     """A kept sequence that a request continues.
 
-    slot, length: its slot and its number of tokens. displaced: number of tokens of the sequence that was kept in the
-    request's slot and swaps places with it; 0 if there was none.
+    Attributes:
+        slot: Its slot.
+        length: Its number of tokens.
+        displaced: Number of tokens of the sequence that was kept in the request's slot and swaps places with it; 0 if
+            there was none.
     """
 
     slot: int
@@ -158,7 +175,12 @@ class Claim(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A kept sequence. number: grows with each sequence, so that the order is that of age."""
+    """A kept sequence.
+
+    Attributes:
+        number: Grows with each sequence, so that the order is that of age.
+        encoded: Its tokens, whose keys and values its slot holds.
+    """
 
     number: int
     encoded: tuple[int, ...]
@@ -219,18 +241,22 @@ class KeptSlots:
 
         Returns the moves of the kept sequences to other slots. If not all of them fit, the newest are kept.
         """
-        moves: list[Move] = []
         leaving = sorted((self._kept.pop(slot), slot) for slot in range(start, end) if slot in self._kept)
-        free = [slot for slot in range(end, self._slots) if slot not in self._kept] if leaving else []
-        for entry, slot in reversed(leaving):
+        if not leaving:
+            return []
+
+        moves: list[Move] = []
+        free = [slot for slot in range(end, self._slots) if slot not in self._kept]
+        for entry, source in reversed(leaving):
             if free:
-                room = free.pop()
+                destination = free.pop()
             else:
-                room = min((other for other in self._kept if other >= end), key=self._kept.__getitem__, default=-1)
-                if room < 0 or self._kept[room] > entry:
+                later = [slot for slot in self._kept if slot >= end]
+                destination = min(later, key=self._kept.__getitem__, default=-1)
+                if destination < 0 or self._kept[destination] > entry:
                     break  # the remaining sequences are older than all kept ones
-            self._kept[room] = entry
-            moves.append(Move(room, slot, len(entry.encoded)))
+            self._kept[destination] = entry
+            moves.append(Move(destination, source, len(entry.encoded)))
         return moves
 
     def clear(self) -> None:
@@ -242,8 +268,33 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """Returns (layers, key-value heads, head dimension) of a model."""
     text = config.get_text_config()
     heads = text.num_attention_heads
+    # families without these entries have as many key-value heads as heads, and divide the width among them
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, head_dim
+    return text.num_hidden_layers, kv_heads, head_dim
+
+
+def slots_that_fit(
+    model: PretrainedConfig, config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Returns the number of sequences that decode together: max_num_seqs, or fewer if the KV cache memory is short."""
+    layers, heads, head_dim = kv_shape(model)
+    slot_bytes = 2 * layers * heads * head_dim * max_model_len * dtype.itemsize
+    if device.type == "cpu":
+        setting = f"kv_cache_memory_mb={config.kv_cache_memory_mb}"
+        budget = config.kv_cache_memory_mb << 20
+    else:
+        setting = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        backend = torch.get_device_module(device)
+        share = int(backend.mem_get_info(device)[1] * config.gpu_memory_utilization)
+        budget = max(0, share - backend.memory_allocated(device))
+    slots = min(config.max_num_seqs, budget // slot_bytes)
+    if slots < 1:
+        raise ValueError(
+            f"rollout.{setting} leaves {budget / 2**20:.1f} MiB for the KV cache, but one sequence of "
+            f"{max_model_len} tokens needs {slot_bytes / 2**20:.1f} MiB; raise it or lower rollout.max_model_len"
+        )
+    return slots
 
 
 def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
@@ -253,7 +304,9 @@ def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
-    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if not kinds:  # a config without `layer_types` has equal layers
+        kinds = {"sliding_attention"} if window else {"full_attention"}
     if window is not None and window >= max_model_len:
         kinds.discard("sliding_attention")
     if not kinds <= {"full_attention"}:
@@ -277,16 +330,27 @@ def check_layers(model: PreTrainedModel) -> None:
         unfit.append("attention with soft-capping")
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
         unfit.append("attention with sinks")
-    latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    if all(isinstance(getattr(config, name, None), int) for name in latent):
-        nope, rope, values = (getattr(config, name) for name in latent)
-        if {nope + rope, values} != {kv_shape(config)[2]}:
-            unfit.append("latent attention with keys and values of other sizes than its head_dim")
+    if _has_other_sizes(config):
+        unfit.append("latent attention with keys and values of other sizes than its head_dim")
     if unfit:
         raise ValueError(
             f"rollout.name=hf: a {type(model).__name__} has layers of kind {', '.join(unfit)}, which its cache of keys "
             "and values does not compute; set rollout.name=vllm"
         )
+
+
+def _has_other_sizes(config: PretrainedConfig) -> bool:
+    """Returns True for latent attention whose keys or values have another size than the head dimension."""
+    # keys have a part without and a part with rotary embedding
+    sizes = []
+    for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        size = getattr(config, name, None)
+        if not isinstance(size, int):
+            return False
+        sizes.append(size)
+    key_without_rope, key_with_rope, value_size = sizes
+    _, _, head_dim = kv_shape(config)
+    return {key_without_rope + key_with_rope, value_size} != {head_dim}
 
 
 def slot_attention(
@@ -300,8 +364,15 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention: with the mask of `SlotCache.begin_decode` when decoding, causally without a mask in prefill.
 
-    query is (B, heads, T, head_dim), key and value are (B, kv_heads, S, head_dim). Returns (B, T, heads, head_dim) and
-    None. Prompts are padded on the right, so no real token attends to padding.
+    Prompts are padded on the right, so no real token attends to padding.
+
+    Args:
+        query: (B, heads, T, head_dim).
+        key: (B, kv_heads, S, head_dim).
+        value: (B, kv_heads, S, head_dim).
+
+    Returns:
+        The output (B, T, heads, head_dim), and None in place of the attention weights, as transformers expects.
     """
     output = scaled_dot_product_attention(
         query,

@@ -69,7 +69,16 @@ _open_engines = 0
 
 @dataclass
 class _Unfinished:
-    """An unfinished request, and its response so far. id: its id inside vLLM; None while the engine sleeps."""
+    """An unfinished request.
+
+    Attributes:
+        request: The request.
+        token_ids: The response so far.
+        log_probs: Log-prob of each token of the response.
+        versions: Version of the weights that sampled each token of the response.
+        id: Name of the request inside vLLM; None while the engine sleeps.
+        candidates: Candidates (n, rollout.top_k) of the tokens of each output.
+    """
 
     request: Request
     token_ids: list[int]
@@ -120,18 +129,32 @@ class VLLMEngine:
         routed = {} if self._routers is None else self._routers.extra_outputs
         self.extra_outputs = routed | candidates_of(config)
         self._owns_process_group = not torch.distributed.is_initialized()
-        prepare_process(device)
-        with importing():
-            from vllm import EngineArgs, LLMEngine, ModelRegistry
 
+        prepare_process(device)
         arguments = _engine_arguments(config, max_model_len, device, dtype) | {
             "model": model_path,
-            "hf_overrides": _head_dtype(dtype) | override_config | _sliding_window_override(model_config),
             "trust_remote_code": trust_remote_code,
             "seed": seed,
         }
+        self._start_vllm(arguments | self._arguments_of_model(model_config, dtype, override_config), model_config)
+        _open_engines += 1
+
+        self._version: int | None = None
+        self._unconverted: set[str] = set()  # parameters that have their names and tensors in checkpoint files too
+        self._running: dict[str, _Unfinished] = {}  # by request id
+        self._asleep: set[str] = set()
+
+    def _arguments_of_model(
+        self, model_config: PretrainedConfig, dtype: torch.dtype, override_config: JsonObject
+    ) -> JsonObject:
+        """Returns the arguments of vllm.EngineArgs that follow from the model."""
+        with importing():
+            from vllm import EngineArgs
+
+        overrides = _head_dtype(dtype) | override_config | _sliding_window_override(model_config)
+        arguments: dict[str, object] = {"hf_overrides": overrides}
         has_states = state_layers(self._model) or mixing_layers(self._model)
-        if device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
+        if self._device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
             arguments["enable_prefix_caching"] = False
         if has_vision(model_config):
             arguments["skip_tokenizer_init"] = False  # vLLM's image processor cannot be built without a tokenizer
@@ -139,36 +162,43 @@ class VLLMEngine:
             if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
                 # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
                 arguments.update(mm_device_do_normalize=False)
+        return arguments
 
-        with shared_memory_names(config.tensor_model_parallel_size) as executor:
+    def _start_vllm(self, arguments: JsonObject, model_config: PretrainedConfig) -> None:
+        """Builds vLLM's engine. Collective with tensor parallelism."""
+        with importing():
+            from vllm import EngineArgs, LLMEngine, ModelRegistry
+
+        parallel_size = self._config.tensor_model_parallel_size
+        with shared_memory_names(parallel_size) as executor:
             if executor is not None:
                 arguments["distributed_executor_backend"] = executor
-            engine_args = EngineArgs(**arguments | config.engine_kwargs.get("vllm", {}))
+            # the user's arguments come last, so that they win
+            engine_args = EngineArgs(**arguments | self._config.engine_kwargs.get("vllm", {}))
             with self._raise_with_model_type("start with"), isolated_model_class(model_config):
-                if device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
+                if self._device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
                     raise NotImplementedError("its log-probs are nats away from those of transformers")
                 for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
                     # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
                     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
                 self._engine = LLMEngine.from_engine_args(engine_args)
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            if rank == 0:
                 # vLLM's own log has these facts only at a much more verbose level
                 print(self._engine.collective_rpc(summarize_engine)[0], flush=True)
-            elif self._routers is not None and torch.distributed.get_rank() % config.tensor_model_parallel_size:
+            if self._routers is not None and rank % parallel_size:
                 disable_expert_recording(self._engine.engine_core)
                 self._routers = None  # the engine's first rank returns the experts
-        _open_engines += 1
-        self._version: int | None = None
-        self._unconverted: set[str] = set()  # parameters that have their names and tensors in checkpoint files too
-        self._running: dict[str, _Unfinished] = {}  # by request id
-        self._asleep: set[str] = set()
 
     def submit(self, request: Request) -> None:
         check_request(request, self._max_model_len, self._running, self._version)
         self.wake()
-        self._running[request.request_id] = _Unfinished(request, *request.sampled.lists())
+        token_ids, log_probs, versions = request.sampled.lists()
+        unfinished = _Unfinished(request, token_ids, log_probs, versions)
+        self._running[request.request_id] = unfinished
         try:
-            self._start(self._running[request.request_id])
+            self._start(unfinished)
         except BaseException:
             del self._running[request.request_id]
             raise
@@ -177,12 +207,13 @@ class VLLMEngine:
         """Submits a request to vLLM."""
         request = unfinished.request
         before = unfinished.token_ids
+        limit = check_request(request, self._max_model_len, (), self._version)
         sampling = request.sampling
-        limit = check_request(request, self._max_model_len, (), self._version) - len(before)
         if before:  # vLLM's generator of random numbers starts anew
             sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
         streams = request.is_interruptible and self._routers is None
-        params = _sampling_params(sampling, limit, streams, self._excluded, self._num_candidates(request))
+        num_candidates = self._num_candidates(request)
+        params = _sampling_params(sampling, limit - len(before), streams, self._excluded, num_candidates)
         unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), params)
 
     def _prompt(self, request: Request, before: Sequence[int]) -> TokensPrompt:
@@ -191,11 +222,14 @@ class VLLMEngine:
 
         # entries of the prefix cache with another salt are not used: they are those of earlier weights
         salt = None if self._config.recompute_kv_on_update else str(self._version)
-        if request.images is None:
+        images = request.images
+        if images is None:
             return tokens_input([*request.prompt_ids, *before], cache_salt=salt)
+
+        config = self._model.config
         prompt = TokensPrompt(
-            prompt_token_ids=[*collapse_images(request.prompt_ids, request.images, self._model.config), *before],
-            multi_modal_data={"image": resized_images(request.images, self._model.config.vision_config.patch_size)},
+            prompt_token_ids=[*collapse_images(request.prompt_ids, images, config), *before],
+            multi_modal_data={"image": resized_images(images, config.vision_config.patch_size)},
             mm_processor_kwargs={"do_resize": False},
             cache_salt=salt or "",
         )
@@ -225,8 +259,11 @@ class VLLMEngine:
 
     def _store(self, output: RequestOutput) -> Completion | None:
         """Stores the new tokens of a request. Returns its completion if they were the last ones."""
-        unfinished, result = self._running[output.request_id], output.outputs[0]
+        assert self._version is not None
+        unfinished = self._running[output.request_id]
+        result = output.outputs[0]
         unfinished.token_ids += result.token_ids
+        unfinished.versions += [self._version] * len(result.token_ids)
         count = self._num_candidates(unfinished.request)
         if count:
             log_probs, candidates = _candidates(result, count)
@@ -234,8 +271,6 @@ class VLLMEngine:
             unfinished.candidates.append(candidates)
         else:
             unfinished.log_probs += result.logprobs.logprobs
-        assert self._version is not None
-        unfinished.versions += [self._version] * len(result.token_ids)
         if not output.finished:
             return None
 
@@ -246,14 +281,22 @@ class VLLMEngine:
         if unfinished.candidates:
             extra[SAMPLING_CANDIDATES] = torch.cat(unfinished.candidates)
         del self._running[output.request_id]
-        sampled = (unfinished.token_ids, unfinished.log_probs)
-        return Completion(output.request_id, *sampled, result.finish_reason, unfinished.versions, extra)
+        return Completion(
+            output.request_id,
+            unfinished.token_ids,
+            unfinished.log_probs,
+            result.finish_reason,
+            unfinished.versions,
+            extra,
+        )
 
     def _num_candidates(self, request: Request) -> int:
         """Returns rollout.top_k if the candidates of this request are returned, else 0."""
-        sampling = request.sampling
-        has_candidates = sampling.temperature > 0 and 0 < sampling.top_k == self._config.top_k
-        return sampling.top_k if has_candidates else 0
+        top_k = request.sampling.top_k
+        is_greedy = request.sampling.temperature == 0
+        if is_greedy or top_k != self._config.top_k:
+            return 0
+        return max(0, top_k)
 
     def _routes_of(self, output: RequestOutput, routers: Routers) -> torch.Tensor:
         """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
@@ -261,43 +304,40 @@ class VLLMEngine:
         layers = self._model.config.get_text_config().num_hidden_layers
         expected = (len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, routers.top_k)
         recorded = result.routed_experts
-        found = "none" if recorded is None else str(recorded.shape)
+        actual = "none" if recorded is None else str(recorded.shape)
         if recorded is not None and recorded.shape == expected:
             routes = torch.from_numpy(recorded[:, routers.layers].astype("int16"))
             # a layer that vLLM did not record has zeros: the first expert, several times for each token
             if routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
                 return routes
-            found = "an expert twice for one token, so it did not record every layer"
+            actual = "an expert twice for one token, so it did not record every layer"
         raise UserError(
             f"rollout.router_replay=true with rollout.name=vllm: expected experts of shape {expected} (tokens except "
-            f"the last, layers, chosen experts) of a {type(self._model).__name__}, but vLLM gave {found}; set "
+            f"the last, layers, chosen experts) of a {type(self._model).__name__}, but vLLM gave {actual}; set "
             "rollout.name=hf or rollout.router_replay=false"
         )
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        ids = [self._running.pop(request_id).id for request_id in request_ids if request_id in self._running]
-        self._engine.abort_request([one for one in ids if one is not None], internal=True)
+        aborted = [self._running.pop(request_id, None) for request_id in request_ids]
+        self._abort_in_vllm(unfinished for unfinished in aborted if unfinished is not None)
+
+    def _abort_in_vllm(self, requests: Iterable[_Unfinished]) -> None:
+        ids = [unfinished.id for unfinished in requests if unfinished.id is not None]
+        self._engine.abort_request(ids, internal=True)
 
     def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
         return [self._running[request_id].so_far() for request_id in request_ids]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._version = None  # after an interrupted update the weights are a mixture, which must not sample
-        given: set[str] = set()
+        received: set[str] = set()
         failed: list[Exception] = []
 
         def recorded() -> Iterator[tuple[str, torch.Tensor]]:
             try:
                 for name, tensor in weights:
-                    given.add(name)
-                    if name in self._unconverted:
-                        yield name, tensor
-                        continue
-                    # vLLM expects the names of checkpoint files, which store each expert as a separate tensor
-                    files = revert_weight_conversion(self._model, {name: tensor})
-                    if list(files) == [name] and files[name] is tensor:
-                        self._unconverted.add(name)
-                    yield from files.items()
+                    received.add(name)
+                    yield from self._as_in_checkpoint(name, tensor)
             except Exception as error:  # the reload ends early, because vLLM cannot reload again after an exception
                 failed.append(error)
 
@@ -314,11 +354,21 @@ class VLLMEngine:
                 self._engine.collective_rpc(repack_tied_head)
                 if any(self._engine.collective_rpc(has_stale_experts)):
                     raise NotImplementedError("its experts are not reloaded")
-        check_names(given, self._names)
+        check_names(received, self._names)
         self._version = version
         self._reset_encoder_cache()
         # the caller resets the cache too, but a stale prefix cache would go unnoticed, so the engine does it itself
         self.reset_cache()
+
+    def _as_in_checkpoint(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """Returns a parameter as vLLM expects it: as in checkpoint files, which store each expert separately."""
+        if name in self._unconverted:
+            return [(name, tensor)]
+        converted = revert_weight_conversion(self._model, {name: tensor})
+        # the conversion of a parameter takes long, and most parameters have none
+        if list(converted) == [name] and converted[name] is tensor:
+            self._unconverted.add(name)
+        return converted.items()
 
     def reset_cache(self) -> None:
         if self._config.recompute_kv_on_update:
@@ -345,11 +395,11 @@ class VLLMEngine:
 
     def _park(self) -> None:
         """Removes all unfinished requests from vLLM, and keeps them for the first step after the next weights."""
-        if not all(one.request.is_interruptible for one in self._running.values()):
-            raise RuntimeError(f"the rollout engine cannot sleep with {len(self._running)} unfinished requests")
-        ids = [one.id for one in self._running.values() if one.id is not None]
-        self._engine.abort_request(ids, internal=True)
-        for unfinished in self._running.values():
+        requests = list(self._running.values())
+        if not all(unfinished.request.is_interruptible for unfinished in requests):
+            raise RuntimeError(f"the rollout engine cannot sleep with {len(requests)} unfinished requests")
+        self._abort_in_vllm(requests)
+        for unfinished in requests:
             unfinished.id = None
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -382,8 +432,9 @@ class VLLMEngine:
     def _raise_with_model_type(self, act: str, failed: Sequence[Exception] = ()) -> Iterator[None]:
         """Turns an exception of vLLM before its first completion into a UserError with the model family and a remedy.
 
-        Out-of-memory errors and exceptions in `failed`, which come from outside vLLM, pass through unchanged. act: verb
-        phrase of the message, such as "start with".
+        Args:
+            act: Verb phrase of the message, such as "start with".
+            failed: Exceptions from outside vLLM. They pass through unchanged, as out-of-memory errors do.
         """
         try:
             yield
@@ -418,7 +469,8 @@ def check_replay(config: RolloutConfig, device_type: str) -> None:
 
     Versions before 0.32 return them in other ways, and 0.31 then rejects `reset_prefix_cache` of an in-process engine.
     """
-    version = next((installed.version for installed in importlib.metadata.distributions(name="vllm")), "0")
+    installed = [distribution.version for distribution in importlib.metadata.distributions(name="vllm")]
+    version = installed[0] if installed else "0"
     if device_type == "cpu":
         problem = f"trainer.device={device_type}: vLLM records experts only on a GPU; set rollout.name=hf"
     elif Version(version) < Version("0.32"):
@@ -496,17 +548,29 @@ def _engine_arguments(
 
 def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
     """Returns the config entry that makes vLLM compute logits in fp32, as the trainer does."""
-    return {} if dtype == torch.float32 else {"head_dtype": "float32"}
+    if dtype == torch.float32:
+        return {}
+    return {"head_dtype": "float32"}
 
 
 def _candidates(result: CompletionOutput, count: int) -> tuple[list[float], torch.Tensor]:
-    """Returns the log-probs of the tokens of a vllm.CompletionOutput, and the tokens that could be sampled at each
-    position (n, count), most probable first, then -1."""
-    shape = (len(result.token_ids), count + 1)  # the sampled token and the most probable ones, usually with it
+    """Returns the log-probs of new tokens and their candidates.
+
+    Args:
+        result: New tokens of a request, n of them.
+        count: Number of candidates that the request returns.
+
+    Returns:
+        The log-probs of the tokens, and the tokens that could be sampled at each position (n, count): most probable
+        first, then -1.
+    """
+    # flat lists: for each token, itself and then the most probable ones, usually with it
+    shape = (len(result.token_ids), count + 1)
     log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
     ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
     sampled = ids[:, 0]
-    candidates = ids[:, 1:].where(log_probs[:, 1:].isfinite(), -1)
+    is_kept = log_probs[:, 1:].isfinite()
+    candidates = ids[:, 1:].where(is_kept, -1)
     # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
     has_sampled = (candidates == sampled[:, None]).any(dim=1)
     candidates[:, -1] = candidates[:, -1].where(has_sampled, sampled)

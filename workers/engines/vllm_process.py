@@ -85,24 +85,27 @@ def shared_memory_names(tensor_parallel_size: int) -> Iterator[type[ExecutorWith
 
     shared = [f"verl-lite-{uuid.uuid4().hex}"]
     torch.distributed.broadcast_object_list(shared, src=0)
+    name = shared[0]
 
     class TensorParallelExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
             device = self.vllm_config.device_config.device
-            return f"file:///{shared[0]}", torch.distributed.get_rank(), getattr(device, "index", None) or 0
+            local_rank = getattr(device, "index", None) or 0
+            return f"file:///{name}", torch.distributed.get_rank(), local_rank
 
     yield TensorParallelExecutor
     torch.distributed.barrier()
-    for path in Path("/dev/shm").glob(f"*{shared[0]}*"):
+    for path in Path("/dev/shm").glob(f"*{name}*"):
         path.unlink(missing_ok=True)
 
 
 def collapse_images(prompt_ids: Sequence[int], images: ImageInputs, config: PretrainedConfig) -> list[int]:
     """Returns the tokens of a prompt with one image token per image, which vLLM's processor repeats again."""
     token_ids = list(prompt_ids)
+    patches_per_token = config.vision_config.spatial_merge_size**2
     start = 0
     for patches in images.image_grid_thw.prod(1).tolist():
-        num_tokens = patches // config.vision_config.spatial_merge_size**2
+        num_tokens = patches // patches_per_token
         start = token_ids.index(config.image_token_id, start) + 1
         del token_ids[start : start + num_tokens - 1]
     return token_ids
@@ -115,7 +118,8 @@ def resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
     from PIL.Image import Resampling
 
     resized = []
-    for file, (_, height, width) in zip(images.files, images.image_grid_thw.tolist(), strict=True):
+    for file, grid in zip(images.files, images.image_grid_thw.tolist(), strict=True):
+        _, height, width = grid  # in patches
         size = (width * patch_size, height * patch_size)
         resized.append(open_image(file).resize(size, Resampling.BICUBIC))
     return resized

@@ -43,17 +43,23 @@ class ChannelEnd:
     timeout_s: float
 
     def connect(self, device: torch.device, store: dist.TCPStore | None = None) -> "WeightChannel":
-        """Returns this end, connected to all others. store: the store itself; None = connects to its address."""
-        try:
-            limit = timedelta(seconds=self.timeout_s)
-            store = store or dist.TCPStore(*self.address, is_master=False, timeout=limit)
-        except RuntimeError as error:
-            raise TransferError(f"{self.names[self.rank]} cannot reach the trainer at {self.address}") from error
+        """Returns this end, connected to all others.
+
+        Args:
+            device: Device on which tensors are packed and received.
+            store: The store, at the sender; None = connects to its address.
+        """
+        if store is None:
+            host, port = self.address
+            try:
+                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+            except RuntimeError as error:
+                raise TransferError(f"{self.names[self.rank]} cannot reach the trainer at {self.address}") from error
         return WeightChannel(store, self.names, self.rank, device, self.timeout_s)
 
 
 class _Entry(NamedTuple):
-    """The place of a tensor in its bucket, in bytes."""
+    """A tensor in a bucket. start: number of its first byte."""
 
     name: str
     dtype: str
@@ -121,6 +127,7 @@ class WeightChannel:
                 sent += packed.numel()
             self._store.set(f"header/{self._number}", "null")
             self._number += 1
+            # the receivers also count the end of the weights, after they have loaded the last bucket
             self._store.wait([_loaded(rank, self._number) for rank in range(1, len(self._names))], self._limit)
         except RuntimeError as error:
             raise TransferError(f"weight update: {self._late()}") from error
@@ -136,12 +143,16 @@ class WeightChannel:
         return f"{culprits} failed, or did not answer for {self._limit.total_seconds():g} s"
 
     def receive(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
-        """Calls `load` with the weights of one `send`. If `load` raises, receives the rest nevertheless, so that the
-        other receivers get their weights. Raises TransferError if the weights do not arrive."""
+        """Calls `load` with the weights of one `send`.
+
+        Raises:
+            TransferError: The weights do not arrive.
+        """
         stream = self._stream()
         try:
             load(stream)
         finally:
+            # if `load` raises, the rest is received nevertheless: a broadcast needs all receivers
             for _ in stream:
                 pass
 
@@ -164,10 +175,12 @@ class WeightChannel:
         self._store.set(_loaded(self._rank, self._number), "")
 
         tensors = []
-        for entry in map(_Entry._make, content["tensors"]):
+        for fields in content["tensors"]:
+            entry = _Entry(*fields)
             dtype: torch.dtype = getattr(torch, entry.dtype)
             stop = entry.start + math.prod(entry.shape) * dtype.itemsize
-            tensors.append((entry.name, packed[entry.start : stop].view(dtype).view(entry.shape)))
+            tensor = packed[entry.start : stop].view(dtype).view(entry.shape)
+            tensors.append((entry.name, tensor))
         return tensors
 
 
@@ -187,9 +200,10 @@ def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tupl
             tensors = []
             entries = []
             size = 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
         tensors.append(tensor)
-        entries.append(_Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        entries.append(_Entry(name, dtype, list(tensor.shape), size))
+        size += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
     if tensors:
         yield _Header(size, entries), _packed(tensors, entries, size, device)
 
@@ -197,9 +211,9 @@ def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tupl
 def _packed(
     tensors: Sequence[torch.Tensor], entries: Sequence[_Entry], size: int, device: torch.device
 ) -> torch.Tensor:
-    """Copies the tensors of a bucket to their places in a new tensor of bytes."""
+    """Copies the tensors of a bucket into a new tensor of bytes."""
     packed = torch.empty(size, dtype=torch.uint8, device=device)
     for tensor, entry in zip(tensors, entries, strict=True):
-        place = packed[entry.start : entry.start + tensor.nbytes]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        target = packed[entry.start : entry.start + tensor.nbytes]
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return packed

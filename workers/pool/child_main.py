@@ -155,7 +155,9 @@ def perform(session: int, work: Callable[[], T]) -> Reply[T]:
 
 def error_text(error: BaseException) -> str:
     """Returns the message of a `UserError` or `Overdue`, and the traceback of any other error."""
-    return str(error) if isinstance(error, UserError | Overdue) else user_traceback(error)[-_TRACEBACK_CHARS:]
+    if isinstance(error, UserError | Overdue):
+        return str(error)
+    return user_traceback(error)[-_TRACEBACK_CHARS:]
 
 
 class Child:

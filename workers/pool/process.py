@@ -27,7 +27,8 @@ from workers.pool.child_main import STACK_SIGNAL
 
 PRINTED_BYTES_MAX = 10 << 20
 _LAST_LINE = b"\n[more output of this process is dropped]\n"
-_SHOWN_CHARS = 4000
+_MESSAGE_CHARS = 4000
+"""Longest output or stack in an error message."""
 _END_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 0.5
 _STACK_PAUSE_S = 0.05
@@ -67,17 +68,19 @@ class Process:
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
         self._stacks = tempfile.TemporaryFile(buffering=0)
+        self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
+        variables = os.environ if environment is None else environment
+        # the pool closes its copies of the process's ends, so that they close when the process ends
         with theirs, open(printed, "wb") as stdout:
-            fds = (theirs.fileno(), self._stacks.fileno())
-            self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
-            variables = os.environ if environment is None else environment
+            socket_fd = theirs.fileno()
+            stacks_fd = self._stacks.fileno()
             self._tree = ProcessTree(
-                [sys.executable, "-u", "-c", _program(*fds, threads)],
+                [sys.executable, "-u", "-c", _program(socket_fd, stacks_fd, threads)],
                 {**variables, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stdout,
-                pass_fds=fds,
+                pass_fds=(socket_fd, stacks_fd),
             )
         self.channel = PoolEnd(ours)
         self.log_path = log_path
@@ -118,13 +121,15 @@ class Process:
         self.channel.send(CONTROL, b"")
 
     # Any: what the code in the process has sent
+    # Any: what the code in the process has sent
     def receive(self) -> list[Reply[Any]]:
         """Returns the replies that have arrived. Sets channel.is_closed if the process is dead."""
         replies: list[Reply[Any]] = []
         for number, message in self.channel.receive():
             if number != CONTROL:
-                if self.sent.pop(number, None) is None:
+                if number not in self.sent:
                     continue  # untrusted code can write to the channel, too
+                del self.sent[number]
                 # A thread of the process is free now, and takes the first call that waits. Its deadline starts here.
                 next_session = next(itertools.islice(self.sent, self.threads - 1, None), None)
                 if next_session is not None:
@@ -143,12 +148,15 @@ class Process:
     def crash(self) -> str:
         """Returns the crash stack that a dead process left, or an empty text."""
         crash = _CRASH.search(self._written_stacks())
-        return crash[1] + crash[2] if crash else ""
+        if crash is None:
+            return ""
+        return crash[1] + crash[2]
 
     def stacks(self) -> str:
         """Returns the stacks of all threads. Sends a signal that the process answers even inside C code."""
-        text_before = text = self._written_stacks()
-        os.kill(self._tree.process.pid, STACK_SIGNAL)
+        text_before = self._written_stacks()
+        text = text_before
+        os.kill(self.pid, STACK_SIGNAL)
         until = time.monotonic() + _STACK_TIMEOUT_S
         while time.monotonic() < until:
             time.sleep(_STACK_PAUSE_S)
@@ -156,18 +164,22 @@ class Process:
             text = self._written_stacks()
             if text == previous_text and text != text_before:  # the stacks arrive in several pieces
                 break
-        return text[-_SHOWN_CHARS:]
+        return text[-_MESSAGE_CHARS:]
 
     def last_words(self) -> str:
         """Returns the crash stack of a dead process, or else the end of its output."""
-        text = self.crash() or self._printed_tail.decode(errors="replace")[-_SHOWN_CHARS:]
+        text = self.crash()
+        if not text:
+            text = self._printed_tail.decode(errors="replace")[-_MESSAGE_CHARS:]
         return f"\n{text}" if text else ""
 
     def note(self, text: str) -> None:
         """Appends a line to the log of the process."""
-        if self.log_path is not None:
-            with contextlib.suppress(OSError), Path(self.log_path).open("a", encoding="utf-8") as file:
-                file.write(f"[{time.strftime('%H:%M:%S')} {text}]\n")
+        if self.log_path is None:
+            return
+        now = time.strftime("%H:%M:%S")
+        with contextlib.suppress(OSError), Path(self.log_path).open("a", encoding="utf-8") as file:
+            file.write(f"[{now} {text}]\n")
 
     def cause_of_death(self) -> str:
         """Returns how the process ended, after waiting shortly for its end. Call `kill` afterwards for its
@@ -195,7 +207,9 @@ class Process:
         self._stacks.close()
 
     def _written_stacks(self) -> str:
-        return os.pread(self._stacks.fileno(), _STACK_BYTES_MAX, 0).decode(errors="replace")
+        # `pread` leaves the position unchanged, which the process shares and at which it writes
+        content = os.pread(self._stacks.fileno(), _STACK_BYTES_MAX, 0)
+        return content.decode(errors="replace")
 
     def _keep_output(self, output: int) -> None:
         """Copies the output to the log, in a thread, up to PRINTED_BYTES_MAX bytes per process.
@@ -204,21 +218,23 @@ class Process:
         cannot be written, for example to a full disk, is dropped.
         """
         path = self.log_path or os.devnull
-        left = PRINTED_BYTES_MAX
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
-        with open(output, "rb", buffering=0) as pipe, open(path, "wb" if is_long else "ab", buffering=0) as log:
+        mode = "wb" if is_long else "ab"
+        left = PRINTED_BYTES_MAX
+        with open(output, "rb", buffering=0) as pipe, open(path, mode, buffering=0) as log:
             # read to the end also when the log is full: the process would wait for room in the pipe
             while chunk := pipe.read(1 << 16):
-                self._printed_tail = (self._printed_tail + chunk)[-_SHOWN_CHARS:]
+                self._printed_tail = (self._printed_tail + chunk)[-_MESSAGE_CHARS:]
                 if left <= 0:
                     continue
                 left -= len(chunk)
+                text = chunk if left > 0 else _LAST_LINE
                 with contextlib.suppress(OSError):
                     if not os.path.exists(path):  # somebody deleted the run folder
                         os.makedirs(os.path.dirname(path), exist_ok=True)
-                        with open(path, "ab") as again:
-                            os.dup2(again.fileno(), log.fileno(), inheritable=False)
-                    log.write(chunk if left > 0 else _LAST_LINE)
+                        with open(path, "ab") as new_log:
+                            os.dup2(new_log.fileno(), log.fileno(), inheritable=False)
+                    log.write(text)
 
 
 def _program(socket_fd: int, stacks_fd: int, threads: int) -> str:

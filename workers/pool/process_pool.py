@@ -30,8 +30,8 @@ Payload = TypeVar("Payload")
 Value = TypeVar("Value")
 
 START_TIMEOUT_S = 120.0
-_CHECK_S = 0.25
-_ANSWER_S = 3.0
+_CHECK_S = 0.25  # time between two looks at the deadlines
+_ANSWER_S = 3.0  # a process that does not answer a ping for so long is frozen
 _FAILED_STARTS_MAX = 3
 
 
@@ -139,7 +139,10 @@ class ProcessPool(Generic[Payload, Value]):
     def submit(self, number: int, payload: Payload, process: Process | None = None) -> None:
         """Sends the next call of a session. `poll` returns its reply; an error ends the session.
 
-        process: where a new session starts; None = the process with the fewest sessions.
+        Args:
+            number: Number of the session; a number that is not in use begins a session.
+            payload: Argument of the call.
+            process: Process in which a new session starts; None = the process with the fewest sessions.
         """
         session = self._sessions.get(number)
         if session is None:
@@ -179,8 +182,11 @@ class ProcessPool(Generic[Payload, Value]):
 
     def emptiest(self) -> Process:
         """Returns the process with the fewest sessions, preferring processes that are ready."""
-        open_ones = [process for process in self._processes if not process.is_alone]
-        return min(open_ones, key=lambda process: (not process.is_loaded, len(process.sessions)))
+        return min(self._open_processes(), key=lambda process: (not process.is_loaded, len(process.sessions)))
+
+    def _open_processes(self) -> list[Process]:
+        """Returns the processes that accept new sessions."""
+        return [process for process in self._processes if not process.is_alone]
 
     @property
     def pids(self) -> list[int]:
@@ -199,12 +205,14 @@ class ProcessPool(Generic[Payload, Value]):
 
     def _fill(self) -> None:
         """Starts processes until `num_workers` of them accept new sessions."""
-        open_ones = [process for process in self._processes if not process.is_alone]
-        for _ in range(self._spec.num_workers - len(open_ones)):
+        missing = self._spec.num_workers - len(self._open_processes())
+        for _ in range(missing):
             self._start(self._spec.threads)
 
     def _start(self, threads: int, *, is_alone: bool = False) -> Process:
-        log_path = None if self._spec.log_dir is None else self._free_log_path(Path(self._spec.log_dir))
+        log_path = None
+        if self._spec.log_dir is not None:
+            log_path = self._free_log_path(Path(self._spec.log_dir))
         process = Process(self._make, threads, log_path, is_alone=is_alone, environment=self._spec.environment)
         self._processes.append(process)
         self._next_check = 0.0
@@ -215,9 +223,11 @@ class ProcessPool(Generic[Payload, Value]):
         folder.mkdir(parents=True, exist_ok=True)
         used = {process.log_path for process in self._processes}
         number = 0
-        while str(folder / f"{self._spec.name}-{number}.log") in used:
+        while True:
+            path = str(folder / f"{self._spec.name}-{number}.log")
+            if path not in used:
+                return path
             number += 1
-        return str(folder / f"{self._spec.name}-{number}.log")
 
     def _dispose(self, process: Process) -> None:
         process.kill()
@@ -249,27 +259,31 @@ class ProcessPool(Generic[Payload, Value]):
         process = session.process
         del self._sessions[session.number]
         process.sessions.discard(session.number)
-        if process in self._processes:
-            if process.is_alone and not process.sessions:
-                self._dispose(process)
-            elif self._spec.digest is not None:
-                process.end(session.number)
+        if process not in self._processes:
+            return
+        if process.is_alone and not process.sessions:
+            self._dispose(process)
+        elif self._spec.digest is not None:
+            process.end(session.number)
 
     def _receive(self, timeout_s: float) -> bool:
         """Processes the messages that arrive within timeout_s. Returns True if `wake` was called."""
         # a list, because each channel must be flushed, and `any` ends at the first one with unsent data
-        if any([process.channel.flush() for process in self._processes]):
+        have_unsent_data = [process.channel.flush() for process in self._processes]
+        if any(have_unsent_data):
             timeout_s = min(timeout_s, self._check_s / 10)
+
         processes = list(self._processes)
         channels = [process.channel for process in processes]
         limit_s = None if math.isinf(timeout_s) else timeout_s
         ready = wait([self._wake_reader, *channels], limit_s)  # type: ignore[list-item]
         for process in processes:
             # the messages of one process can end another one
-            if process.channel in ready and process in self._processes:
-                self._take_messages(process)
-                if process.channel.is_closed and process in self._processes:
-                    self._handle_crash(process, process.cause_of_death())
+            if process.channel not in ready or process not in self._processes:
+                continue
+            self._take_messages(process)
+            if process.channel.is_closed and process in self._processes:
+                self._handle_crash(process, process.cause_of_death())
         return self._wake_reader in ready and bool(self._wake_reader.recv(4096))
 
     def _take_messages(self, process: Process) -> None:
@@ -332,21 +346,26 @@ class ProcessPool(Generic[Payload, Value]):
         now = time.monotonic()
         self._next_check = math.inf
         for process in list(self._processes):
-            if process not in self._processes or (process.is_loaded and not process.sent):
-                continue
-            self._next_check = now + self._check_s
-            if not process.is_loaded:
-                if now > process.started_at + START_TIMEOUT_S:
-                    how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.last_words()}"
-                    raise self._spec.error(f"The {self._spec.what}'s process {how}")
-            elif process.pinged_at is not None:
-                if now > process.pinged_at + _ANSWER_S:
-                    stacks = process.stacks()
-                    self._take_messages(process)
-                    if process.pinged_at is not None and process in self._processes:
-                        self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
-            elif any(now > since + self._timeout_s for since in process.running().values()):
-                process.ping()
+            has_left = process not in self._processes  # the check of another one has ended it
+            is_idle = process.is_loaded and not process.sent
+            if not has_left and not is_idle:
+                self._next_check = now + self._check_s
+                self._check_process(process, now)
+
+    def _check_process(self, process: Process, now: float) -> None:
+        if not process.is_loaded:
+            if now > process.started_at + START_TIMEOUT_S:
+                how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.last_words()}"
+                raise self._spec.error(f"The {self._spec.what}'s process {how}")
+        elif process.pinged_at is not None:
+            if now > process.pinged_at + _ANSWER_S:
+                stacks = process.stacks()
+                # the answer may have come in the meantime
+                self._take_messages(process)
+                if process.pinged_at is not None and process in self._processes:
+                    self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
+        elif any(now > since + self._timeout_s for since in process.running().values()):
+            process.ping()
 
     def _end_overdue(self, process: Process, stacks: Mapping[int, str] | None, *, is_frozen: bool) -> None:
         """Kills a process that has an overdue call.
@@ -363,8 +382,9 @@ class ProcessPool(Generic[Payload, Value]):
             return
         # If other threads still run, the overdue call itself is the cause. In a frozen process, and if calls share a
         # thread, any running call can be what the overdue one waits for.
-        shares_thread = is_frozen or self.style == "async"
-        culprits = overdue if len(running) == 1 or not shares_thread else []
+        culprits = overdue
+        if len(running) > 1 and (is_frozen or self.style == "async"):
+            culprits = []
         self._handle_crash(process, self._overdue, culprits, stacks, is_timeout=True)
 
     def _handle_crash(
@@ -395,7 +415,8 @@ class ProcessPool(Generic[Payload, Value]):
         is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
         process.note(f"this process was replaced: the {self._spec.what} {how}")
-        self.processes_replaced += not process.is_alone
+        if not process.is_alone:
+            self.processes_replaced += 1
         sessions = [self._sessions[number] for number in sorted(process.sessions)]
         self._dispose(process)
         if not process.is_loaded:
@@ -404,19 +425,36 @@ class ProcessPool(Generic[Payload, Value]):
                 raise self._spec.error(f"The {self._spec.what} {how} while it started.{last_words}")
         self._fill()
 
+        failed = candidates if is_certain else []
+        suspects = [] if is_certain else candidates
+        survivors = []
+        for session in sessions:
+            session.seen = 0  # the next process has run none of its calls
+            if session.number not in failed:
+                survivors.append(session)
+                continue
+            stack = (stacks or {}).get(session.number)
+            details = f" Stack of the call:\n{stack}" if stack else last_words
+            error = f"The {self._spec.what} {how}; its process was replaced.{details}"
+            self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
+        self._continue_elsewhere(survivors, running, suspects)
+
+    def _continue_elsewhere(
+        self, sessions: Sequence[_Session[Payload]], running: Sequence[int], suspects: Sequence[int]
+    ) -> None:
+        """Continues the sessions of a process that has ended.
+
+        Args:
+            sessions: The sessions.
+            running: Numbers of those that were running a call.
+            suspects: Numbers of those that may have ended the process. They share a process that runs one call at a
+                time, so that the next crash names its session and hits no other.
+        """
         alone: Process | None = None
         for session in sessions:
-            session.seen = 0
-            is_candidate = session.number in candidates
-            if is_candidate and is_certain:
-                stack = (stacks or {}).get(session.number)
-                details = f" Stack of the call:\n{stack}" if stack else last_words
-                error = f"The {self._spec.what} {how}; its process was replaced.{details}"
-                self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
-                continue
             if session.number in running and self._spec.on_repeat is not None:
                 self._spec.on_repeat(session.number)
-            if is_candidate:
+            if session.number in suspects:
                 alone = alone or self._start(1, is_alone=True)
                 session.process = alone
             else:

@@ -23,6 +23,7 @@ from workers.pool.channel import Reply
 from workers.pool.child_main import AsyncCalls
 from workers.pool.process_pool import PoolSpec, ProcessPool
 
+# A process gets calls for this time ahead, so that it need not wait for the pool between short calls.
 _SENT_AHEAD_S = 0.05
 _SENT_AHEAD_MAX = 256
 _ROW_CHARACTERS = 4000
@@ -195,13 +196,14 @@ class RewardPool:
         self.submit(items)
         results = list(self.collect(item.key for item in items).values())
         for row, result in zip(rows, results, strict=True):
-            if result.failed:
-                row_without_images = {**row, "images": len(row.get("images", ()))}
-                row_text = json.dumps(row_without_images, indent=2, default=str)[:_ROW_CHARACTERS]
-                raise RewardError(
-                    "The reward function fails on a row of the dataset, given its ground truth as the answer. "
-                    f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{row_text}"
-                )
+            if not result.failed:
+                continue
+            row_without_images = {**row, "images": len(row.get("images", ()))}
+            row_text = json.dumps(row_without_images, indent=2, default=str)[:_ROW_CHARACTERS]
+            raise RewardError(
+                "The reward function fails on a row of the dataset, given its ground truth as the answer. "
+                f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{row_text}"
+            )
         return [result.extra for result in results]
 
     def processes_replaced(self) -> int:
@@ -264,9 +266,11 @@ class RewardPool:
                 items.popleft()
                 continue
 
+            # an even share, so that the last samples do not wait for one process while others are idle
             share = math.ceil(len(items) / self._spec.num_workers)
-            is_list = pool.style == "batch" and items is self._queue
-            size = min(share, self._config.batch_size) if is_list else 1
+            size = 1
+            if pool.style == "batch" and items is self._queue:
+                size = min(share, self._config.batch_size)
             calls = self._allowed_calls(pool.style, len(process.sessions), share)
             if calls <= 0:
                 break
@@ -298,10 +302,12 @@ class RewardPool:
 
     def _handle_reply(self, reply: Reply[list[RewardResult]]) -> None:
         items = self._sent.pop(reply.session)
+        # a moving average over about eight calls
         self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
         if reply.error is None:
             self._store_results(items, reply.result)
         elif len(items) > 1:
+            # one sample may have failed the whole list
             self._alone.extend(items)
         else:
             self._store_results(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
@@ -310,7 +316,11 @@ class RewardPool:
 class RateLimit:
     """Spaces calls evenly.
 
-    per_minute: number of calls in a minute; None: no limit. next_call: value of `time.monotonic` at the next call.
+    Args:
+        per_minute: Number of calls in a minute; None: no limit.
+
+    Attributes:
+        next_call: Value of `time.monotonic` at the next call.
     """
 
     _CATCH_UP_S = 0.1  # after a late call, the next one may start earlier by up to this time

@@ -113,7 +113,8 @@ class AnswerRunner:
         self._groups: dict[str, _Group] = {}
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
-        group = self._groups[plan.key] = _Group(plan.samples_of(AnswerSpec))
+        group = _Group(plan.samples_of(AnswerSpec))
+        self._groups[plan.key] = group
         sampled = replace(sampling, stop_token_ids=self._stop_token_ids)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
@@ -126,8 +127,8 @@ class AnswerRunner:
                 completion = Completion(name, tokens, log_probs, spec.finish_reason, versions)
                 whole_answers.append(((plan.key, number), completion))
             elif not spec.is_padding:
-                chosen = replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
-                request = Request(name, spec.prompt_ids, chosen, spec.sampled, images=spec.images)
+                params = replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
+                request = Request(name, spec.prompt_ids, params, spec.sampled, images=spec.images)
                 self._runner.submit(request, (plan.key, number))
         self._store(whole_answers)
 
@@ -167,7 +168,8 @@ class AnswerRunner:
 
     def _unfinished_requests(self, key: str) -> list[Request]:
         """Returns requests that continue the running answers of a group."""
-        return self._runner.engine.snapshot([f"{key}/{number}" for number in self._groups[key].unfinished()])
+        names = [f"{key}/{number}" for number in self._groups[key].unfinished()]
+        return self._runner.engine.snapshot(names)
 
     def abort(self, key: str) -> int:
         running = self._unfinished_requests(key)
@@ -180,10 +182,13 @@ class AnswerRunner:
     def take(self, key: str) -> CompleteGroup:
         group = self._groups.pop(key)
         samples = group.samples
-        prompts, mask = left_padded([spec.prompt_ids for spec in samples], samples[0].prompt_length, self._pad_token_id)
+        prompt_ids = [spec.prompt_ids for spec in samples]
+        prompts, mask = left_padded(prompt_ids, samples[0].prompt_length, self._pad_token_id)
+
         responses = []
         for number in range(len(samples)):
             completion = group.completions.get(number)
+            # rows of padding have no completion, but the columns need a row for each sample
             responses.append(EMPTY if completion is None else _response(completion))
         outputs = self._runner.engine.extra_outputs
         return CompleteGroup(write_rows(prompts, mask, responses, self._response_length, self._pad_token_id, outputs))

@@ -6,13 +6,19 @@ The queue is a service in a process of its own. The plans are pickled, so that t
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 
 class QueuedGroup(NamedTuple):
-    """A group in the queue. num_samples: number of its samples. data: pickled (`GroupPlan`, `SamplingParams`).
-    engine: index of the engine that must run it; None = the first engine with room."""
+    """A group in the queue.
+
+    Attributes:
+        key: Name of the group.
+        num_samples: Number of its samples.
+        data: The pickled pair of `GroupPlan` and `SamplingParams`.
+        engine: Index of the engine that must run the group; None = the first engine with room.
+    """
 
     key: str
     num_samples: int
@@ -32,17 +38,28 @@ class GroupQueue:
         """Adds groups, at the head of the queue if `first`."""
         with self._lock:
             if first:
+                # `extendleft` adds one group after the other at the head, so that the last of them comes first
                 self._waiting.extendleft(reversed(list(groups)))
             else:
                 self._waiting.extend(groups)
 
     def take(self, engine: int, room: int) -> list[bytes]:
-        """Removes the groups that this engine should start, in order: all that it must run, and others while it has
-        room for samples. Returns their data."""
+        """Removes the groups that this engine should start: all that it must run, and others while it has room.
+
+        Args:
+            engine: Index of the engine.
+            room: Number of samples that the engine can start.
+
+        Returns:
+            The data of the groups, in the order of the queue.
+        """
         with self._lock:
-            taken, waiting = [], deque[QueuedGroup]()
+            taken = []
+            waiting: deque[QueuedGroup] = deque()
             for group in self._waiting:
-                if group.engine == engine or (group.engine is None and room > 0):
+                # the last group may exceed the room, because a group is never split
+                has_room = group.engine is None and room > 0
+                if group.engine == engine or has_room:
                     room -= group.num_samples
                     self._engine_of[group.key] = engine
                     taken.append(group.data)
@@ -62,7 +79,4 @@ class GroupQueue:
     def taken_by(self, engine: int) -> list[str]:
         """Returns the keys of the groups that this engine has taken and that were not removed."""
         with self._lock:
-            return list(self._keys_of(engine))
-
-    def _keys_of(self, engine: int) -> Iterator[str]:
-        return (key for key, owner in self._engine_of.items() if owner == engine)
+            return [key for key, owner in self._engine_of.items() if owner == engine]

@@ -18,11 +18,18 @@ from workers.engines.base import SamplingParams
 from workers.rollout.specs import EpisodeCounts, GroupPlan, GroupReport, GroupResults
 
 MOST_SLICE_S = 1.0
+"""Longest slice between two training micro-batches."""
 WAIT_S = 0.05
+"""Longest wait for other processes, after which a loop looks at the clock and at the complete groups again."""
 
 
 class CompleteGroup(NamedTuple):
-    """The rows of a group in which no sample is running. counts: counts of its episodes; None for answers."""
+    """The rows of a group in which no sample is running.
+
+    Attributes:
+        rows: The rows.
+        counts: Counts of its episodes; None for answers.
+    """
 
     rows: DataProto
     counts: EpisodeCounts | None = None
@@ -35,8 +42,12 @@ class SampleRunner(Protocol):
         """Starts the samples of a group. Raises TypeError if they are of another kind."""
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
-        """Makes at most one engine step. wait_s: seconds to wait for other processes if there is nothing to decode.
-        until_completion: True to step until a request finishes, where nothing else needs attention meanwhile."""
+        """Makes at most one engine step.
+
+        Args:
+            wait_s: Seconds to wait for other processes if there is nothing to decode.
+            until_completion: True to step until a request finishes, where nothing else needs attention meanwhile.
+        """
 
     def is_finished(self, key: str) -> bool:
         """Returns True if no sample of the group is running."""
@@ -97,10 +108,14 @@ class GroupRun:
         self._active_s += time.perf_counter() - started
 
     def run(self, keys: Collection[str], seconds: float | None = None) -> GroupResults:
-        """Runs until the groups with these keys are complete, or for this time. Returns all groups that were completed
-        since the last call, also others, in the order of their completion."""
-        started, wanted = time.perf_counter(), set(keys)
-        while any(key in wanted for key in self._open):
+        """Runs until the groups with these keys are complete, or for this time.
+
+        Returns:
+            All groups that were completed since the last call, also others, in the order of their completion.
+        """
+        started = time.perf_counter()
+        wanted = set(keys)
+        while not wanted.isdisjoint(self._open):
             if seconds is not None and time.perf_counter() - started >= seconds:
                 break
             self.advance(WAIT_S, until_completion=seconds is None)
@@ -118,12 +133,13 @@ class GroupRun:
         """Returns the complete groups, and the metrics since they were last taken."""
         complete = self._complete
         self._complete = []
-        rows: DataProto | None = None
-        if complete:
-            rows = DataProto.concat([group_rows for _, group_rows in complete])
-            tensors = [column for column in rows.batch.values() if isinstance(column, torch.Tensor)]
-            count_moved(sum(tensor.nbytes for tensor in tensors))
         metrics = self._take_metrics() if with_metrics else {}
+        if not complete:
+            return GroupResults([], None, metrics)
+
+        rows = DataProto.concat([group_rows for _, group_rows in complete])
+        tensors = [column for column in rows.batch.values() if isinstance(column, torch.Tensor)]
+        count_moved(sum(tensor.nbytes for tensor in tensors))
         return GroupResults([report for report, _ in complete], rows, metrics)
 
     def snapshot(self) -> list[GroupPlan]:
@@ -136,8 +152,8 @@ class GroupRun:
         running = [key for key in self._open if key in keys]
         for key in running:
             del self._open[key]
-        self._complete = [entry for entry in self._complete if entry[0].key not in keys]
-        return sum(map(self._runner.abort, running))
+        self._complete = [(report, rows) for report, rows in self._complete if report.key not in keys]
+        return sum(self._runner.abort(key) for key in running)
 
     def run_slice(self) -> None:
         """Runs the groups between two parts of other work of the process: at most as long as that work took since the

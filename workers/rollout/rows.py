@@ -40,14 +40,17 @@ def write_rows(
     them.
 
     Args:
-        prompts, prompt_mask: (B, P), padded on the left.
-        responses: one per row, padded on the right to `response_length`.
-        pad_token_id: token of the padding.
-        extra_outputs: extra outputs of the engine that sampled the rows.
+        prompts: Token ids (B, P), padded on the left.
+        prompt_mask: 1 on the tokens of the prompts (B, P).
+        responses: One per row, padded on the right to `response_length`.
+        response_length: Width R of the columns of the responses.
+        pad_token_id: Token of the padding.
+        extra_outputs: Extra outputs of the engine that sampled the rows.
     """
-    attended = [[1] * len(response.token_ids) for response in responses]
     padded = right_padded([response.token_ids for response in responses], response_length, pad_token_id)
-    attention_mask = torch.cat([prompt_mask.long(), right_padded(attended, response_length)], dim=1)
+    # the attention mask also has the tokens that the policy did not sample, such as the replies of an environment
+    is_token = right_padded([[1] * len(response.token_ids) for response in responses], response_length)
+    attention_mask = torch.cat([prompt_mask.long(), is_token], dim=1)
     log_probs = [response.log_probs for response in responses]
     versions = [response.versions for response in responses]
     tensors = {
@@ -59,25 +62,34 @@ def write_rows(
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
         "rollout_log_probs": right_padded(log_probs, response_length, dtype=torch.float32),
         "rollout_versions": right_padded(versions, response_length, fill=-1, dtype=torch.int32),
-        "policy_version": torch.tensor([min((v for v in row if v >= 0), default=-1) for row in versions]),
+        "policy_version": torch.tensor([_oldest_version(response) for response in responses]),
         **_extra_columns(extra_outputs, prompt_mask, responses, response_length),
     }
     reasons = np.array([response.finish_reason for response in responses], dtype=object)
     return DataProto.from_dict(tensors, {"finish_reason": reasons})
 
 
+def _oldest_version(response: Response) -> int:
+    """Returns the oldest version of the weights that sampled a response; -1 without sampled tokens."""
+    return min((version for version in response.versions if version >= 0), default=-1)
+
+
 def _extra_columns(
     outputs: ExtraOutputs, prompt_mask: torch.Tensor, responses: Sequence[Response], response_length: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the columns of an engine's extra outputs. Raises ValueError if a response has other candidates than one
-    set per token, or a token outside its set."""
+    """Returns the columns of an engine's extra outputs.
+
+    Raises:
+        ValueError: A response has other candidates than one set per token, or a token outside its set.
+    """
     prompt_length = prompt_mask.shape[1]
-    starts = (prompt_length - prompt_mask.sum(1)).tolist()
+    starts = (prompt_length - prompt_mask.sum(1)).tolist()  # first token of each prompt, after its padding
     columns = {}
     for name, size in outputs.items():
         entry = column(name)
         width = response_length if entry.is_of_response else prompt_length + response_length
-        values = torch.full((len(responses), width, *size), entry.absent or 0, dtype=getattr(torch, entry.dtype))
+        dtype = getattr(torch, entry.dtype)
+        values = torch.full((len(responses), width, *size), entry.absent or 0, dtype=dtype)
         for row, start, response in zip(values, starts, responses, strict=True):
             if name not in response.extra:
                 continue
@@ -93,12 +105,15 @@ def _extra_columns(
 def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> None:
     if len(candidates) != len(token_ids):
         raise ValueError(f"rollout engine: {len(candidates)} sets of candidates for {len(token_ids)} tokens")
-    is_inside = (candidates == torch.tensor(token_ids)[:, None]).any(1) | (candidates < 0).all(1)
+    is_member = (candidates == torch.tensor(token_ids)[:, None]).any(1)
+    has_no_set = (candidates < 0).all(1)  # the token was sampled from the whole vocabulary
+    is_inside = is_member | has_no_set
     if not is_inside.all():
-        place = int(is_inside.int().argmin())
+        position = int(is_inside.int().argmin())
         raise ValueError(
-            f"rollout engine: token {token_ids[place]} at position {place} of a response is not among its "
-            f"{SAMPLING_CANDIDATES} {candidates[place].tolist()[:8]}..., so its log-prob would be that of another set"
+            f"rollout engine: token {token_ids[position]} at position {position} of a response is not among its "
+            f"{SAMPLING_CANDIDATES} {candidates[position].tolist()[:8]}..., so its log-prob would be that of another "
+            "set"
         )
 
 
@@ -108,7 +123,8 @@ def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str,
     for name, values in extra.items():
         entry = column(name)
         if entry.is_of_response:
-            absent = values.new_full((before, *values.shape[1:]), entry.absent or 0)
+            size = values.shape[1:]
+            absent = values.new_full((before, *size), entry.absent or 0)
             columns[name] = torch.cat([absent, values])
     return columns
 
@@ -121,9 +137,10 @@ def left_padded(
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         # an environment that failed before its first observation leaves no prompt; a sequence needs a token
-        kept = list(prompt[-prompt_length:]) or [pad_token_id]
-        ids[row, prompt_length - len(kept) :] = torch.tensor(kept)
-        mask[row, prompt_length - len(kept) :] = 1
+        tokens = list(prompt[-prompt_length:]) or [pad_token_id]
+        start = prompt_length - len(tokens)
+        ids[row, start:] = torch.tensor(tokens)
+        mask[row, start:] = 1
     return ids, mask
 
 

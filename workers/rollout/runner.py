@@ -22,8 +22,13 @@ Owner = TypeVar("Owner")
 
 
 class _Calls(NamedTuple):
-    """Calls that all ranks of an engine make in the same order. steps: number of engine steps that follow them; None =
-    step until a request finishes."""
+    """Calls that all ranks of an engine make in the same order.
+
+    Attributes:
+        requests: Requests to submit.
+        aborted: Names of the requests to abort.
+        steps: Number of engine steps that follow; None = step until a request finishes.
+    """
 
     requests: list[Request]
     aborted: list[str]
@@ -58,8 +63,11 @@ class Runner(Generic[Owner]):
 
     @contextmanager
     def lead(self) -> Iterator[bool]:
-        """Yields True on the leader. Yields False on the other ranks, after they have repeated all calls that the
-        leader makes inside the block. All ranks of the engine enter the block together."""
+        """Yields True on the leader, and False on the other ranks.
+
+        The other ranks first repeat all calls that the leader makes inside the block. All ranks of the engine enter the
+        block together.
+        """
         if self.leads:
             try:
                 yield True
@@ -67,10 +75,11 @@ class Runner(Generic[Owner]):
                 if not self._is_stepping:  # after a failed engine step the other ranks may not be waiting for calls
                     self._send(steps=0)
                     self._broadcast(None)
-        else:
-            while (calls := self._broadcast(None)) is not None:
-                self._repeat(calls)
-            yield False
+            return
+
+        while (calls := self._broadcast(None)) is not None:
+            self._repeat(calls)
+        yield False
 
     def agree(self, value: bool) -> bool:
         """Returns the leader's value on all ranks of the engine. Collective, outside of `lead`."""

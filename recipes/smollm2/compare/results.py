@@ -85,7 +85,9 @@ class Difference:
     @property
     def agrees(self) -> bool | None:
         """True if the interval contains 0; None without an interval."""
-        return None if self.half is None else abs(self.mean) <= self.half
+        if self.half is None:
+            return None
+        return abs(self.mean) <= self.half
 
 
 def difference(curves: Curves, start: int, stop: int) -> Difference:
@@ -106,12 +108,15 @@ def agreement(curves: Curves) -> str:
     """Returns a table of the differences in windows of `WINDOW` steps and over all steps, and a sentence on whether the
     curves agree, that is, whether the interval of each window contains 0."""
     steps = len(curves[OURS][0].rewards)
-    windows = [difference(curves, start, min(start + WINDOW, steps)) for start in range(0, steps, WINDOW)]
+    windows = []
+    for start in range(0, steps, WINDOW):
+        windows.append(difference(curves, start, min(start + WINDOW, steps)))
 
+    verdicts = {True: "contains 0", False: "does not contain 0", None: "none with one seed"}
     lines = [f"| steps | reward of {OURS} less that of {TRL} | 95% interval |", "|---|---|---|"]
-    for each in [*windows, difference(curves, 0, steps)]:
-        verdict = {True: "contains 0", False: "does not contain 0", None: "none with one seed"}[each.agrees]
-        lines.append(f"| {each.first} to {each.last} | {_signed(each)} | {verdict} |")
+    for window in [*windows, difference(curves, 0, steps)]:
+        mean = _with_half(f"{window.mean:+.3f}", window.half)
+        lines.append(f"| {window.first} to {window.last} | {mean} | {verdicts[window.agrees]} |")
     return "\n".join([*lines, "", verdict_on(windows)])
 
 
@@ -130,8 +135,11 @@ def verdict_on(windows: Sequence[Difference]) -> str:
     )
 
 
-def _signed(found: Difference) -> str:
-    return f"{found.mean:+.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
+def _with_half(mean: str, half: float | None) -> str:
+    """Adds half the width of the interval to a mean, unless there is no interval."""
+    if half is None:
+        return mean
+    return f"{mean} ± {half:.3f}"
 
 
 def table(curves: Curves, with_time: bool = True) -> str:
@@ -168,7 +176,7 @@ def table(curves: Curves, with_time: bool = True) -> str:
 
 def _with_interval(values: Sequence[float]) -> str:
     mean, half = interval(values)
-    return f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+    return _with_half(f"{mean:.3f}", half)
 
 
 # ------------------------------------------------------------------------------------------------------------- picture
@@ -250,12 +258,17 @@ def _draw_band(panel: Axes, places: Sequence[float], runs: Sequence[Curve], labe
     """Draws the mean of the smoothed rewards of the runs, and its interval if there are several runs."""
     window = window_of(len(places))
     smoothed = [running_mean(run.rewards, window) for run in runs]
-    means, lows, highs = [], [], []
+    means = []
+    lows = []
+    highs = []
     for values in zip(*smoothed, strict=True):
         mean, half = interval(values)
+        half = half or 0.0
         means.append(mean)
-        lows.append(mean - (half or 0.0))
-        highs.append(mean + (half or 0.0))
-    [line] = panel.plot(places, means, linewidth=2, label=label, marker="" if len(places) > 20 else "o", markersize=3)
+        lows.append(mean - half)
+        highs.append(mean + half)
+
+    marker = "" if len(places) > 20 else "o"
+    [line] = panel.plot(places, means, linewidth=2, label=label, marker=marker, markersize=3)
     if len(runs) > 1:
         panel.fill_between(places, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)

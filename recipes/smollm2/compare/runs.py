@@ -61,14 +61,15 @@ def write_questions(file: Path, steps: int, seed: int) -> None:
     table = pq.read_table(recipe.made_tasks().folder / "addition" / "train.parquet")
     rng = random.Random(seed)
     wanted = steps * PROMPTS
-    places: list[int] = []
-    while len(places) < wanted:
+    row_numbers: list[int] = []
+    while len(row_numbers) < wanted:
         order = list(range(table.num_rows))
         rng.shuffle(order)
-        places += order
+        row_numbers += order
+
     # a stopped command leaves no part of a file
     incomplete = file.with_suffix(".incomplete")
-    pq.write_table(table.take(places[:wanted]), incomplete)
+    pq.write_table(table.take(row_numbers[:wanted]), incomplete)
     incomplete.replace(file)
 
 

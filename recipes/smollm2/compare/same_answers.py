@@ -10,27 +10,38 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from trainer.cli import command, leave
 from verl_lite.errors import UserError
 
-OWN_REWARDS = "own_rewards.json"
-
-
-def same_answers_trainer(file: Path) -> type[Any]:
-    """Returns a trainer class that trains on the answers of a file.
-
-    Args:
-        file: A JSON object with `prompts` and `answers`, lists of token ids, and `rewards`, one for each answer. The
-            answers to a question follow each other, and the questions are in the order of the training data.
-    """
+if TYPE_CHECKING:
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.protocol import DataProto
 
-    given = json.loads(file.read_text())
+OWN_REWARDS = "own_rewards.json"
+
+
+class SampledAnswers(TypedDict):
+    """Answers of another library. The answers to a question follow each other, in the order of the training data.
+
+    Attributes:
+        prompts: Token ids of the question of each answer.
+        answers: Token ids of each answer.
+        rewards: Reward of each answer.
+    """
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    rewards: list[float]
+
+
+def same_answers_trainer(file: Path) -> type[RayPPOTrainer]:
+    """Returns a trainer class that trains on the answers of a file, the JSON object `SampledAnswers`."""
+    from trainer.ray_trainer import RayPPOTrainer
+
+    sampled: SampledAnswers = json.loads(file.read_text())
 
     class SameAnswers(RayPPOTrainer):
         """The trainer, with the answers of a file in place of its own after they are scored."""
@@ -39,17 +50,17 @@ def same_answers_trainer(file: Path) -> type[Any]:
             scored = super().score(batch)
             own_rewards = scored.batch["token_level_scores"].sum(-1).tolist()
             (self.run_dir / OWN_REWARDS).write_text(json.dumps(own_rewards))
-            return replace_answers(scored, given, self.tokenizer.pad_token_id)
+            return replace_answers(scored, sampled, self.tokenizer.pad_token_id)
 
     return SameAnswers
 
 
-def replace_answers(batch: Any, given: Mapping[str, Sequence[Any]], pad_token_id: int) -> Any:
+def replace_answers(batch: DataProto, sampled: SampledAnswers, pad_token_id: int) -> DataProto:
     """Returns a batch with other answers and rewards.
 
     Args:
         batch: The columns of a scored batch.
-        given: See `same_answers_trainer`.
+        sampled: The answers, with their prompts and rewards.
         pad_token_id: Token on padding.
 
     Raises:
@@ -59,29 +70,33 @@ def replace_answers(batch: Any, given: Mapping[str, Sequence[Any]], pad_token_id
 
     from workers.rollout.rows import Response, write_rows
 
-    if len(given["answers"]) != len(batch):
-        raise UserError(f"the file has {len(given['answers'])} answers, and the step has {len(batch)}")
+    if len(sampled["answers"]) != len(batch):
+        raise UserError(f"the file has {len(sampled['answers'])} answers, and the step has {len(batch)}")
 
     # the rows of a question are not necessarily at the question's place in the file
     samples = batch.non_tensor_batch["sample"]
     answers_per_question = max(samples) + 1
-    places = (batch.non_tensor_batch["index"] * answers_per_question + samples).tolist()
+    positions = (batch.non_tensor_batch["index"] * answers_per_question + samples).tolist()
 
     prompts = batch.batch["prompts"]
     prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]]
     responses = []
-    for row, place in enumerate(places):
+    for row, position in enumerate(positions):
         own_prompt = prompts[row][prompt_mask[row].bool()].tolist()
-        if own_prompt != given["prompts"][place]:
-            raise UserError(f"question {place}: the file has the tokens {given['prompts'][place]}, here {own_prompt}")
-        tokens = given["answers"][place]
-        responses.append(Response(tokens, [1] * len(tokens), [0.0] * len(tokens), [0] * len(tokens), "stop", {}))
+        prompt = sampled["prompts"][position]
+        if own_prompt != prompt:
+            raise UserError(f"question {position}: the file has the tokens {prompt}, here {own_prompt}")
+        tokens = sampled["answers"][position]
+        # the file has neither log-probs nor weight versions
+        zeros = [0] * len(tokens)
+        responses.append(Response(tokens, [1] * len(tokens), [0.0] * len(tokens), zeros, "stop", {}))
 
     width = batch.batch["responses"].shape[1]
     columns = write_rows(prompts, prompt_mask, responses, width, pad_token_id, {})
     scores = torch.zeros_like(batch.batch["token_level_scores"])
-    for row, place in enumerate(places):
-        scores[row, len(responses[row].token_ids) - 1] = given["rewards"][place]
+    for row, position in enumerate(positions):
+        last_token = len(responses[row].token_ids) - 1
+        scores[row, last_token] = sampled["rewards"][position]
 
     replaced = batch.select()
     for name, values in columns.batch.items():

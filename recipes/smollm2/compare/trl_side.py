@@ -150,14 +150,21 @@ def is_complete(checkpoint: Path) -> bool:
 
 def _newest_checkpoint(folder: Path) -> str | None:
     """Returns the newest complete checkpoint of a run, or None."""
-    steps = [int(path.name.partition("-")[2]) for path in (folder / CHECKPOINTS).glob("checkpoint-*")]
-    complete = [step for step in steps if is_complete(checkpoint_of(folder, step))]
-    return str(checkpoint_of(folder, max(complete))) if complete else None
+    complete_steps = []
+    for checkpoint in (folder / CHECKPOINTS).glob("checkpoint-*"):
+        if is_complete(checkpoint):
+            complete_steps.append(int(checkpoint.name.removeprefix("checkpoint-")))
+    if not complete_steps:
+        return None
+    return str(checkpoint_of(folder, max(complete_steps)))
 
 
 def _unpadded(ids: Any, mask: Any) -> list[list[int]]:
     """Returns the tokens of each row without padding."""
-    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    rows = []
+    for row, is_token in zip(ids, mask, strict=True):
+        rows.append(row[is_token.bool()].tolist())
+    return rows
 
 
 if __name__ == "__main__":
