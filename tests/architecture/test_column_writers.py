@@ -23,7 +23,8 @@ from verl_lite.schema import COLUMNS, column
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("verl_lite", "workers", "trainer", "recipes"))
-CONTAINERS = str(ROOT / "verl_lite" / "protocol.py")  # moves the columns of others
+# these move the columns of others
+CONTAINERS = (str(ROOT / "verl_lite" / "protocol.py"), str(ROOT / "verl_lite" / "batch" / "meta.py"))
 
 
 class Recorder:
@@ -66,7 +67,7 @@ class Recorder:
     def record(self, names: Iterable[str]) -> None:
         """The writer is the nearest caller in a product file; none, if that only moves columns."""
         files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(2)))
-        file = next(filter(lambda file: file.startswith(PRODUCT), files), CONTAINERS)
+        file = next(filter(lambda file: file.startswith(PRODUCT), files), CONTAINERS[0])
         if not file.startswith(CONTAINERS):
             self.found |= {(name, str(Path(file).relative_to(ROOT))) for name in names}
 
