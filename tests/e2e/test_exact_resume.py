@@ -182,7 +182,9 @@ def test_a_run_with_partial_rollouts_killed_at_random_times_trains_on_every_prom
         if process.exitcode == 0:
             break
     else:
-        runs.finish("run")
+        # the last of them may have been killed after its last checkpoint
+        if int(marker.read_text()) < steps:
+            runs.finish("run")
     rows = history(tmp_path / "run")
     assert sorted(rows) == list(range(1, steps + 1))
     assert max(row["async/staleness/oldest"] for row in rows.values()) <= threshold
