@@ -199,9 +199,12 @@ def _problem(data: DataProto, entry: Column, sizes: dict[str, tuple[int, str]]) 
         return ""
 
     shape = tuple(tensors[entry.name].shape)
-    if len(shape) != len(entry.dims):
+    # "..." stands for any number of further dimensions
+    named_dims = [dim for dim in entry.dims if dim != "..."]
+    has_more = len(named_dims) < len(entry.dims)
+    if len(shape) < len(named_dims) or (len(shape) > len(named_dims) and not has_more):
         return f"has shape {shape}, expected ({', '.join(entry.dims)})"
-    for dim, size in zip(entry.dims, shape, strict=True):
+    for dim, size in zip(named_dims, shape, strict=False):
         expected, other = sizes.setdefault(dim, (size, entry.name))
         if size != expected:
             return f"has shape {shape}, so {dim} = {size}, but {other!r} has {dim} = {expected}"

@@ -36,6 +36,8 @@ def test_each_column_has_one_entry_and_a_writer() -> None:
             ["responses", "advantages"],
             r"'advantages' has shape \(2, 4\), so R = 4, but 'responses' has R = 3",
         ),
+        ({"frames": torch.zeros(2, 5, 3, 8, 8), "latents": torch.zeros(2, 4)}, ["frames", "latents"], None),
+        ({"latents": torch.zeros(2)}, ["latents"], r"'latents' has shape \(2,\), expected \(B, R\+1, \.\.\.\)"),
     ],
 )
 def test_what_is_missing_or_misshapen_is_told(tensors: dict, wanted: list[str], said: str | None) -> None:

@@ -35,6 +35,8 @@ class PhaseManager:
         if self.owner is owner:
             return
 
+        # nobody has the device if one of these calls fails
+        self.owner = None
         # out before in: together they may not fit
         for tenant in self._tenants:
             if tenant is not owner:

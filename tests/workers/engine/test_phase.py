@@ -42,6 +42,24 @@ def test_others_move_out_before_the_owner_moves_in_and_no_move_is_without_need(m
     assert log[4:] == ["trainer out", "reference out", "emptied", "rollout in"]
 
 
+def test_after_a_failed_move_the_former_owner_moves_in_again() -> None:
+    log: list[str] = []
+    trainer, rollout = Tenant("trainer", log), Tenant("rollout", log)
+    phases = PhaseManager()
+    for tenant in (trainer, rollout):
+        phases.add(tenant)
+    phases.enter(trainer)
+
+    def fails() -> None:
+        raise MemoryError
+
+    rollout.move_in = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        phases.enter(rollout)
+    phases.enter(trainer)
+    assert log[-2:] == ["rollout out", "trainer in"]
+
+
 class Engine(Tenant):
     """What the trainer and the rollout engine do when weights are sent."""
 
