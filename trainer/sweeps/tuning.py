@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import optuna
 import ray
 from ray import tune
@@ -267,7 +268,8 @@ class Sweep(Searcher):
         trial_of_asha = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._known_to_asha:
             self._known_to_asha.add(trial.number)
-            self._asha.on_trial_add(None, trial_of_asha)
+            with _numpy_seed(trial.number):  # of several brackets, ASHA draws one for each trial
+                self._asha.on_trial_add(None, trial_of_asha)
         decision = self._asha.on_trial_result(None, trial_of_asha, {"step": step, "value": mean})
         return bool(decision == FIFOScheduler.STOP)
 
@@ -308,6 +310,17 @@ class Sweep(Searcher):
             self.problem = UserError(error)
             (self._study.folder / STOP).touch()
         return error
+
+
+@contextmanager
+def _numpy_seed(seed: int) -> Iterator[None]:
+    """Seeds numpy's global generator inside. A continued sweep then repeats the draws of its earlier part."""
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandScheduler:

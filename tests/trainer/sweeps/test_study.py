@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trainer import sweep
@@ -124,6 +125,22 @@ def test_asha_judges_means_over_seeds_and_its_decision_is_on_disk_before_runs_ar
     assert [trial.means for trial in again.study.trials] == [{1: 0.5}, {1: 0.7, 2: 0.7}, {1: 0.2}]
     again.say((0, 1), {1: 0.5, 2: 0.6})
     assert again.study.trials[0].is_pruned, "the judge knows what was judged before"
+
+
+def test_a_sweep_that_goes_on_puts_each_trial_into_its_bracket_again(tmp_path: Path) -> None:
+    search = Search(asha={"brackets": 3, "grace_period": 1})
+    choices = ",".join(map(str, range(12)))
+    brackets = []
+    for part in ("first", "again"):
+        (tmp_path / part).mkdir()
+        driver = Driver(tmp_path / part, spec_of([f"x={choices}"], seeds=1), search)
+        for run in [driver.next() for _ in range(12)]:
+            np.random.random()  # what else the process draws
+            driver.say(run, {1: 0.5})
+        asha = driver.sweep._asha
+        assert asha is not None
+        brackets.append([asha._brackets.index(asha._trial_info[str(number)]) for number in range(12)])
+    assert brackets[0] == brackets[1] and len(set(brackets[0])) > 1
 
 
 def test_a_trial_fails_with_its_run(tmp_path: Path) -> None:
