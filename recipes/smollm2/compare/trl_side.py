@@ -52,7 +52,7 @@ def main() -> None:
     """Trains and writes the files."""
     options = _options()
     folder: Path = options.folder
-    import pyarrow.parquet as pq
+    questions = _read_questions(options.questions)
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -98,26 +98,13 @@ def main() -> None:
             with (folder / METRICS).open("a") as file:
                 file.write(json.dumps({"step": state.global_step, "data": metrics}) + "\n")
 
-    rows = pq.read_table(options.questions).to_pylist()
-    questions = {
-        "prompt": [row["prompt"] for row in rows],
-        "ground_truth": [row["reward_model"]["ground_truth"] for row in rows],
-    }
-    arguments: dict[str, Any] = {
-        "output_dir": str(folder / CHECKPOINTS),
-        "seed": options.seed,
-        "max_steps": options.steps,
-        **trl_settings(),
-    }
     reward_functions: list[Any] = [addition_reward]
     if options.keep_answers:
-        # the answers are also scored with the reward of the task, which has no weight
         reward_functions = [text_reward, addition_reward]
-        arguments["reward_weights"] = [1.0, 0.0]
     trainer = Recording(
         model=str(options.model),
         reward_funcs=reward_functions,
-        args=GRPOConfig(**arguments),
+        args=GRPOConfig(**_grpo_arguments(options)),
         train_dataset=Dataset.from_dict(questions),
         callbacks=[Report()],
     )
@@ -125,6 +112,31 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=_newest_checkpoint(folder))
     if options.keep_answers:
         (folder / "answers.json").write_text(json.dumps(answers))
+
+
+def _read_questions(path: Path) -> dict[str, list[Any]]:
+    """Returns the columns of a prompt file that TRL needs: the prompts and their ground truths."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path).to_pylist()
+    return {
+        "prompt": [row["prompt"] for row in rows],
+        "ground_truth": [row["reward_model"]["ground_truth"] for row in rows],
+    }
+
+
+def _grpo_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `GRPOConfig`: the settings of the comparison and those of this run."""
+    arguments: dict[str, Any] = {
+        "output_dir": str(options.folder / CHECKPOINTS),
+        "seed": options.seed,
+        "max_steps": options.steps,
+        **trl_settings(),
+    }
+    if options.keep_answers:
+        # the answers are also scored with the reward of the task, which has no weight
+        arguments["reward_weights"] = [1.0, 0.0]
+    return arguments
 
 
 def _options() -> argparse.Namespace:
