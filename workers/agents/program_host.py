@@ -53,7 +53,7 @@ class ProgramError(UserError):
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramCall:
     """A call that runs the program for one episode. url: address of the endpoint, without /v1. row: the task."""
 
     url: str
@@ -62,7 +62,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Result:
+class ProgramResult:
     """The result of a program.
 
     score: None if it returned none. metrics: other numbers that it returned. names: some names of a dict that has no
@@ -123,13 +123,13 @@ class ProgramHost:
             self._calls = AsyncCalls()
             self.thread = self._calls.thread
 
-    def run(self, session: int, payload: Run) -> Result:
+    def run(self, session: int, payload: ProgramCall) -> ProgramResult:
         """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
         result = read_result(self._returned(payload))
         # the built-in agent leaves the score to the reward function, so its other numbers are no misspelt score
         return replace(result, names=()) if self._program == TOOL_AGENT else result
 
-    def _returned(self, payload: Run) -> object:
+    def _returned(self, payload: ProgramCall) -> object:
         """Runs the program and returns what it returned."""
         if self._command is not None:
             return self._run_command(payload)
@@ -142,7 +142,7 @@ class ProgramHost:
         os.environ |= client_environment(payload.url, _NO_KEY)
         return self._call(payload)
 
-    def _call(self, payload: Run) -> object:
+    def _call(self, payload: ProgramCall) -> object:
         arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
         assert self._function is not None
         returned = self._function(**arguments)
@@ -154,7 +154,7 @@ class ProgramHost:
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""
 
-    def _run_command(self, payload: Run) -> object:
+    def _run_command(self, payload: ProgramCall) -> object:
         """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
         $VERL_LITE_RESULT; None if it wrote none."""
         assert self._command is not None
@@ -262,7 +262,7 @@ def limits_of(program_options: ProgramConfig) -> Limits:
 
 def program_pool(
     config: AgenticConfig, log_dir: str | None = None, on_repeat: Callable[[int], None] | None = None
-) -> PoolSpec[Run, Result]:
+) -> PoolSpec[ProgramCall, ProgramResult]:
     """Returns the description of the pool that runs the program. For the arguments see `PoolSpec`."""
     program, kwargs = program_of(config)
     options = config.program_options
@@ -301,7 +301,7 @@ def load_function(program: str, kwargs: KeywordArguments) -> Program:
     return function
 
 
-def read_result(returned: object) -> Result:
+def read_result(returned: object) -> ProgramResult:
     """Checks what a program returned: None, a number, or a dict of a score and metrics, in which text is ignored.
 
     Raises NonsenseError if the score or a metric is no finite number, or if a name cannot be that of a metric.
@@ -321,4 +321,4 @@ def read_result(returned: object) -> Result:
 
     score = numbers.pop("score", None)
     names = () if "score" in entries else tuple(str(name)[:NAME_CHARACTERS] for name in entries)
-    return Result(score, numbers, names[:NAMES_SHOWN])
+    return ProgramResult(score, numbers, names[:NAMES_SHOWN])

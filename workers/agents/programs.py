@@ -27,7 +27,7 @@ from workers.agents.endpoint.callers import Verdict
 from workers.agents.endpoint.server import Call, Endpoint
 from workers.agents.endpoint.trace import Node, Trace
 from workers.agents.episodes import Trajectory, count_episodes
-from workers.agents.program_host import Result, Run
+from workers.agents.program_host import ProgramCall, ProgramResult
 from workers.engines.base import Request, SamplingParams, derive_seed
 from workers.pool.channel import Reply
 from workers.rollout.group_run import CompleteGroup
@@ -45,9 +45,9 @@ class Programs(Protocol):
 
     processes_replaced: int
 
-    def submit(self, number: int, payload: Run) -> None: ...
+    def submit(self, number: int, payload: ProgramCall) -> None: ...
 
-    def poll(self, timeout_s: float) -> list[Reply[Result]]: ...
+    def poll(self, timeout_s: float) -> list[Reply[ProgramResult]]: ...
 
     def close(self) -> None: ...
 
@@ -257,7 +257,7 @@ class ProgramRunner:
             if not episode.is_ended:
                 self._running[episode.number] = episode
                 self._open(episode)
-                run = Run(self._endpoint.url, str(episode.api_key), episode.spec.row)
+                run = ProgramCall(self._endpoint.url, str(episode.api_key), episode.spec.row)
                 self._programs.submit(episode.number, run)
 
     def _open(self, episode: _Episode, key: str | None = None) -> None:
@@ -291,7 +291,7 @@ class ProgramRunner:
 
     # ------------------------------------------------------------------------------------------- the end of an episode
 
-    def _on_program_end(self, episode: _Episode, reply: Reply[Result]) -> None:
+    def _on_program_end(self, episode: _Episode, reply: Reply[ProgramResult]) -> None:
         """Ends the episode, or sends its last answer to the reward function."""
         self._close(episode)
         trajectory = episode.trajectory
