@@ -66,7 +66,8 @@ def test_the_metrics_by_hand() -> None:
 
 
 def asymmetric_case() -> tuple[DataProto, dict[str, torch.Tensor], ActorConfig]:
-    """Ratios 1.4 and 0.7 with the clip range from 1 - 0.4 to 1 + 0.1, while clip_ratio alone would be 0.2."""
+    """Ratios 1.4 and 0.7 with the clip range from 1 - 0.4 to 1 + 0.1, while clip_ratio alone is 0.25 (with 0.2,
+    the two errors would cancel in the sum)."""
     log_probs = torch.tensor([[1.4, 0.7]], dtype=torch.float64).log() - 2
     columns = {
         "response_mask": torch.tensor([[1, 1]]),
@@ -75,7 +76,7 @@ def asymmetric_case() -> tuple[DataProto, dict[str, torch.Tensor], ActorConfig]:
         "teacher_log_probs": torch.tensor([[-1.0, -3.0]], dtype=torch.float64),  # advantages 1 and -1
         "has_teacher": torch.tensor([True]),
     }
-    config = ActorConfig(clip_ratio=0.2, clip_ratio_low=0.4, clip_ratio_high=0.1)
+    config = ActorConfig(clip_ratio=0.25, clip_ratio_low=0.4, clip_ratio_high=0.1)
     return DataProto.from_dict(columns), {"log_probs": log_probs}, config
 
 
