@@ -2,9 +2,10 @@
 PYTHON ?= python3
 # bytecode is always written, even if the user has set PYTHONDONTWRITEBYTECODE, because a run starts many processes
 RUN = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv/bin/python
-# many tests wait for processes that start, so there are more of them than cores; each may need 6 GB of memory
-TESTS_AT_ONCE ?= $(shell $(PYTHON) -c "import os; pages = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'); \
-	print(max(1, min(os.cpu_count() * 3 // 2, pages // (6 << 30))))")
+# many tests wait for processes that start, so there are more of them than cores. Each may need 6 GB of memory;
+# three at a time were tried
+TESTS_AT_ONCE ?= $(shell $(PYTHON) -c "import os; memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'); \
+	print(max(1, min(4, os.cpu_count() * 3 // 2, memory // (6 << 30))))")
 PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 
 .PHONY: demo pretrained test test-long fast slow lint install clean

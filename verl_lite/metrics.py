@@ -191,7 +191,7 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
     Lists of numbers are reduced as in ROLL if the name ends in @mean, @sum, @max or @min (ValueError for other
     suffixes), and otherwise as in verl: by the maximum if the name contains "max", by the minimum if it contains "min",
-    else by the mean. Empty lists are left out.
+    else by the mean. Empty lists are left out, and a list of numbers and Metrics is a ValueError.
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
@@ -204,6 +204,8 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
 
         parts = [part for part in entries if isinstance(part, Metric)]
         if parts:
+            if len(parts) < len(entries):
+                raise ValueError(f"metric {name!r}: {len(parts)} of {len(entries)} entries are a Metric; expected all")
             result |= values(join({name: parts}))
             continue
         reducer = _REDUCERS.get(_suffix_or_extreme(name))

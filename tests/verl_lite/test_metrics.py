@@ -59,3 +59,9 @@ def test_numbers_of_a_loss_become_what_their_names_say() -> None:
     means = {"part": (3.0 + 7.0) / 2, "mean": 35 / 8, "plain": 35 / 8, "own": 3.0}
     assert found == means | {"top": 7.0, "low": 1.0, "ratio_max": 7.0, "ratio_min": 1.0}
     assert values(declared({"part@sum": 3.0}, torch.tensor(4.0), None)) == {"part": 3.0}
+
+
+@pytest.mark.parametrize("entries", [[Metric.sum(1.0), 2.0], [2.0, Metric.sum(1.0)]])
+def test_a_list_of_numbers_and_metrics_is_refused(entries: list[object]) -> None:
+    with pytest.raises(ValueError, match="metric 'loss': 1 of 2 entries are a Metric; expected all"):
+        reduce_metrics({"loss": entries})

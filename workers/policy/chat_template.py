@@ -193,6 +193,8 @@ def serve(connection_fd: int) -> None:
             forms = {}
 
         memory_limit = memory_at_start + request.memory_bytes
+        if memory_hard_limit != resource.RLIM_INFINITY:  # of the user's shell or job, and not to be exceeded
+            memory_limit = min(memory_limit, memory_hard_limit)
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_hard_limit))
         seconds = min(request.seconds, seconds_left) + request.seconds_per_chat * len(request.chats)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever runs

@@ -149,6 +149,23 @@ def test_a_renderer_that_is_killed_during_a_call_is_an_error_and_is_replaced(mon
     assert render_chats(tokenizer, [CHAT]) == ["a"]
 
 
+def test_it_renders_below_a_limit_of_memory_of_the_users_shell() -> None:
+    script = (
+        "import resource\n"
+        "from tests.tiny_model import tiny_tokenizer\n"
+        "from workers.policy import chat_template\n"
+        "limit = 64 << 30\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "chat_template.MEMORY_BYTES = 2 * limit\n"
+        "tokenizer = tiny_tokenizer()\n"
+        "tokenizer.chat_template = 'x'\n"
+        "print(chat_template.render_chats(tokenizer, [[{'role': 'user', 'content': 'a'}]]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, text=True)
+    assert done.stdout.strip() == "['x']", done.stderr
+
+
 def test_it_ends_with_its_caller_however_that_ends() -> None:
     script = (
         "from tests.tiny_model import tiny_tokenizer\n"
