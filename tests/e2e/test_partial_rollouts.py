@@ -11,7 +11,7 @@ from trainer.observe.tracking import read_metrics
 
 PARTIAL = [
     "async_training.max_off_policy_threshold=1", "async_training.partial_rollout=true", "trainer.backend=inline",
-    "data.max_response_length=200", "rollout.ignore_eos=true", "rollout.max_num_seqs=1",
+    "data.max_response_length=400", "rollout.ignore_eos=true", "rollout.max_num_seqs=1",
 ]  # fmt: skip
 """With one seat and answers of equal length, so that a sample is running when an update begins: the answers of a batch
 take longer than an update on any machine."""
@@ -39,7 +39,7 @@ def test_a_surplus_is_carried_over_or_aborted(tmp_path: Path) -> None:
     # 6 groups of 2 answers of equal length on 8 seats: the last two groups start when the first four end, and the
     # engine does not run during the update
     seats = ["rollout.name=tests.e2e.sleeping_engine:SleepingEngine"]
-    seats += ["rollout.oversample=1.5", "rollout.ignore_eos=true", "rollout.max_num_seqs=8"]
+    seats += ["rollout.oversample=1.5", "rollout.max_num_seqs=8"]
     carried = trained(tmp_path / "carried", *seats, "async_training.batches_ahead=0")
     assert all("rollout/oversample/aborted_groups" not in row for row in carried)
     assert max(row["async/versions_per_sample/max"] for row in carried) == 2

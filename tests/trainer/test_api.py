@@ -58,6 +58,22 @@ def test_five_lines_train_generate_and_evaluate(model: str, tmp_path: Path) -> N
     assert result.evaluate(ROWS[3:])["val-core/data/reward/mean@1"] >= bonus
 
 
+def test_the_example_of_the_readme_runs(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As written, but with a tiny model and few steps."""
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    example = re.search(r"```python\n(from trainer import train\n.*?)```", readme, re.DOTALL)
+    assert example is not None
+
+    def small_train(_: str, rows: Any, reward: Any) -> TrainResult:
+        return train(model, rows[:8], reward, run_dir=tmp_path / "run", **SMALL | {"data__max_prompt_length": 64})
+
+    monkeypatch.setattr("trainer.train", small_train)
+    exec(example[1], {})
+    assert "critic/score/mean" in capsys.readouterr().out
+
+
 def test_samples_are_the_answers_of_a_step_and_findings_those_of_the_report(model: str, tmp_path: Path) -> None:
     def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> dict[str, Any]:
         if ground_truth == "4" != solution_str:  # the reward is tried with ground truths before the training

@@ -42,7 +42,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if what == "interrupt": raise KeyboardInterrupt
     if what == "segfault": ctypes.string_at(0)
     if what == "input": input()
-    if what == "close": os.closerange(3, 1000)
+    if what == "close": os.closerange(3, 1 << 16)
     if what == "thread":
         threading.Thread(target=os._exit, args=(7,)).start()
         time.sleep(1000)
