@@ -289,6 +289,11 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
     prompt = value_at(row, config.prompt_key)
     response = value_at(row, response_key)
     if prompt is None or not isinstance(response, str | list):
+        if config.chosen_key in row:
+            raise UserError(
+                f"{where}: found a pair of answers (column {config.chosen_key!r}), expected one answer. loss=dpo trains "
+                f"on pairs; data.response_key={config.chosen_key} trains on the better answers alone"
+            )
         raise UserError(
             f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "
             f"{config.prompt_key!r} (data.prompt_key) with an answer, text or messages, in {config.response_key!r} "

@@ -114,6 +114,7 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
         ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\) or .*; columns found: prompt, answer"),
         ({"prompt": "1", "response": 2}, "with an answer, text or messages, in 'response' .* or 'completion'"),
         ({"prompt": "1", "completion": [user("2")]}, "column 'completion': there is no assistant message"),
+        ({"prompt": "1", "chosen": "2", "rejected": "3"}, "found a pair of answers .*loss=dpo trains on pairs"),
         ({"messages": [user("1")]}, "there is no assistant message"),
         ({"messages": "1"}, "found '1', expected a list of chat messages"),
     ],
