@@ -67,12 +67,17 @@ def write_questions(file: Path, count: int) -> list[str]:
 
 
 def table(names: Sequence[str], metrics: dict[str, float], count: int) -> Iterator[str]:
-    """Yields the lines of a table of the tasks with a right answer, best first, and one line with the others."""
+    """Yields the lines of a table of the tasks with a right answer, best first, and lines with the others."""
     shares = {}
+    unscored = []
     for name in names:
-        sampled = metrics[SAMPLED.format(task=name)]
-        greedy = metrics[GREEDY.format(task=name)]
-        shares[name] = (sampled, greedy)
+        sampled = metrics.get(SAMPLED.format(task=name))
+        greedy = metrics.get(GREEDY.format(task=name))
+        if sampled is None or greedy is None:
+            unscored.append(name)
+        else:
+            shares[name] = (sampled, greedy)
+
     yield f"| task, {count} questions | sampled | greedy |"
     yield "|---|---|---|"
     for name, (sampled, greedy) in sorted(shares.items(), key=lambda item: -sum(item[1])):
@@ -80,6 +85,8 @@ def table(names: Sequence[str], metrics: dict[str, float], count: int) -> Iterat
             yield f"| {name} | {sampled:.2f} | {greedy:.2f} |"
     yield ""
     yield "No right answer: " + ", ".join(name for name, share in shares.items() if not any(share))
+    if unscored:
+        yield "Not scored, because the reward failed for all answers: " + ", ".join(unscored)
 
 
 @command

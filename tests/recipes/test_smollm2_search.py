@@ -31,6 +31,8 @@ def test_the_table_has_the_best_tasks_first_and_names_the_others() -> None:
     for task, sampled, greedy in (("a", 0.25, 0.0), ("b", 0.5, 0.25), ("c", 0.0, 0.0)):
         metrics[f"val-core/reasoning_gym/{task}/reward/mean@1"] = sampled
         metrics[f"val-aux/reasoning_gym/{task}/greedy/reward/mean@1"] = greedy
-    lines = list(search.table(["a", "b", "c"], metrics, 4))
+    lines = list(search.table(["a", "b", "c", "d"], metrics, 4))
     assert lines[2:4] == ["| b | 0.50 | 0.25 |", "| a | 0.25 | 0.00 |"]
-    assert lines[-1] == "No right answer: c"
+    assert lines[-2] == "No right answer: c"
+    # the metrics contain no mean of a task of which every reward failed
+    assert lines[-1] == "Not scored, because the reward failed for all answers: d"

@@ -291,8 +291,8 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
     if prompt is None or not isinstance(response, str | list):
         if config.chosen_key in row:
             raise UserError(
-                f"{where}: found a pair of answers (column {config.chosen_key!r}), expected one answer. loss=dpo trains "
-                f"on pairs; data.response_key={config.chosen_key} trains on the better answers alone"
+                f"{where}: found a pair of answers (column {config.chosen_key!r}), expected one answer. loss=dpo "
+                f"trains on pairs; data.response_key={config.chosen_key} trains on the better answers alone"
             )
         raise UserError(
             f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "

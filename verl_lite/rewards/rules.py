@@ -433,6 +433,7 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth
 
     Raises:
         ValueError: if the task is unknown or the entry is missing.
+        Exception: what the scorer raises for the entry's own answer. An answer for which it raises scores 0.
     """
     info = extra_info or {}
     entry = info.get("entry")
@@ -441,12 +442,28 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth
             f"data_source={data_source!r} needs extra_info['entry'], the JSON text of reasoning-gym's entry; "
             f"found extra_info={extra_info!r}"
         )
-    scorer = _gym_scorer(data_source.partition("/")[2])
-    score = float(scorer(answer=solution_str.strip(), entry=json.loads(entry)))
+    score = _gym_score(data_source.partition("/")[2], solution_str.strip(), json.loads(entry))
     has_full_marks = score >= 1
     if info.get("full_marks_only") and not has_full_marks:
         return 0.0
     return score
+
+
+def _gym_score(task: str, answer: str, entry: dict[str, object]) -> float:
+    """Returns the score of an answer; an answer that makes the scorer raise scores 0.
+
+    Some scorers parse the answer, with `int()` for example, and raise for every other text. Such an answer is wrong. As
+    a failed reward it would be left out of the loss, and a model could escape low scores by answers of that kind.
+
+    Raises:
+        Exception: Whatever the scorer raises for the entry's own answer, because then the entry is at fault.
+    """
+    scorer = _gym_scorer(task)
+    try:
+        return float(scorer(answer=answer, entry=entry))
+    except Exception:
+        scorer(answer=str(entry["answer"]), entry=entry)
+        return 0.0
 
 
 @functools.cache

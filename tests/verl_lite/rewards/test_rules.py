@@ -358,6 +358,28 @@ def test_part_marks_count_as_nothing_where_only_full_marks_do() -> None:
     assert default_compute_score("reasoning_gym/spell_backward", "enarc", "enarc", strict) == 1
 
 
+@pytest.mark.parametrize(
+    ("task", "right", "metadata", "hostile"),
+    [
+        ("prime_factorization", "2 × 3", {}, "two and three"),
+        ("coin_flip", "0.5", {}, "1e400"),
+        ("game_of_life", "[[0, 1], [1, 0]]", {}, "{}"),
+    ],
+)
+def test_an_answer_for_which_the_scorer_raises_is_wrong(
+    task: str, right: str, metadata: dict[str, Any], hostile: str
+) -> None:
+    extra_info = {"entry": json.dumps({"question": "?", "answer": right, "metadata": metadata})}
+    assert default_compute_score(f"reasoning_gym/{task}", right, right, extra_info) == 1
+    assert default_compute_score(f"reasoning_gym/{task}", hostile, right, extra_info) == 0
+
+
+def test_an_entry_for_which_the_scorer_raises_is_a_failure() -> None:
+    extra_info = {"entry": json.dumps({"question": "?", "answer": "six", "metadata": {}})}
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        default_compute_score("reasoning_gym/prime_factorization", "2 × 3", "six", extra_info)
+
+
 def test_rewards_never_import_torch() -> None:
     code = (
         "import sys, verl_lite.rewards as r, workers.rewards.reward_pool\n"
