@@ -1,4 +1,8 @@
-"""SmolLM2 spells words backward: a task of reasoning-gym with the text and the scorer that reasoning-gym gives it."""
+"""SmolLM2 spells words of three to five letters backward: a task of reasoning-gym with its text and its scorer.
+
+The scorer pays for each letter in the right place. Without that there would be nothing to learn from, because the model
+spells no word backward at first.
+"""
 
 from __future__ import annotations
 

@@ -121,12 +121,21 @@ def score_first_word(data_source: str, solution_str: str, ground_truth: str, ext
 # ------------------------------------------------------------------------------------------------------- reasoning-gym
 
 
-def gym_questions(rng: random.Random, *, task: str, **arguments: object) -> Iterator[Question]:
-    """Yields questions of a reasoning-gym task with the text that the task itself gives them."""
+def gym_questions(
+    rng: random.Random, *, task: str, full_marks_only: bool = True, **arguments: object
+) -> Iterator[Question]:
+    """Yields questions of a reasoning-gym task with the text that the task itself gives them.
+
+    Args:
+        rng: Source of the seeds of the task's generator.
+        task: Name of the task in reasoning-gym.
+        full_marks_only: Whether an answer that the scorer gives less than 1 scores 0.
+        **arguments: Settings of the generator, such as `max_word_len`.
+    """
     while True:
         for entry in reasoning_gym_entries(task, seed=rng.randrange(2**31), size=4096, **arguments):
             text = entry["question"].strip()
-            extra = {"entry": json.dumps(entry), "full_marks_only": True}
+            extra = {"entry": json.dumps(entry), "full_marks_only": full_marks_only}
             prompt = f"{text}\nReply with the answer only."
             yield Question(f"reasoning_gym/{task}", task, prompt, str(entry["answer"]), extra)
 
@@ -181,7 +190,11 @@ def score_reversed(data_source: str, solution_str: str, ground_truth: str, extra
 TASKS = {
     "addition": Task(addition_questions),
     "arithmetic": Task(arithmetic_questions, prefix=ONE_SHOT),
-    "spell_backward": Task(partial(gym_questions, task="spell_backward")),
+    # the model spells no word backward at first, so letters in the right places count, as in reasoning-gym's scorer
+    "spell_backward": Task(partial(gym_questions, task="spell_backward", full_marks_only=False, max_word_len=5)),
+    # two or three numbers of four or five digits, written in different ways
+    "number_format": Task(partial(gym_questions, task="number_format", max_num_candidates=3, max_n=100_000)),
+    "ransom_note": Task(partial(gym_questions, task="ransom_note")),
     "length": Task(length_questions),
     "reversed_text": Task(reversed_questions, demonstrations=4096),
 }

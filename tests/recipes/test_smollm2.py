@@ -364,6 +364,8 @@ def test_the_reward_of_reversed_text_is_the_ratio_of_matching_characters(answer:
         ("smollm2", 128, 0),
         ("recipes.smollm2.arithmetic", 400, 32),
         ("recipes.smollm2.spell_backward", 128, 0),
+        ("recipes.smollm2.number_format", 128, 0),
+        ("recipes.smollm2.ransom_note", 128, 0),
         ("recipes.smollm2.length", 16, 16),
         ("recipes.smollm2.reversed_text", 128, 0),
     ],
