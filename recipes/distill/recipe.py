@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
 TEACHER = Start("distill", data, hidden=224, steps=450, max_length=32, lr=1e-3)
-STEPS, PROMPTS, ANSWERS = 40, 64, 4
+STEPS = 40
+PROMPTS = 64
+ANSWERS = 4
 
 
 def overrides() -> dict[str, object]:
@@ -41,5 +43,6 @@ def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own models and data are not changed."""
     quickstart.prepare(config)
     for teacher in config.distillation.named_teachers():
-        if Path(str(teacher.path)).is_relative_to(TEACHER.folder):
+        path = Path(str(teacher.path))
+        if path.is_relative_to(TEACHER.folder):
             TEACHER.make()

@@ -46,6 +46,7 @@ def overrides() -> dict[str, object]:
 
 def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own model and data are not changed."""
-    if Path(config.model.path or "").is_relative_to(START.folder):
+    path = Path(config.model.path or "")
+    if path.is_relative_to(START.folder):
         print(REAL, flush=True)
     START.prepare(config)
