@@ -118,8 +118,10 @@ class TinyFlow(nn.Module):
 
 def _waves(sigma: torch.Tensor) -> torch.Tensor:
     """Returns sines and cosines of sigma (n,) at rates from 1 to 100, (n, 2 FREQUENCIES)."""
-    logs_of_rates = torch.linspace(0, math.log(100.0), FREQUENCIES, device=sigma.device)
-    angles = sigma[:, None] * logs_of_rates.exp()
+    highest_log = math.log(100.0)
+    logs_of_rates = torch.linspace(0, highest_log, FREQUENCIES, device=sigma.device)
+    rates = logs_of_rates.exp()
+    angles = sigma[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 

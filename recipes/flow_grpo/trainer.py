@@ -258,8 +258,9 @@ class FlowActor(DiffusionRole):
         actor = self.config.actor
         if actor.ppo_epochs > 1:
             return False
-        mini_batch_prompts = actor.ppo_mini_batch_size
-        return mini_batch_prompts == -1 or mini_batch_prompts >= self.config.data.train_batch_size
+        if actor.ppo_mini_batch_size == -1:
+            return True
+        return actor.ppo_mini_batch_size >= self.config.data.train_batch_size
 
     def _plan_of_update(self, batch: DataProto, step: int) -> BatchPlan:
         """Divides the rows into mini-batches and micro-batches."""

@@ -240,7 +240,15 @@ def tiny_text_encoder(width: int = TEXT_WIDTH) -> UMT5EncoderModel:
     """Returns a random text encoder, whose embeddings distinguish the prompts."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    config = UMT5Config(d_model=width, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=16, dropout_rate=0.0)
+    config = UMT5Config(
+        d_model=width,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=16,
+        dropout_rate=0.0,
+    )
     encoder = UMT5EncoderModel(config).eval()
     return encoder.requires_grad_(False)
 
@@ -267,7 +275,8 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
     is_given[:, :, 0] = 1
 
     def draw_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, other_rows = torch.randint(len(latents), (2, size.batch), generator=generator)
+        pairs_of_rows = torch.randint(len(latents), (2, size.batch), generator=generator)
+        rows, other_rows = pairs_of_rows
         uniform = torch.rand(size.batch, generator=generator)
         is_same = uniform < size.same_person
 

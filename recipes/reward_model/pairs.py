@@ -52,12 +52,15 @@ def make_pairs(questions: Path, rng: random.Random, wrong_labels: float) -> list
 
 def make_pair(prompt: str, truth: str, rng: random.Random, wrong_labels: float) -> dict[str, str]:
     """Returns a pair of answers of different quality; its labels are swapped with probability `wrong_labels`."""
-    better = worse = truth
-    # two answers of equal quality say nothing about the preference
-    while right_characters(better, truth) == right_characters(worse, truth):
-        first = careless(truth, rng.choice(WRONG_SHARES), rng)
-        second = careless(truth, rng.choice(WRONG_SHARES), rng)
-        worse, better = sorted([first, second], key=lambda answer: right_characters(answer, truth))
+    # two answers of equal quality have no better one
+    quality = worse_quality = 0
+    while quality == worse_quality:
+        better = careless(truth, rng.choice(WRONG_SHARES), rng)
+        worse = careless(truth, rng.choice(WRONG_SHARES), rng)
+        quality = right_characters(better, truth)
+        worse_quality = right_characters(worse, truth)
+    if quality < worse_quality:
+        better, worse = worse, better
 
     if rng.random() < wrong_labels:
         better, worse = worse, better
