@@ -71,6 +71,7 @@ class CachedFiles:
         digest = hashlib.sha256()
         for content in self.origins():
             digest.update(content)
+        # this file writes the models
         digest.update(Path(__file__).read_bytes())
         root = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
         return Path(root).expanduser().absolute() / f"{self.name}-{digest.hexdigest()[:12]}"
@@ -260,11 +261,13 @@ def write_qwen2(
         num_key_value_heads=heads,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
+        # chats begin with the token of a role
         bos_token_id=None,
         eos_token_id=eos,
         pad_token_id=pad,
         dtype="float32",
         architectures=["Qwen2ForCausalLM"],
+        # longer than all conversations of the recipes
         max_position_embeddings=512,
     )
     # the caller's random state stays as it is
@@ -302,6 +305,7 @@ def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: in
         "trainer.log_freq": 50,
     }
     train_small(SFTJob, SFTConfig, folder, f"{name}: warm start", settings)
+    # the cache keeps only what a run uses
     shutil.rmtree(folder / "random")
 
 
@@ -325,6 +329,7 @@ def train_small(
     from verl_lite.config import load_schema
 
     defaults = {
+        # a small model needs little memory, so that activations and parameters can stay where they are
         "model.enable_gradient_checkpointing": False,
         "optim.betas": [0.9, 0.99],
         "optim.lr_warmup_steps": 10,

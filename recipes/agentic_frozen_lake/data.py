@@ -131,6 +131,7 @@ def pieces(chat: Chat, rng: random.Random) -> list[Chat]:
 
 def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:
     """Wraps a player so that a share `random_share` of its moves is random."""
+    # sorted, so that the draws do not depend on the order of the names
     moves = sorted(env.names)
 
     def choose() -> int:

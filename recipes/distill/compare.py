@@ -63,6 +63,7 @@ def train_supervised(folder: Path, run: Path, seed: int) -> Path:
     answers = folder / f"answers-{seed}.parquet"
     sampling = [
         f"data.val_files={START.folder}/data/train.parquet",
+        # as many questions as the other ways see in their steps
         f"data.val_max_samples={STEPS * PROMPTS}",
         "data.max_prompt_length=16",
         "data.max_response_length=10",
@@ -92,6 +93,7 @@ def supervised(answers: Path) -> list[str]:
         "optim.betas=[0.9,0.95]",
         f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=100",
+        # only the last step, whose model is exported
         "trainer.save_freq=-1",
     ]
 

@@ -163,6 +163,7 @@ def solution(problem: Problem, careless: random.Random | None = None) -> str:
     lines = []
     value = problem.start
     for sign, number in problem.steps:
+        # the step is then calculated with this sign
         if careless is not None and careless.random() < WRONG_SIGN:
             sign = careless.choice("+-*")
         result = OPERATIONS[sign](value, number)

@@ -91,18 +91,18 @@ class Curriculum:
 
     def _draw(self, taken: set[int]) -> int:
         """Draws a question that the batch does not contain yet."""
-        index = self.rng.choice(len(self.sources), p=self.shares)
+        index = int(self.rng.choice(len(self.sources), p=self.shares))
         name = self.sources[index]
         level = self.highest_open[name]
         if self.rng.random() < 0.5:
             open_levels = [lower for lower in self.levels_of[name] if lower <= level]
-            index = self.rng.integers(len(open_levels))
+            index = int(self.rng.integers(len(open_levels)))
             level = open_levels[index]
 
         # this ends, because each pool has at least as many questions as a batch
         pool = self.pools[name, level]
         while True:
-            index = self.rng.integers(len(pool))
+            index = int(self.rng.integers(len(pool)))
             position = int(pool[index])
             if position not in taken:
                 return position

@@ -18,6 +18,7 @@ def overrides() -> dict[str, object]:
         quickstart.overrides()
         | START.settings()
         | {
+            # verl's syntax for a class of an installed module
             "data.sampler.class_path": "pkg://recipes.reasoning_gym.curriculum",
             "data.sampler.class_name": "Curriculum",
             "data.train_batch_size": 64,

@@ -197,9 +197,11 @@ def tiny_transformer() -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
+        # a latent frame is one token
         patch_size=(1, GRID, GRID),
         num_attention_heads=4,
         attention_head_dim=24,
+        # noisy latents, latents of the first frame, and a mask channel for each frame of a block
         in_channels=2 * CHANNELS + BLOCK,
         out_channels=CHANNELS,
         text_dim=TEXT_WIDTH,

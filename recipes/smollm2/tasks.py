@@ -86,6 +86,7 @@ class Task:
 
 def addition_questions(rng: random.Random) -> Iterator[Question]:
     """Yields all sums of two numbers of two digits."""
+    # few enough to list all of them, so that no question is drawn twice
     pairs = list(product(range(10, 100), repeat=2))
     rng.shuffle(pairs)
     for left, right in pairs:
@@ -142,7 +143,7 @@ def gym_question(task: str, entry: GymEntry) -> Question:
     """Returns the question of an entry, with the instruction to reply with nothing but the answer."""
     text = entry["question"].strip()
     prompt = f"{text}\nReply with the answer only."
-    # the scorer of the task reads the entry; some tasks have values in it that are not JSON, such as dates
+    # the task's scorer reads the entry; a value in it that is not JSON, such as a date, becomes text
     extra = {"entry": json.dumps(entry, default=str), "full_marks_only": True}
     return Question(f"reasoning_gym/{task}", task, prompt, str(entry["answer"]), extra)
 
@@ -164,7 +165,8 @@ def length_questions(rng: random.Random) -> Iterator[Question]:
     """Yields instructions about one or two sentences, whose content does not matter for the reward."""
     instructions = ("Summarize:", "Rewrite in your own words:", "What is this text about?", "Give this text a title:")
     texts = sentences()
-    starts = range(len(texts) - 1)  # the last start leaves room for two sentences
+    # the last start leaves room for two sentences
+    starts = range(len(texts) - 1)
     choices = list(product(instructions, starts, (1, 2)))
     rng.shuffle(choices)
     for instruction, start, number in choices:
@@ -182,7 +184,8 @@ def score_length(data_source: str, solution_str: str, ground_truth: str, extra_i
 def reversed_questions(rng: random.Random) -> Iterator[Question]:
     """Yields three to six successive words of a story, to be reversed character by character."""
     words = " ".join(sentences()).split()
-    starts = range(len(words) - 6)  # the last start leaves room for six words
+    # the last start leaves room for six words
+    starts = range(len(words) - 6)
     spans = list(product(starts, range(3, 7)))
     rng.shuffle(spans)
     for start, number in spans:

@@ -84,7 +84,9 @@ def write_random_model(folder: Path, seed: int) -> None:
             "intermediate_size": 4 * VISION_HIDDEN,
             "num_heads": VISION_HIDDEN // HEAD_DIMENSIONS,
             "patch_size": PATCH,
+            # the tower's outputs take the place of token embeddings
             "out_hidden_size": HIDDEN,
+            # one window of attention is the whole picture
             "window_size": SIZE,
             "fullatt_block_indexes": [VISION_LAYERS - 1],
             "initializer_range": INITIALIZER_RANGE,

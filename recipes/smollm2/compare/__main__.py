@@ -158,6 +158,7 @@ def main(argv: list[str]) -> int:
     """Runs the comparison, or the check, and returns the exit status: 1 if the check finds a difference."""
     arguments = _read_arguments(argv)
     require_trl()
+    # `write_questions` reads them
     recipe.made_tasks().make()
     folder = arguments.folder.expanduser().absolute()
     if arguments.model is None:

@@ -156,6 +156,7 @@ def run_all(comparison: Comparison, seeds: int) -> dict[str, list[Curve]]:
     for seed in range(1, seeds + 1):
         if not comparison.questions(seed).exists():
             write_questions(comparison.questions(seed), comparison.steps, seed)
+        # in turn, so that a machine that becomes slower slows both sides
         for side, train in SIDES.items():
             run = comparison.run_folder(side, seed)
             curve = read_curve(run, comparison.steps)

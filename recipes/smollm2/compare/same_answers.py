@@ -48,6 +48,7 @@ def same_answers_trainer(file: Path) -> type[RayPPOTrainer]:
         """The trainer, with the answers of a file in place of its own after they are scored."""
 
         def score(self, batch: DataProto) -> DataProto:
+            # the rewards of own answers are compared, too: see `own_answers` in `__main__.py`
             scored = super().score(batch)
             own_rewards = scored.batch["token_level_scores"].sum(-1)
             text = json.dumps(own_rewards.tolist())
