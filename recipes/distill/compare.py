@@ -99,7 +99,12 @@ def supervised(answers: Path) -> list[str]:
 
 
 def accuracy(run: Path, metric: tuple[str, str] = SAMPLED) -> list[tuple[int, float]]:
-    """Returns the step of each validation of a run and the mean over the three tasks. metric: SAMPLED or GREEDY."""
+    """Returns the step of each validation of a run and the mean over the three tasks.
+
+    Args:
+        run: The run folder.
+        metric: SAMPLED or GREEDY.
+    """
     prefix, suffix = metric
     means = []
     for step, metrics in read_metrics(run / "metrics.jsonl").items():

@@ -97,7 +97,8 @@ class FlowGRPOTrainer(DiffusionTrainer):
     def sample(self, prompts: Sequence[tuple[int, str]]) -> DataProto:
         """Samples rollout.n paths for each prompt with the noisy sampler and sampler.num_train_steps steps.
 
-        prompts: pairs of the prompt's row and its text.
+        Args:
+            prompts: pairs of the prompt's row and its text.
         """
         sampler = self.config.sampler
         rows = self.rows_of(prompts, self.config.rollout.n, PATH)

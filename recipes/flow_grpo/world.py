@@ -77,7 +77,9 @@ def _choose(names: Mapping[str, object], rng: np.random.Generator) -> str:
 def follows_prompt(frames: torch.Tensor, prompts: Sequence[str]) -> list[float]:
     """Scores each image: 1 if it shows one square of the prompt's colour at the prompt's place, else 0.
 
-    frames: (B, 1, 3, SIZE, SIZE) in [0, 1].
+    Args:
+        frames: (B, 1, 3, SIZE, SIZE) in [0, 1].
+        prompts: The prompt of each image.
     """
     images = frames[:, 0].numpy()
     scores = []

@@ -36,6 +36,6 @@ def calculator_model() -> Path:
 
 
 def calculator_questions(split: str) -> str:
-    """Returns the file with the questions of the calculator. split: train or test."""
+    """Returns the file with the questions of the calculator for a split, train or test."""
     CALCULATOR.make()
     return str(CALCULATOR.folder / "data" / f"{split}.parquet")

@@ -159,7 +159,14 @@ def _paint_people(cast: Cast) -> torch.Tensor:
 
 
 def _paint_features(canvas: _Canvas, skin: torch.Tensor, iris: torch.Tensor, mouth: torch.Tensor) -> None:
-    """Paints eyes, nose and mouth. mouth: (n, F) opening."""
+    """Paints eyes, nose and mouth.
+
+    Args:
+        canvas: The pictures.
+        skin: Colour of the face, (n, 1, 3, 1, 1).
+        iris: Colour of the irises, (n, 1, 3, 1, 1).
+        mouth: (n, F) opening.
+    """
     white = _tint(1.0, 1.0, 1.0)
     for side in (-6.5, 6.5):
         eyeball = canvas.ellipse(side, -2, 4.2, 3.0)
@@ -184,7 +191,8 @@ def _tint(red: float, green: float, blue: float) -> torch.Tensor:
 class FisherEmbedder(nn.Module):
     """Embeds the identity of a face by a linear map of the frame's middle.
 
-    path: file with `mean` (d,) and `directions` (d, D), written by `fit`.
+    Args:
+        path: File with `mean` (d,) and `directions` (d, D), written by `fit`.
     """
 
     crop_size = SIZE

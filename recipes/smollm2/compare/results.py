@@ -105,7 +105,6 @@ def difference(curves: Curves, start: int, stop: int) -> Difference:
     over the differences of the seeds.
     """
     steps = slice(start, stop)
-    # seed by seed: what a seed's questions add to both sides cancels
     of_seeds = []
     for ours, theirs in zip(curves[OURS], curves[TRL], strict=True):
         our_mean = statistics.fmean(ours.rewards[steps])
