@@ -329,7 +329,7 @@ def train_small(
     from verl_lite.config import load_schema
 
     defaults = {
-        # a small model needs little memory, so that activations and parameters can stay where they are
+        # a small model fits into memory without recomputing activations, and with all parameters in place
         "model.enable_gradient_checkpointing": False,
         "optim.betas": [0.9, 0.99],
         "optim.lr_warmup_steps": 10,

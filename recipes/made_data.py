@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 T = TypeVar("T")
 
+Row = dict[str, object]
+"""A row of a parquet file: its columns by name."""
+
 
 class GymEntry(TypedDict):
     """The fields of a reasoning-gym entry that the recipes read."""
@@ -41,7 +44,7 @@ class Question:
     answer: str
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
 
-    def row(self, split: str, index: int) -> dict[str, object]:
+    def row(self, split: str, index: int) -> Row:
         """Returns the question as a row in verl's schema."""
         user = {"role": "user", "content": self.prompt}
         return {
@@ -52,22 +55,20 @@ class Question:
             "extra_info": {"split": split, "index": index, **self.extra},
         }
 
-    def answered(self, answer: str) -> dict[str, object]:
+    def answered(self, answer: str) -> Row:
         """Returns the question with this answer as a row for supervised training."""
         user = {"role": "user", "content": self.prompt}
         assistant = {"role": "assistant", "content": answer}
         return {"messages": [user, assistant]}
 
 
-def write_parquet(rows: Sequence[Mapping[str, object]], file: Path) -> None:
+def write_parquet(rows: Sequence[Row], file: Path) -> None:
     """Writes rows as a parquet file, in a folder that is created if necessary."""
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), file)
 
 
-def write_files(
-    folder: Path, *, test: Sequence[Question], train: Sequence[Question], taught: Sequence[dict[str, object]]
-) -> None:
+def write_files(folder: Path, *, test: list[Question], train: list[Question], taught: list[Row]) -> None:
     """Writes test.parquet and train.parquet (verl's row schema) and demonstrations.parquet (chats) into `folder`."""
     for split, questions in (("test", test), ("train", train)):
         rows = [question.row(split, index) for index, question in enumerate(questions)]
@@ -79,7 +80,7 @@ def write_different_questions(
     folder: Path,
     seed: int,
     draw: Callable[[random.Random], Iterator[Question]],
-    demonstrate: Callable[[Question, random.Random], dict[str, object]],
+    demonstrate: Callable[[Question, random.Random], Row],
     *,
     test_rows: int,
     train_rows: int,
@@ -107,7 +108,7 @@ def write_different_questions(
     write_files(folder, test=test, train=train, taught=taught)
 
 
-def careless_demonstration(question: Question, wrong_share: float, rng: random.Random) -> dict[str, object]:
+def careless_demonstration(question: Question, wrong_share: float, rng: random.Random) -> Row:
     """Returns the question with a `careless` copy of its answer as a row for supervised training."""
     answer = careless(question.answer, wrong_share, rng)
     return question.answered(answer)

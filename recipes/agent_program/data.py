@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.made_data import Question, careless, write_different_questions
+from recipes.made_data import Question, Row, careless, write_different_questions
 from verl_lite.envs.calculator import evaluate, written
 
 BEFORE = '{"name": "calculator", "arguments": {"expression": "'
@@ -75,7 +75,7 @@ def calculator_question(expression: str) -> Question:
     return Question("verl_lite/calculator", "arithmetic", expression, answer)
 
 
-def demonstration(question: Question, rng: random.Random) -> dict[str, object]:
+def demonstration(question: Question, rng: random.Random) -> Row:
     """Returns a conversation in which a careless agent miscopies digits of the question and of the result."""
     expression = ""
     for character in question.prompt:

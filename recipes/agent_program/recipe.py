@@ -20,7 +20,15 @@ class AgentStart(Start):
 
 
 START = AgentStart(
-    "agent_program", data, hidden=96, steps=500, max_length=96, lr=3e-3, words=data.WORDS, rows=96, layers=4
+    "agent_program",
+    data,
+    hidden=96,
+    steps=500,
+    max_length=96,
+    lr=3e-3,
+    words=data.WORDS,
+    rows=96,
+    layers=4,
 )
 
 
@@ -28,6 +36,7 @@ def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return START.settings() | {
         "agentic.program": "recipes.agent_program.program:run",
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_batch_size": 16,
         "data.max_prompt_length": 32,

@@ -30,6 +30,7 @@ async def run(base_url: str, api_key: str, row: DatasetRow) -> dict[str, float]:
     run_config = RunConfig(model_provider=provider)
     question = row["prompt"][0]["content"]
     try:
+        # as many turns as in agent_program
         result = await Runner.run(AGENT, question, max_turns=4, run_config=run_config)
     except (AgentsException, BadRequestError):
         # too many turns, an unknown tool, or a conversation that is too long

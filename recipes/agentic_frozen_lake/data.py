@@ -17,7 +17,13 @@ import pyarrow.parquet as pq
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.envs.grid import GridEnv
 
-_STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
+# the numbers of the actions are gymnasium's
+_STEPS = {
+    0: (0, -1),
+    1: (1, 0),
+    2: (0, 1),
+    3: (-1, 0),
+}
 """Rows down and columns to the right of each action."""
 
 Cell = tuple[int, int]

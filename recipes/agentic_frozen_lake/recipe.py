@@ -29,6 +29,7 @@ def small_model(model: Path) -> dict[str, object]:
     """Returns the settings shared by the agentic recipes: GRPO, number of episodes, fast options for a small model."""
     return {
         "model.path": str(model),
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "algorithm.adv_estimator": "grpo",
         "rollout.kv_cache_memory_mb": 128,

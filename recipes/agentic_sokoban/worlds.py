@@ -27,6 +27,7 @@ _ROOM = {
     "feedback": False,
     "dim_room": [5, 6],
     "num_boxes": 1,
+    # each room can be solved in 2 to 8 moves, so that `MAX_STEPS` leaves some for detours
     "min_depth": 2,
     "search_depth": 8,
 }

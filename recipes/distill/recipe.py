@@ -17,7 +17,14 @@ from recipes.quickstart import recipe as quickstart
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-TEACHER = Start("distill", data, hidden=224, steps=450, max_length=32, lr=1e-3)
+TEACHER = Start(
+    "distill",
+    data,
+    hidden=224,
+    steps=450,
+    max_length=32,
+    lr=1e-3,
+)
 STEPS = 40
 PROMPTS = 64
 ANSWERS = 4
@@ -29,6 +36,7 @@ def overrides() -> dict[str, object]:
         "data.train_batch_size": PROMPTS,
         "rollout.n": ANSWERS,
         "actor.ppo_mini_batch_size": PROMPTS,
+        # a teacher is sharded with the options of the reference model
         "ref.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
         "distillation.teachers.big.path": str(TEACHER.folder / "model"),
         "distillation.distillation_loss.loss_mode": "reverse_kl_topk",

@@ -80,6 +80,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
 
     def check(self, available: int | None) -> None:
         config = self.config
+        # all of them in one error, so that the user needs one more start instead of several
         problems = [
             *section_problems(config),
             *LOSS_CODE.problems(config),

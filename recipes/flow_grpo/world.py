@@ -13,8 +13,17 @@ import torch
 
 SIZE = 8
 SQUARE = 3
-COLORS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0)}
-PLACES = {"top left": (0, 0), "top right": (0, 1), "bottom left": (1, 0), "bottom right": (1, 1)}
+COLORS = {
+    "red": (1.0, 0.0, 0.0),
+    "green": (0.0, 1.0, 0.0),
+    "blue": (0.0, 0.0, 1.0),
+}
+PLACES = {
+    "top left": (0, 0),
+    "top right": (0, 1),
+    "bottom left": (1, 0),
+    "bottom right": (1, 1),
+}
 """Quarters of the image: 1 if it is a lower one, and 1 if it is on the right."""
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from recipes.gsm8k.problems import as_question
-from recipes.made_data import write_parquet
+from recipes.made_data import Row, write_parquet
 from trainer.cli import command
 from trainer.data.sources import SUFFIXES, RowTable, open_place, read_data_file
 from verl_lite.errors import UserError
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def rows_of(tables: list[RowTable], split: str) -> list[dict[str, object]]:
+def rows_of(tables: list[RowTable], split: str) -> list[Row]:
     """Converts GSM8K's rows to verl's row schema. Raises UserError for a row in another format."""
     rows = []
     for table in tables:

@@ -32,7 +32,11 @@ MISCALCULATED = 0.15
 WRONG_SIGN = 0.08
 FORGOTTEN_MARK = 0.1
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,30 @@ class Kind:
 
 
 KINDS = (
-    Kind("{N} has {a} {T}. {N} gets {b} more. How many {T} are there?", (("+", "b"),), {"a": (2, 40), "b": (2, 40)}),
-    Kind("{N} has {a} {T}. {N} gives away {b}. How many {T} are left?", (("-", "b"),), {"a": (20, 60), "b": (2, 19)}),
-    Kind("{N} has {a} bags of {b} {T}. How many {T} are there?", (("*", "b"),), {"a": (2, 9), "b": (2, 9)}),
     Kind(
-        "{N} has {a} {T}. {N} gets {b} more and gives away {c}. How many {T} are left?",
-        (("+", "b"), ("-", "c")),
-        {"a": (10, 30), "b": (2, 20), "c": (2, 12)},
+        text="{N} has {a} {T}. {N} gets {b} more. How many {T} are there?",
+        steps=(("+", "b"),),
+        numbers={"a": (2, 40), "b": (2, 40)},
     ),
     Kind(
-        "{N} has {a} bags of {b} {T}. {N} gets {c} more. How many {T} are there?",
-        (("*", "b"), ("+", "c")),
-        {"a": (2, 9), "b": (2, 9), "c": (2, 20)},
+        text="{N} has {a} {T}. {N} gives away {b}. How many {T} are left?",
+        steps=(("-", "b"),),
+        numbers={"a": (20, 60), "b": (2, 19)},
+    ),
+    Kind(
+        text="{N} has {a} bags of {b} {T}. How many {T} are there?",
+        steps=(("*", "b"),),
+        numbers={"a": (2, 9), "b": (2, 9)},
+    ),
+    Kind(
+        text="{N} has {a} {T}. {N} gets {b} more and gives away {c}. How many {T} are left?",
+        steps=(("+", "b"), ("-", "c")),
+        numbers={"a": (10, 30), "b": (2, 20), "c": (2, 12)},
+    ),
+    Kind(
+        text="{N} has {a} bags of {b} {T}. {N} gets {c} more. How many {T} are there?",
+        steps=(("*", "b"), ("+", "c")),
+        numbers={"a": (2, 9), "b": (2, 9), "c": (2, 20)},
     ),
 )
 
@@ -74,7 +90,7 @@ def words_of_problems() -> tuple[str, ...]:
         text = re.sub(r"\{\w\}", "", kind.text)
         words.update(re.findall(r" ?[A-Za-z]+", text))
 
-    # after the other words, because the position of a word is its token id
+    # the order of the words gives them their token ids
     fillers = {f" {thing}" for thing in THINGS}
     for name in NAMES:
         fillers |= {name, f" {name}"}

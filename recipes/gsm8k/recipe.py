@@ -16,7 +16,15 @@ from recipes.quickstart import recipe as quickstart
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-START = Start("gsm8k", problems, hidden=64, steps=360, max_length=64, lr=4e-3, words=problems.WORDS)
+START = Start(
+    "gsm8k",
+    problems,
+    hidden=64,
+    steps=360,
+    max_length=64,
+    lr=4e-3,
+    words=problems.WORDS,
+)
 RL_STEPS = 60
 
 REAL = (

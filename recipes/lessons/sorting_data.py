@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from recipes.made_data import Question, careless_demonstration, write_different_questions
+from recipes.made_data import Question, Row, careless_demonstration, write_different_questions
 from recipes.quickstart.data import sort_questions
 
 TEST_ROWS = 128
@@ -26,6 +26,6 @@ def write_data(folder: Path, seed: int) -> None:
     )
 
 
-def demonstration(question: Question, rng: random.Random) -> dict[str, object]:
+def demonstration(question: Question, rng: random.Random) -> Row:
     """Returns the question with an answer whose digits are often wrong."""
     return careless_demonstration(question, WRONG_SHARE, rng)

@@ -29,6 +29,9 @@ DEMONSTRATED_PARTS = (3, 5, 4)
 """Proportions of sort, add and spell_backward. Demonstrations contain less sorting, which is learnt first because it
 does not depend on positions."""
 
+Sources = list[Iterator[Question]]
+"""Iterators over the questions of each task."""
+
 TEST_ROWS = 512
 TRAIN_ROWS = 8192
 DEMONSTRATIONS = 15_360
@@ -56,9 +59,9 @@ def write_data(folder: Path, seed: int, wrong_share: float = WRONG_SHARE) -> Non
     write_files(folder, test=test, train=train, taught=taught)
 
 
-def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
+def draw(sources: Sources, number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
     """Draws `number` new questions from the sources in the proportions `parts`, and shuffles them."""
-    turns: list[Iterator[Question]] = []
+    turns: Sources = []
     for source, part in zip(sources, parts, strict=True):
         turns += [source] * part
 

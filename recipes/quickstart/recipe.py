@@ -7,15 +7,24 @@ A model of 1.1 million parameters learns to sort digits, to add and to spell bac
 from recipes.embedded import ONE_GROUP, Start
 from recipes.quickstart import data
 
-START = Start("quickstart", data, hidden=128, steps=390, max_length=32, lr=2e-3)
+START = Start(
+    "quickstart",
+    data,
+    hidden=128,
+    steps=390,
+    max_length=32,
+    lr=2e-3,
+)
 RL_STEPS = 190
 
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return START.settings() | {
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_batch_size": 128,
+        # the longest question, `reverse crane`, has 15 tokens
         "data.max_prompt_length": 16,
         "data.max_response_length": 10,
         "rollout.n": 8,

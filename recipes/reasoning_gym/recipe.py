@@ -8,7 +8,15 @@ from recipes.embedded import Start
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import data
 
-START = Start("reasoning_gym", data, hidden=64, steps=450, max_length=96, lr=3e-3, words=data.TOKENS)
+START = Start(
+    "reasoning_gym",
+    data,
+    hidden=64,
+    steps=450,
+    max_length=96,
+    lr=3e-3,
+    words=data.TOKENS,
+)
 RL_STEPS = 100
 
 

@@ -24,7 +24,7 @@ def overrides() -> dict[str, object]:
         "model.path": str(folder / "model"),
         "model.lora_rank": 16,
         "model.lora_alpha": 16,
-        # the model is so small that its activations fit into memory
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "model.checkpoint_steps": False,
         "model.checkpoint_decode": False,

@@ -72,6 +72,7 @@ class WorldSize:
     high_steps: int = 200
     low_steps: int = 600
     batch: int = 128
+    # with 0, the reward teaches the model nothing but the clips that it trains on
     same_person: float = 0.3
 
 

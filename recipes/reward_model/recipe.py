@@ -77,6 +77,7 @@ def build(folder: Path) -> None:
         "data.train_batch_size": PAIRS_PER_STEP,
         "data.max_length": LONGEST_TEXT,
         "model.path": str(start / "model"),
+        # keeps the mean score near 0, which the loss of a pair leaves open
         "loss.center_rewards_coefficient": 0.01,
         "optim.lr": 1e-3,
         "trainer.total_epochs": EPOCHS,

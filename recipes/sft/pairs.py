@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from recipes.made_data import write_parquet
+from recipes.made_data import Row, write_parquet
 
 
-def pairs_of(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+def pairs_of(rows: list[Row]) -> list[Row]:
     """Returns rows with the columns prompt, chosen and rejected.
 
     Args:
         rows: The answers, with the columns prompt, output and gts (the right answer).
     """
     wrong: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    right: dict[str, dict[str, object]] = {}
+    right: dict[str, Row] = {}
     for row in rows:
         question = str(row["prompt"])
         answer = str(row["output"])

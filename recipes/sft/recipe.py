@@ -21,6 +21,7 @@ def overrides() -> dict[str, object]:
     folder = made().folder
     return {
         "model.path": str(folder / "model"),
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_files": [str(folder / "demonstrations.parquet")],
         # the right answers, while about half of the demonstrated ones are wrong

@@ -22,7 +22,7 @@ from importlib import resources
 from itertools import islice, product
 from pathlib import Path
 
-from recipes.made_data import GymEntry, Question, reasoning_gym_entries, unique, write_parquet
+from recipes.made_data import GymEntry, Question, Row, reasoning_gym_entries, unique, write_parquet
 from verl_lite.rewards import register_reward
 
 SEED = 1
@@ -71,7 +71,7 @@ class Task:
             chats = [question.answered(question.answer) for question in demonstrated]
             write_parquet(chats, folder / "demonstrations.parquet")
 
-    def _rows(self, split: str, questions: Iterable[Question]) -> list[dict[str, object]]:
+    def _rows(self, split: str, questions: Iterable[Question]) -> list[Row]:
         """Returns the questions as rows in verl's schema, with the messages of `prefix` before each of them."""
         rows = []
         for index, question in enumerate(questions):

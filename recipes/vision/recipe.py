@@ -31,6 +31,7 @@ def overrides() -> dict[str, object]:
     folder = MADE.folder
     return {
         "model.path": str(folder / "model"),
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_files": [str(folder / "data" / "train.parquet")],
         "data.val_files": [str(folder / "data" / "test.parquet")],

@@ -122,6 +122,7 @@ def evaluation_words(folder: Path) -> list[str]:
     """Returns the options of `trainer.main_eval` that repeat the validation of this library's runs, into `folder`."""
     return [
         "recipe=smollm2",
+        # as in the runs of this library, see `EQUAL`
         "rollout.dtype=fp32",
         "rollout.val_kwargs.do_sample=false",
         "rollout.val_kwargs.temperature=0",
