@@ -114,9 +114,9 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    folder = str(gguf.parent)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-    quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.float32)
+    wheel_folder = str(gguf.parent)
+    tokenizer = AutoTokenizer.from_pretrained(wheel_folder, gguf_file=gguf.name)
+    quantized = AutoModelForCausalLM.from_pretrained(wheel_folder, gguf_file=gguf.name, dtype=torch.float32)
 
     settings = quantized.config.to_dict()
     settings.pop("quantization_config", None)
