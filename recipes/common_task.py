@@ -16,13 +16,16 @@ MINI_BATCHES = 4
 def settings(answers: int = 8, baselines: int = 0) -> dict[str, object]:
     """Returns the settings of all algorithms by dotted key: those of the quickstart, with the common budget.
 
-    answers: sampled responses per question. baselines: additional greedy responses per question.
+    Args:
+        answers: Sampled responses per question.
+        baselines: Additional greedy responses per question, which count like sampled ones.
     """
     questions = SAMPLES // (answers + baselines)
     return quickstart.overrides() | {
         "data.train_batch_size": questions,
         "rollout.n": answers,
         "actor.ppo_mini_batch_size": questions // MINI_BATCHES,
+        # chosen with GRPO: 1e-4 learns more slowly, and 4e-4 loses greedy accuracy from the start
         "actor.optim.lr": 2e-4,
         "actor.optim.lr_warmup_steps": 5,
         "trainer.total_training_steps": 40,

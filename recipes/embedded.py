@@ -71,6 +71,7 @@ class CachedFiles:
         digest = hashlib.sha256()
         for content in self.origins():
             digest.update(content)
+        # this file writes the models
         digest.update(Path(__file__).read_bytes())
         root = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
         return Path(root).expanduser().absolute() / f"{self.name}-{digest.hexdigest()[:12]}"
@@ -79,7 +80,8 @@ class CachedFiles:
         """Builds the files if the run uses them. The user's own model and data are not changed."""
         folder = self.folder
         used_paths = [config.model.path or "", *config.data.train_files, *config.data.val_files]
-        if any(Path(path).is_relative_to(folder) for path in used_paths):
+        is_used = any(Path(path).is_relative_to(folder) for path in used_paths)
+        if is_used:
             self.make()
 
     def make(self) -> None:
@@ -96,11 +98,13 @@ class CachedFiles:
             self.write_files(building)
             building.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, and its folder is used
+            # if the folder exists, another process was faster, and its files are used
+            if not folder.is_dir():
                 raise
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        print(f"{self.name}: ready after {time.perf_counter() - started:.0f} s, kept in {folder}", flush=True)
+        seconds = time.perf_counter() - started
+        print(f"{self.name}: ready after {seconds:.0f} s, kept in {folder}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -160,25 +164,37 @@ class Start(CachedFiles):
 
     def origins(self) -> Iterator[bytes]:
         # every option counts, so that a new option cannot be forgotten here; the module counts by its source text
-        sizes = [getattr(self, field.name) for field in fields(self) if field.name != "data"]
+        names = [field.name for field in fields(self) if field.name != "data"]
+        sizes = [getattr(self, name) for name in names]
         yield str(sizes).encode()
-        yield Path(self.data.__file__ or "").read_bytes()
+
+        data_file = Path(self.data.__file__ or "")
+        yield data_file.read_bytes()
         yield Path(__file__).with_name("made_data.py").read_bytes()
 
     def settings(self) -> dict[str, object]:
         """Returns the options of the model and data paths by dotted key."""
+        data_folder = self.folder / "data"
         return {
             "model.path": str(self.folder / "model"),
-            "data.train_files": [str(self.folder / "data" / "train.parquet")],
-            "data.val_files": [str(self.folder / "data" / "test.parquet")],
+            "data.train_files": [str(data_folder / "train.parquet")],
+            "data.val_files": [str(data_folder / "test.parquet")],
         }
 
     def write_files(self, folder: Path) -> None:
         """Writes model/ (after the warm start) and data/ into `folder`."""
         self.write_random_model(folder / "random")
         self.data.write_data(folder / "data", self.seed)
+        # to the place where `warm_start` reads it
         shutil.move(folder / "data" / "demonstrations.parquet", folder)
-        warm_start(folder, self.name, steps=self.steps, rows=self.rows, max_length=self.max_length, lr=self.lr)
+        warm_start(
+            folder,
+            self.name,
+            steps=self.steps,
+            rows=self.rows,
+            max_length=self.max_length,
+            lr=self.lr,
+        )
 
     def write_random_model(self, folder: Path) -> None:
         """Writes the model before its warm start, and its tokenizer, into `folder`."""
@@ -197,16 +213,20 @@ def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
     from transformers import Qwen2Tokenizer
 
     tokens = [*SPECIAL, *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
+        vocab=vocabulary,
         merges=[],
-        unk_token=None,  # not needed, because every byte is a token
+        # not needed, because every byte is a token
+        unk_token=None,
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=[USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
     )
-    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
+    # not special, because decoding leaves out special tokens
+    added_tokens = [AddedToken(word, special=False, normalized=False) for word in words]
+    tokenizer.add_tokens(added_tokens)
     return tokenizer
 
 
@@ -231,27 +251,32 @@ def write_qwen2(
 
     pad = tokenizer.pad_token_id
     eos = tokenizer.eos_token_id
+    heads = hidden // HEAD_DIMENSIONS
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=widening * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // HEAD_DIMENSIONS,
-        num_key_value_heads=hidden // HEAD_DIMENSIONS,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
+        # chats begin with the token of a role
         bos_token_id=None,
         eos_token_id=eos,
         pad_token_id=pad,
         dtype="float32",
         architectures=["Qwen2ForCausalLM"],
+        # longer than all conversations of the recipes
         max_position_embeddings=512,
     )
+    # the caller's random state stays as it is
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Qwen2ForCausalLM(config)
     disable_progress_bar()
-    for part in (network, GenerationConfig(eos_token_id=eos, pad_token_id=pad), tokenizer):
+    generation = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
+    for part in (network, generation, tokenizer):
         part.save_pretrained(folder)
 
 
@@ -280,6 +305,7 @@ def warm_start(folder: Path, name: str, *, steps: int, rows: int, max_length: in
         "trainer.log_freq": 50,
     }
     train_small(SFTJob, SFTConfig, folder, f"{name}: warm start", settings)
+    # the cache keeps only what a run uses
     shutil.rmtree(folder / "random")
 
 
@@ -287,7 +313,7 @@ def train_small(
     job: type[SupervisedJob[Options]],
     options: type[Options],
     folder: Path,
-    what: str,
+    prefix: str,
     settings: Mapping[str, object],
 ) -> None:
     """Trains a small model with supervision in this process and moves it to folder/model.
@@ -296,13 +322,14 @@ def train_small(
         job: Class of the training job.
         options: Class of its configuration.
         folder: Parent folder of the model.
-        what: Prefix of the printed progress lines.
+        prefix: Prefix of the printed progress lines.
         settings: Options by dotted key, in addition to defaults for small models.
     """
     from trainer.supervised.loop import train_within
     from verl_lite.config import load_schema
 
     defaults = {
+        # a small model fits into memory without recomputing activations, and with all parameters in place
         "model.enable_gradient_checkpointing": False,
         "optim.betas": [0.9, 0.99],
         "optim.lr_warmup_steps": 10,
@@ -312,10 +339,16 @@ def train_small(
         "fsdp_config.reshard_after_forward": False,
         "trainer.default_local_dir": str(folder / "training"),
         "trainer.logger": ["console", "jsonl"],
+        # a stopped warm start begins again, so that checkpoints would have no use
         "trainer.save_freq": 0,
         "trainer.device": "cpu",
     }
-    words = [f"{key}={json.dumps(value)}" for key, value in {**defaults, **settings}.items()]
+    values = defaults | dict(settings)
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     config = load_schema(words, options).config
-    trained, _ = train_within(job, config, lambda line: print(f"{what}, {line}", flush=True))
+
+    def tell(line: str) -> None:
+        print(f"{prefix}, {line}", flush=True)
+
+    trained, _ = train_within(job, config, tell)
     shutil.move(trained, folder / "model")

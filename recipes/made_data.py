@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 T = TypeVar("T")
 
+Row = dict[str, object]
+"""A row of a parquet file: its columns by name."""
+
 
 class GymEntry(TypedDict):
     """The fields of a reasoning-gym entry that the recipes read."""
@@ -41,41 +44,43 @@ class Question:
     answer: str
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
 
-    def row(self, split: str, index: int) -> dict[str, object]:
+    def row(self, split: str, index: int) -> Row:
         """Returns the question as a row in verl's schema."""
+        user = {"role": "user", "content": self.prompt}
         return {
             "data_source": self.data_source,
-            "prompt": [{"role": "user", "content": self.prompt}],
+            "prompt": [user],
             "ability": self.ability,
             "reward_model": {"style": "rule", "ground_truth": self.answer},
             "extra_info": {"split": split, "index": index, **self.extra},
         }
 
-    def answered(self, answer: str) -> dict[str, object]:
+    def answered(self, answer: str) -> Row:
         """Returns the question with this answer as a row for supervised training."""
         user = {"role": "user", "content": self.prompt}
         assistant = {"role": "assistant", "content": answer}
         return {"messages": [user, assistant]}
 
 
-def write_files(
-    folder: Path, *, test: Sequence[Question], train: Sequence[Question], taught: Iterable[dict[str, object]]
-) -> None:
+def write_parquet(rows: Sequence[Row], file: Path) -> None:
+    """Writes rows as a parquet file, in a folder that is created if necessary."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+def write_files(folder: Path, *, test: list[Question], train: list[Question], taught: list[Row]) -> None:
     """Writes test.parquet and train.parquet (verl's row schema) and demonstrations.parquet (chats) into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = {
-        "test": [question.row("test", index) for index, question in enumerate(test)],
-        "train": [question.row("train", index) for index, question in enumerate(train)],
-        "demonstrations": list(taught),
-    }
-    for name, table in rows.items():
-        pq.write_table(pa.Table.from_pylist(table), folder / f"{name}.parquet")
+    for split, questions in (("test", test), ("train", train)):
+        rows = [question.row(split, index) for index, question in enumerate(questions)]
+        write_parquet(rows, folder / f"{split}.parquet")
+    write_parquet(taught, folder / "demonstrations.parquet")
 
 
 def write_different_questions(
     folder: Path,
-    questions: Iterator[Question],
-    demonstrate: Callable[[Question], dict[str, object]],
+    seed: int,
+    draw: Callable[[random.Random], Iterator[Question]],
+    demonstrate: Callable[[Question, random.Random], Row],
     *,
     test_rows: int,
     train_rows: int,
@@ -85,24 +90,28 @@ def write_different_questions(
 
     Args:
         folder: Folder of the files, see `write_files`.
-        questions: Questions in random order, in which a question may occur twice.
+        seed: Seed of all random numbers.
+        draw: Yields questions in random order, in which a question may occur twice.
         demonstrate: Returns the demonstration of a question as a row for supervised training.
         test_rows: Number of test questions.
         train_rows: Number of training questions.
         demonstrations: Number of further questions that are demonstrated.
     """
-    different = unique(questions, lambda question: question.prompt)
+    rng = random.Random(seed)
+    different = unique(draw(rng), lambda question: question.prompt)
     test = list(islice(different, test_rows))
     train = list(islice(different, train_rows))
 
-    # All questions are drawn before the first demonstration: both use the same random numbers.
+    # all questions are drawn before the first demonstration, because both use the same random numbers
     demonstrated = list(islice(different, demonstrations))
-    write_files(folder, test=test, train=train, taught=map(demonstrate, demonstrated))
+    taught = [demonstrate(question, rng) for question in demonstrated]
+    write_files(folder, test=test, train=train, taught=taught)
 
 
-def careless_demonstration(question: Question, wrong_share: float, rng: random.Random) -> dict[str, object]:
+def careless_demonstration(question: Question, wrong_share: float, rng: random.Random) -> Row:
     """Returns the question with a `careless` copy of its answer as a row for supervised training."""
-    return question.answered(careless(question.answer, wrong_share, rng))
+    answer = careless(question.answer, wrong_share, rng)
+    return question.answered(answer)
 
 
 def careless(answer: str, wrong_share: float, rng: random.Random) -> str:
@@ -110,14 +119,14 @@ def careless(answer: str, wrong_share: float, rng: random.Random) -> str:
 
     A random digit replaces a digit, and a random lower-case letter replaces any other character.
     """
-    characters = []
+    characters = ""
     for right in answer:
         if right == "-" or rng.random() >= wrong_share:
-            characters.append(right)
+            characters += right
             continue
         alphabet = string.digits if right.isdigit() else string.ascii_lowercase
-        characters.append(rng.choice(alphabet))
-    return "".join(characters)
+        characters += rng.choice(alphabet)
+    return characters
 
 
 def unique(things: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[T]:
@@ -133,8 +142,10 @@ def unique(things: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[T]:
 def reasoning_gym_entries(task: str, **arguments: object) -> Iterable[GymEntry]:
     """Creates the dataset of a reasoning-gym task. `arguments` go to the task's generator."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when it is first compiled
-        from reasoning_gym import create_dataset  # imported here, because it takes seconds
+        # raised by a dependency when it is first compiled
+        warnings.simplefilter("ignore", SyntaxWarning)
+        # imported here, because it takes seconds
+        from reasoning_gym import create_dataset
 
     entries: Iterable[GymEntry] = create_dataset(task, **arguments)
     return entries

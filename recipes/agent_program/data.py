@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.made_data import Question, careless, write_different_questions
+from recipes.made_data import Question, Row, careless, write_different_questions
 from verl_lite.envs.calculator import evaluate, written
 
 BEFORE = '{"name": "calculator", "arguments": {"expression": "'
@@ -36,19 +36,22 @@ CHAT_TEMPLATE = (
 """Names the tools in front of the first message."""
 
 ERROR = "error"
-MIN_TERMS, MAX_TERMS = 2, 4
+MIN_TERMS = 2
+MAX_TERMS = 4
 MAX_NUMBER = 99
 WRONG_SHARE = 0.12
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 256, 8192, 12_000
+TEST_ROWS = 256
+TRAIN_ROWS = 8192
+DEMONSTRATIONS = 12_000
 
 
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
-    rng = random.Random(seed)
     write_different_questions(
         folder,
-        questions(rng),
-        lambda question: demonstration(question, rng),
+        seed,
+        questions,
+        demonstration,
         test_rows=TEST_ROWS,
         train_rows=TRAIN_ROWS,
         demonstrations=DEMONSTRATIONS,
@@ -63,21 +66,29 @@ def questions(rng: random.Random) -> Iterator[Question]:
         for _ in range(terms - 1):
             text += rng.choice("+-*")
             text += str(rng.randint(1, MAX_NUMBER))
-        yield Question("verl_lite/calculator", "arithmetic", text, written(evaluate(text)))
+        yield calculator_question(text)
 
 
-def demonstration(question: Question, rng: random.Random) -> dict[str, object]:
+def calculator_question(expression: str) -> Question:
+    """Returns an expression with its value as a question."""
+    answer = written(evaluate(expression))
+    return Question("verl_lite/calculator", "arithmetic", expression, answer)
+
+
+def demonstration(question: Question, rng: random.Random) -> Row:
     """Returns a conversation in which a careless agent miscopies digits of the question and of the result."""
     expression = ""
     for character in question.prompt:
+        # `careless` would replace a sign by a letter
         if character.isdigit():
             expression += careless(character, WRONG_SHARE, rng)
         else:
-            expression += character  # `careless` would replace a sign by a letter
+            expression += character
 
     try:
         result = written(evaluate(expression))
-    except ValueError:  # a number begins with 0
+    except ValueError:
+        # a number begins with 0
         result = ERROR
     chat = [
         {"role": "user", "content": f"{TOOL}{question.prompt}"},

@@ -4,19 +4,20 @@ The trainer calls `run` once per episode. The agent does not know that it is tra
 """
 
 import json
-from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError
 
 from recipes.agent_program.data import ERROR
 from verl_lite.envs.calculator import TOOL, evaluate, number_in, written
+from verl_lite.json_types import DatasetRow
 
-CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
-TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
+# one client for all episodes, which share its connections
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")
+TOOLS = [{"type": "function", "function": TOOL}]
 MOST_TURNS = 4
 
 
-async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
+async def run(base_url: str, api_key: str, row: DatasetRow) -> dict[str, float]:
     """Answers the question of `row`. Returns the score, which is 1 for the right number, and counts of tool calls.
 
     Args:
@@ -25,13 +26,14 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, flo
         row: A row of the data with `prompt` and `reward_model`.
     """
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
-    messages: list[Any] = list(row["prompt"])
+    messages = list(row["prompt"])
     calls = 0
     errors = 0
     for _ in range(MOST_TURNS):
         try:
             reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        except BadRequestError:  # the conversation is too long, which is a failure of the policy and scores 0
+        except BadRequestError:
+            # the conversation is too long, which is a failure of the policy and scores 0
             return {"score": 0.0, "success": 0.0, "tool_calls": calls, "tool_errors": errors}
 
         answer = reply.choices[0].message
@@ -45,8 +47,9 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, flo
                 errors += 1
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
-    is_right = number_in(answer.content or "") == number_in(row["reward_model"]["ground_truth"])
-    score = float(is_right)
+    number = number_in(answer.content or "")
+    truth = number_in(row["reward_model"]["ground_truth"])
+    score = float(number == truth)
     return {"score": score, "success": score, "tool_calls": calls, "tool_errors": errors}
 
 
@@ -56,8 +59,10 @@ def calculate(arguments: str) -> tuple[str, bool]:
     Returns:
         The result and True, or `ERROR` and False if the arguments contain no expression with a value.
     """
+    # the arguments are tokens of the policy, which can be anything
     try:
         expression = str(json.loads(arguments)["expression"])
-        return written(evaluate(expression)), True
+        value = evaluate(expression)
+        return written(value), True
     except (KeyError, ValueError, ArithmeticError):
         return ERROR, False

@@ -20,7 +20,15 @@ class AgentStart(Start):
 
 
 START = AgentStart(
-    "agent_program", data, hidden=96, steps=500, max_length=96, lr=3e-3, words=data.WORDS, rows=96, layers=4
+    "agent_program",
+    data,
+    hidden=96,
+    steps=500,
+    max_length=96,
+    lr=3e-3,
+    words=data.WORDS,
+    rows=96,
+    layers=4,
 )
 
 
@@ -28,6 +36,7 @@ def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return START.settings() | {
         "agentic.program": "recipes.agent_program.program:run",
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_batch_size": 16,
         "data.max_prompt_length": 32,
@@ -35,11 +44,14 @@ def overrides() -> dict[str, object]:
         "rollout.n": 8,
         "rollout.kv_cache_memory_mb": 128,
         "rollout.max_num_seqs": 256,
+        # as in training, so that the accuracy is that of the policy that learns
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "algorithm.adv_estimator": "grpo",
+        # the whole batch: one optimizer step, in which every ratio is 1
         "actor.ppo_mini_batch_size": 16,
         "actor.calculate_entropy": True,
+        # with 5e-4 the accuracy fell between steps 60 and 80
         "actor.optim.lr": 2e-4,
         "actor.optim.lr_warmup_steps": 5,
         "actor.optim.betas": [0.9, 0.95],

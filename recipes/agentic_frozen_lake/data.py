@@ -17,7 +17,13 @@ import pyarrow.parquet as pq
 from verl_lite.envs.base import EnvTemplate
 from verl_lite.envs.grid import GridEnv
 
-_STEPS = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
+# the numbers of the actions are gymnasium's
+_STEPS = {
+    0: (0, -1),
+    1: (1, 0),
+    2: (0, 1),
+    3: (-1, 0),
+}
 """Rows down and columns to the right of each action."""
 
 Cell = tuple[int, int]
@@ -26,19 +32,25 @@ Chat = list[dict[str, str]]
 Player = Callable[[], int]
 """Returns the next move in the current state of its environment."""
 
+PlayerOf = Callable[[GridEnv], Player]
+"""Returns the player of an environment."""
+
 WORDS = ("<answer>", "</answer>", "Left", "Down", "Right", "Up", "√")
 """Words with one token each: a turn of the agent, <answer>Right</answer>, has three tokens and the end token."""
 
 SEED = 1
-LAYERS, HIDDEN = 4, 64
-RANDOM_SHARE, ROWS = 0.3, 192
+LAYERS = 4
+HIDDEN = 64
+RANDOM_SHARE = 0.3
+"""Share of random moves; some of them are right by chance."""
+ROWS = 192
 
 
 def make_player(
     folder: Path,
     name: str,
     templates: dict[str, EnvTemplate],
-    player: Callable[[random.Random], Callable[[GridEnv], Player]],
+    player: Callable[[random.Random], PlayerOf],
     *,
     number: int,
     steps: int,
@@ -75,7 +87,7 @@ def write_model(folder: Path, seed: int, *, layers: int = LAYERS, hidden: int = 
 def write_demonstrations(
     file: Path,
     templates: dict[str, EnvTemplate],
-    player: Callable[[GridEnv], Player],
+    player: PlayerOf,
     rng: random.Random,
     *,
     number: int,
@@ -89,19 +101,20 @@ def write_demonstrations(
         player: Returns the player of an environment.
         rng: Random numbers of the seeds, the random moves and the pieces.
         number: Number of conversations.
-        random_share: Share of random moves (some are right by chance).
+        random_share: Share of random moves.
     """
     worlds = []
     for template in templates.values():
         env = template.make()
         assert isinstance(env, GridEnv)
-        worlds.append((template, env, clumsy(env, player(env), rng, random_share)))
+        clumsy_player = clumsy(env, player(env), rng, random_share)
+        worlds.append((template, env, clumsy_player))
 
     rows = []
     for template, env, clumsy_player in islice(cycle(worlds), number):
-        chat = play(template, env, clumsy_player, rng.randrange(2**31))
-        for piece in pieces(chat, rng):
-            rows.append({"messages": piece})
+        seed = rng.randrange(2**31)
+        chat = play(template, env, clumsy_player, seed)
+        rows += [{"messages": piece} for piece in pieces(chat, rng)]
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), file)
 
@@ -112,13 +125,19 @@ def pieces(chat: Chat, rng: random.Random) -> list[Chat]:
     The model learns to read the grid much faster from single turns than from conversations. The longer pieces teach it
     to use the last grid.
     """
-    turns = [chat[start : start + 2] for start in range(0, len(chat), 2)]
+    # a turn has two messages, one of the environment and one of the player
+    turns = []
+    for start in range(0, len(chat), 2):
+        turns.append(chat[start : start + 2])
+
     last_turns = rng.randint(2, 10)
-    return [*turns, chat[-2 * last_turns :]]
+    end_of_chat = chat[-2 * last_turns :]
+    return [*turns, end_of_chat]
 
 
 def clumsy(env: GridEnv, player: Player, rng: random.Random, random_share: float) -> Player:
     """Wraps a player so that a share `random_share` of its moves is random."""
+    # sorted, so that the draws do not depend on the order of the names
     moves = sorted(env.names)
 
     def choose() -> int:
@@ -133,22 +152,31 @@ def play(template: EnvTemplate, env: GridEnv, player: Player, seed: int) -> Chat
     """Plays an episode and returns it as the chat that the model would see, up to the final move."""
     observation, info = env.reset(seed)
     chat: Chat = []
-    for turn in range(template.max_steps):
-        instruction = str(info.get("env_instruction", "")) if turn == 0 else ""
-        user = instruction + template.agent_template.format(observation=observation, suffix="")
-        answer = f"<answer>{env.names[player()]}</answer>"
-        chat += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        observation, _, terminated, truncated, info = env.step(answer)
+    # only the first message of an episode has the instruction
+    instruction = str(info.get("env_instruction", ""))
+    for _ in range(template.max_steps):
+        state = template.agent_template.format(observation=observation, suffix="")
+        chat.append({"role": "user", "content": instruction + state})
+        instruction = ""
+
+        move = env.names[player()]
+        answer = f"<answer>{move}</answer>"
+        chat.append({"role": "assistant", "content": answer})
+        observation, _, terminated, truncated, _ = env.step(answer)
         if terminated or truncated:
             break
     return chat
 
 
-def lake_player(rng: random.Random) -> Callable[[GridEnv], Player]:
+def lake_player(rng: random.Random) -> PlayerOf:
     """Returns a player who follows a random shortest path."""
 
     def player(env: GridEnv) -> Player:
-        return lambda: rng.choice(best_moves(env.rows()))
+        def choose() -> int:
+            moves = best_moves(env.rows())
+            return rng.choice(moves)
+
+        return choose
 
     return player
 
@@ -162,6 +190,7 @@ def best_moves(rows: list[str]) -> list[int]:
     [(start_row, start_column)] = [cell for cell, letter in cells.items() if letter == "P"]
     distances = _distances_to_goal(cells)
 
+    # a neighbour without a distance is a hole, outside the lake, or cut off from the goal
     lengths = {}
     for action, (down, right) in _STEPS.items():
         neighbor = (start_row + down, start_column + right)
@@ -182,7 +211,8 @@ def _distances_to_goal(cells: dict[Cell, str]) -> dict[Cell, int]:
         row, column = cell
         for down, right in _STEPS.values():
             previous = (row - down, column - right)
-            if cells.get(previous) in ("_", "P") and previous not in distances:
+            is_passable = cells.get(previous) in ("_", "P")
+            if is_passable and previous not in distances:
                 distances[previous] = distances[cell] + 1
                 waiting.append(previous)
     return distances

@@ -12,11 +12,13 @@ from recipes.embedded import ONE_GROUP
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()} | {
+    environments = {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()}
+    return environments | {
         **small_model(MADE.folder / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": CONVERSATION_TOKENS,
         "agentic.train_env_manager.tags": ["lake_4x4", "lake_random"],
+        # number of groups of each tag
         "agentic.train_env_manager.num_groups_partition": [2, 14],
         "agentic.val_env_manager.tags": ["lake_4x4", "lake_unseen"],
         "agentic.val_env_manager.num_groups_partition": [64, 128],
@@ -27,13 +29,16 @@ def small_model(model: Path) -> dict[str, object]:
     """Returns the settings shared by the agentic recipes: GRPO, number of episodes, fast options for a small model."""
     return {
         "model.path": str(model),
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "algorithm.adv_estimator": "grpo",
         "rollout.kv_cache_memory_mb": 128,
         "rollout.max_num_seqs": 256,
+        # as in training, so that the success is that of the policy that learns
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "rollout.val_kwargs.greedy_too": True,
+        # the whole batch: one optimizer step, in which every ratio is 1
         "actor.ppo_mini_batch_size": -1,
         "actor.calculate_entropy": True,
         "actor.optim.lr": 5e-4,

@@ -16,10 +16,14 @@ class RollLoop(AgenticPipeline):
 
     def fit(self) -> FitResult:
         config = self.pipeline_config
-        frequency = config.actor_train.model_update_frequency
-        self.set_model_update_pair(src_cluster=self.actor_train, tgt_cluster=self.actor_infer, frequency=frequency)
+        self.set_model_update_pair(
+            src_cluster=self.actor_train,
+            tgt_cluster=self.actor_infer,
+            frequency=config.actor_train.model_update_frequency,
+        )
         self.resume()
         for global_step in range(self.steps.global_step, config.max_steps):
+            # first, because the engine starts without weights, or with those of the step before
             self.metrics = self.model_update(global_step)
             self._evaluate()
 
@@ -41,33 +45,44 @@ class RollLoop(AgenticPipeline):
     def _sample(self, global_step: int) -> DataProto:
         """Returns a batch of scored episodes."""
         size = self.pipeline_config.rollout_batch_size
-        batch = self.train_rollout_scheduler.get_batch(DataProto(meta_info={"global_step": global_step}), size)
+        request = DataProto(meta_info={"global_step": global_step})
+        batch = self.train_rollout_scheduler.get_batch(request, size)
         self.metrics.update(batch.meta_info.pop("metrics"))
-        self.train_rollout_scheduler.begin_ahead(batch, size)  # with async_training.batches_ahead
-        return self.score(batch)  # also counts and masks failed episodes
+        # before the update, so that the next episodes overlap with it; only with async_training.batches_ahead
+        self.train_rollout_scheduler.begin_ahead(batch, size)
+        # `score` also counts and masks failed episodes
+        return self.score(batch)
 
     def _add_model_outputs(self, batch: DataProto) -> DataProto:
         """Adds the actor's log-probs, the critic's values and the reference's log-probs."""
         old_log_probs = None
-        if "old_log_probs" not in batch:  # present with algorithm.rollout_correction.bypass_mode
+        # present with algorithm.rollout_correction.bypass_mode
+        if "old_log_probs" not in batch:
+            # as in ROLL, where critic and actor compute at the same time; here the future has its result already
             old_log_probs = self.actor_train.compute_log_probs(batch, blocking=False)
         if self.critic:
-            batch.union(self.critic.compute_values(batch, blocking=False).get())
+            values_of_critic = self.critic.compute_values(batch, blocking=False)
+            batch.union(values_of_critic.get())
         if self.reference:
-            batch.union(self.reference.compute_log_probs(batch))
+            log_probs_of_reference = self.reference.compute_log_probs(batch)
+            batch.union(log_probs_of_reference)
         if old_log_probs is None:
             return batch
-        return self.compare_rollout(batch.union(old_log_probs.get()))
+
+        batch.union(old_log_probs.get())
+        return self.compare_rollout(batch)
 
     def _train(self, global_step: int, batch: DataProto) -> None:
-        """Trains the critic and the actor at the same time; the actor from step `critic_warmup` on."""
-        critic = None
+        """Trains the critic, and from step `critic_warmup` on also the actor."""
+        critic_update = None
         if self.critic:
-            critic = self.critic.train_step(batch, blocking=False)
+            critic_update = self.critic.train_step(batch, blocking=False)
         if global_step >= self.pipeline_config.critic_warmup:
-            self.metrics.update(self.actor_train.train_step(batch).meta_info["metrics"])
-        if critic:
-            self.metrics.update(critic.get().meta_info["metrics"])
+            actor_result = self.actor_train.train_step(batch)
+            self.metrics.update(actor_result.meta_info["metrics"])
+        if critic_update:
+            critic_result = critic_update.get()
+            self.metrics.update(critic_result.meta_info["metrics"])
 
     def _log(self, global_step: int, batch: DataProto) -> None:
         completed = global_step + 1
@@ -80,11 +95,15 @@ class RollLoop(AgenticPipeline):
         self.tracker.log(metrics, step=completed)
 
     def _evaluate(self) -> None:
-        if not self.validates or not self.steps.due(self.pipeline_config.eval_steps):
+        result = self.result
+        is_due = self.validates and self.steps.due(self.pipeline_config.eval_steps)
+        if not is_due:
             return
-        self.result.after = self.validate(self.result)
-        self.result.before = self.result.before or self.result.after
-        self.tracker.log(self.result.after, step=self.steps.global_step)
+        result.after = self.validate(result)
+        # the first validation is the one before training
+        if not result.before:
+            result.before = result.after
+        self.tracker.log(result.after, step=self.steps.global_step)
 
 
 trainer_class = RollLoop

@@ -1,15 +1,19 @@
 """The lakes of the recipe as entries of agentic.custom_envs, and the builder of its model with the warm start."""
 
 from pathlib import Path
-from typing import Any
 
 from recipes.embedded import Made
+from verl_lite.json_types import JsonObject
 
 NAME = "agentic_frozen_lake"
 MAX_STEPS = 10
-PROMPT_TOKENS, TURN_TOKENS, CONVERSATION_TOKENS = 24, 4, 256
-"""A turn has 4 tokens: <answer>, a move, </answer> and the end. A 4x4 grid with its two markers has 21 tokens."""
+# a 4x4 grid with its two markers has 21 tokens
+PROMPT_TOKENS = 24
+# <answer>, a move, </answer> and the end
+TURN_TOKENS = 4
+CONVERSATION_TOKENS = 256
 
+# the small model has no tokens for words
 _GRID_ONLY = {"env_instruction": "", "feedback": False}
 _LAKE = {
     "env_type": "frozen_lake",
@@ -18,10 +22,13 @@ _LAKE = {
     "agent_template": "{observation}",
 }
 
-CUSTOM_ENVS: dict[str, dict[str, Any]] = {
-    "lake_4x4": _LAKE | {"env_config": _GRID_ONLY | {"map_name": "4x4"}},
-    "lake_random": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.7, "split": "train"}},
-    "lake_unseen": _LAKE | {"env_config": _GRID_ONLY | {"size": 4, "p": 0.7, "split": "test"}},
+_FIXED_MAP = _GRID_ONLY | {"map_name": "4x4"}
+_RANDOM_MAP = _GRID_ONLY | {"size": 4, "p": 0.7}
+
+CUSTOM_ENVS: dict[str, JsonObject] = {
+    "lake_4x4": _LAKE | {"env_config": _FIXED_MAP},
+    "lake_random": _LAKE | {"env_config": _RANDOM_MAP | {"split": "train"}},
+    "lake_unseen": _LAKE | {"env_config": _RANDOM_MAP | {"split": "test"}},
 }
 """Environments by tag. lake_unseen: random maps that occur neither in the warm start nor in training."""
 
@@ -36,8 +43,16 @@ def build(folder: Path) -> None:
     played = {"fixed": templates["lake_4x4"]}
     for number in range(3):
         played[f"random {number}"] = templates["lake_random"]
-    length = PROMPT_TOKENS + CONVERSATION_TOKENS
-    make_player(folder, NAME, played, lake_player, number=3_000, steps=260, length=length)
+    make_player(
+        folder,
+        NAME,
+        played,
+        lake_player,
+        number=3_000,
+        steps=260,
+        length=PROMPT_TOKENS + CONVERSATION_TOKENS,
+    )
 
 
-MADE = Made(NAME, build, [Path(__file__).with_name(name) for name in ("worlds.py", "data.py")])
+_HERE = Path(__file__).parent
+MADE = Made(NAME, build, [_HERE / "worlds.py", _HERE / "data.py"])

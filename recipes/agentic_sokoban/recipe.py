@@ -9,7 +9,8 @@ from recipes.agentic_sokoban.worlds import CONVERSATION_TOKENS, CUSTOM_ENVS, MAD
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()} | {
+    environments = {f"agentic.custom_envs.{tag}": entry for tag, entry in CUSTOM_ENVS.items()}
+    return environments | {
         **small_model(MADE.folder / "model"),
         "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": CONVERSATION_TOKENS,

@@ -11,10 +11,14 @@ def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "grpo",
+        # the higher upper bound lets the probability of unlikely tokens grow faster
         "actor.clip_ratio_low": 0.2,
         "actor.clip_ratio_high": 0.28,
-        "actor.clip_ratio_c": 10.0,  # as in the paper's runs, so that the dual clip rarely applies
+        # as in the paper's runs, so that the dual clip rarely applies
+        "actor.clip_ratio_c": 10.0,
+        # equal weight of all tokens, so that long responses have more
         "actor.loss_agg_mode": "token-mean",
+        # dynamic sampling: groups that are all right or all wrong are replaced
         "algorithm.filter_groups.enable": True,
         # correct responses have four to seven tokens of at most ten; each of the last three tokens costs 1/3
         "reward.overlong_buffer.enable": True,

@@ -17,7 +17,8 @@ from recipes.stages import call, folder_argument, is_finished
 from trainer.tracking import read_metrics
 
 SEEDS = (1, 2, 3)
-T_95 = 4.303  # 97.5% quantile of Student's t with two degrees of freedom
+# 97.5% quantile of Student's t with two degrees of freedom, for three seeds
+T_95 = 4.303
 WITH_REWARDS = "distillation.distillation_loss.use_task_rewards=true"
 SUPERVISED = "supervised, teacher's answers"
 WAYS = {
@@ -35,13 +36,19 @@ GREEDY = ("val-aux/", "/greedy/reward/mean@1")
 
 def train(folder: Path, way: str, seed: int) -> Path:
     """Trains one student unless it is finished. Returns the run folder, whose metrics contain a validation."""
-    run = folder / f"{re.sub('[^a-zA-Z]+', '_', way)}-{seed}"
+    name = re.sub("[^a-zA-Z]+", "_", way)
+    run = folder / f"{name}-{seed}"
     common = [f"trainer.seed={seed}", f"trainer.default_local_dir={run}"]
     if way == SUPERVISED:
         model = train_supervised(folder, run, seed)
         # a validation alone writes no checkpoint, so that its metrics tell whether it is finished
         if not (run / "metrics.jsonl").exists():
-            options = [f"model.path={model}", "distillation.enabled=false", WITH_REWARDS, "trainer.val_only=true"]
+            options = [
+                f"model.path={model}",
+                "distillation.enabled=false",
+                WITH_REWARDS,
+                "trainer.val_only=true",
+            ]
             call("trainer.main_ppo", "recipe=distill", *options, *common)
     elif not is_finished(run, STEPS):
         call("trainer.main_ppo", "recipe=distill", *WAYS[way], "trainer.resume_mode=auto", *common)
@@ -56,6 +63,7 @@ def train_supervised(folder: Path, run: Path, seed: int) -> Path:
     answers = folder / f"answers-{seed}.parquet"
     sampling = [
         f"data.val_files={START.folder}/data/train.parquet",
+        # as many questions as the other ways see in their steps
         f"data.val_max_samples={STEPS * PROMPTS}",
         "data.max_prompt_length=16",
         "data.max_response_length=10",
@@ -85,18 +93,28 @@ def supervised(answers: Path) -> list[str]:
         "optim.betas=[0.9,0.95]",
         f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=100",
+        # only the last step, whose model is exported
         "trainer.save_freq=-1",
     ]
 
 
 def accuracy(run: Path, metric: tuple[str, str] = SAMPLED) -> list[tuple[int, float]]:
-    """Returns the step of each validation of a run and the mean over the three tasks. metric: SAMPLED or GREEDY."""
+    """Returns the step of each validation of a run and the mean over the three tasks.
+
+    Args:
+        run: The run folder.
+        metric: SAMPLED or GREEDY.
+    """
     prefix, suffix = metric
     means = []
     for step, metrics in read_metrics(run / "metrics.jsonl").items():
-        values = [value for name, value in metrics.items() if name.startswith(prefix) and name.endswith(suffix)]
-        if values:
-            means.append((step, float(np.mean(values))))
+        of_tasks = []
+        for name, value in metrics.items():
+            if name.startswith(prefix) and name.endswith(suffix):
+                of_tasks.append(value)
+        # most steps have no validation
+        if of_tasks:
+            means.append((step, float(np.mean(of_tasks))))
     return means
 
 
@@ -111,47 +129,61 @@ def last_accuracies(runs: list[Path], metric: tuple[str, str]) -> list[float]:
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Returns the mean over seeds and half the width of its 95% interval."""
+    mean = float(np.mean(values))
     deviation = float(np.std(values, ddof=1))
-    return float(np.mean(values)), T_95 * deviation / math.sqrt(len(values))
+    half = T_95 * deviation / math.sqrt(len(values))
+    return mean, half
 
 
 def main(folder: Path) -> None:
     """Runs the comparison; prints the table and draws the picture."""
+    runs = {}
+    for way in WAYS:
+        runs[way] = [train(folder, way, seed) for seed in SEEDS]
+    print_table(runs)
+    picture = folder / "comparison.png"
+    draw(runs, picture)
+    print(f"\n{picture}")
+
+
+def print_table(runs: dict[str, list[Path]]) -> None:
+    """Prints the last accuracies of each way, sampled and greedy."""
+    print(f"\n| after {STEPS} steps of {PROMPTS * ANSWERS} answers | sampled | greedy |\n|---|---|---|")
+    for way, folders in runs.items():
+        cells = []
+        for metric in (SAMPLED, GREEDY):
+            mean, half = interval(last_accuracies(folders, metric))
+            cells.append(f"{mean:.3f} ± {half:.3f}")
+        print(f"| {way} | {' | '.join(cells)} |")
+
+
+def draw(runs: dict[str, list[Path]], file: Path) -> None:
+    """Draws the sampled accuracy of each way over the steps, with its interval."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = {}
-    for way in WAYS:
-        runs[way] = [train(folder, way, seed) for seed in SEEDS]
-
     figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    print(f"\n| after {STEPS} steps of {PROMPTS * ANSWERS} answers | sampled | greedy |\n|---|---|---|")
     for way, folders in runs.items():
-        cells = []
-        for metric in (SAMPLED, GREEDY):
-            mean, width = interval(last_accuracies(folders, metric))
-            cells.append(f"{mean:.3f} ± {width:.3f}")
-        print(f"| {way} | {' | '.join(cells)} |")
-
         steps = []
         means = []
-        widths = []
-        for validations in zip(*map(accuracy, folders), strict=True):
-            mean, width = interval([result for _, result in validations])
+        halves = []
+        accuracies = [accuracy(run) for run in folders]
+        for validations in zip(*accuracies, strict=True):
+            mean, half = interval([result for _, result in validations])
             steps.append(validations[0][0])
             means.append(mean)
-            widths.append(width)
+            halves.append(half)
+        # its only validation is logged at step 0, and comes after as many steps as the others have
         if way == SUPERVISED:
-            steps = [STEPS]  # its only validation is logged at step 0, and comes after as many steps as the others have
-        panel.errorbar(steps, means, widths, marker="o", capsize=3, label=way)
+            steps = [STEPS]
+        panel.errorbar(steps, means, halves, marker="o", capsize=3, label=way)
 
     panel.set(xlabel="step", ylabel="accuracy on 512 held-out questions, sampled", ylim=(0.25, 1))
     panel.legend()
     panel.set_title("Student of 1.1M parameters, teacher of 3.2M; mean and 95% interval of three seeds", fontsize=10)
-    figure.savefig(folder / "comparison.png", dpi=110)
-    print(f"\n{folder / 'comparison.png'}")
+    figure.savefig(file, dpi=110)
 
 
 if __name__ == "__main__":

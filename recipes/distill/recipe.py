@@ -17,8 +17,17 @@ from recipes.quickstart import recipe as quickstart
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-TEACHER = Start("distill", data, hidden=224, steps=450, max_length=32, lr=1e-3)
-STEPS, PROMPTS, ANSWERS = 40, 64, 4
+TEACHER = Start(
+    "distill",
+    data,
+    hidden=224,
+    steps=450,
+    max_length=32,
+    lr=1e-3,
+)
+STEPS = 40
+PROMPTS = 64
+ANSWERS = 4
 
 
 def overrides() -> dict[str, object]:
@@ -27,6 +36,7 @@ def overrides() -> dict[str, object]:
         "data.train_batch_size": PROMPTS,
         "rollout.n": ANSWERS,
         "actor.ppo_mini_batch_size": PROMPTS,
+        # a teacher is sharded with the options of the reference model
         "ref.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
         "distillation.teachers.big.path": str(TEACHER.folder / "model"),
         "distillation.distillation_loss.loss_mode": "reverse_kl_topk",
@@ -41,5 +51,6 @@ def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own models and data are not changed."""
     quickstart.prepare(config)
     for teacher in config.distillation.named_teachers():
-        if Path(str(teacher.path)).is_relative_to(TEACHER.folder):
+        path = Path(str(teacher.path))
+        if path.is_relative_to(TEACHER.folder):
             TEACHER.make()

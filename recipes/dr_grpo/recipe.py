@@ -7,8 +7,10 @@ def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "grpo",
+        # a division would give more weight to questions that are nearly always right or wrong
         "algorithm.norm_adv_by_std_in_grpo": False,
-        "actor.loss_agg_mode": "seq-mean-token-sum-norm",  # divides all responses by the maximum length
+        # divides all responses by the maximum length, and not by their own
+        "actor.loss_agg_mode": "seq-mean-token-sum-norm",
     }
 
 

@@ -21,7 +21,7 @@ BLOCKS = 3
 # sines and cosines each that encode sigma
 FREQUENCIES = 16
 LEAST_SIGMA = 0.05
-"""Lower bound of sigma in v = (x - x_0) / sigma, where x_0 is the image that the network predicts."""
+"""Lower bound of the divisor in v = (x - x_0) / sigma, where x_0 is the image that the network predicts."""
 WEIGHTS_FILE = "model.safetensors"
 
 # of the pretraining
@@ -44,9 +44,12 @@ class Block(nn.Module):
         self.outer = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        scale, shift = self.modulation(condition).chunk(2, dim=-1)
+        modulation = self.modulation(condition)
+        scale, shift = modulation.chunk(2, dim=-1)
         modulated = self.norm(x) * (1 + scale) + shift
-        return x + self.outer(nn.functional.silu(self.inner(modulated)))
+
+        hidden = nn.functional.silu(self.inner(modulated))
+        return x + self.outer(hidden)
 
 
 class TinyFlow(nn.Module):
@@ -56,18 +59,20 @@ class TinyFlow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        num_values = math.prod(self.latent_shape)
         self.words = nn.Embedding(len(WORDS), WIDTH)
         self.time = nn.Linear(2 * FREQUENCIES, WIDTH)
-        self.pixels = nn.Linear(math.prod(self.latent_shape), WIDTH)
+        self.pixels = nn.Linear(num_values, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
-        self.image = nn.Linear(WIDTH, math.prod(self.latent_shape))
+        self.image = nn.Linear(WIDTH, num_values)
 
     @classmethod
     def from_pretrained(cls, folder: str) -> TinyFlow:
         """Loads a model from a folder that `save_pretrained` wrote."""
         network = cls()
-        network.load_state_dict(load_file(Path(folder) / WEIGHTS_FILE))
+        weights = load_file(Path(folder) / WEIGHTS_FILE)
+        network.load_state_dict(weights)
         return network
 
     def save_pretrained(self, folder: str) -> None:
@@ -92,23 +97,32 @@ class TinyFlow(nn.Module):
             condition: (n, len(WORDS)).
         """
         dtype = latents.dtype
-        rates = torch.exp(torch.linspace(0, math.log(100.0), FREQUENCIES, device=sigma.device))
-        angles = sigma[:, None] * rates
-        waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
-        time = self.time(waves.to(dtype))
+        waves = _waves(sigma).to(dtype)
         words = condition.to(dtype) @ self.words.weight
-        embedding = nn.functional.silu(words + time)
+        embedding = nn.functional.silu(words + self.time(waves))
 
         x = self.pixels(latents.flatten(1))
         for block in self.blocks:
             x = block(x, embedding)
         image = self.image(self.norm(x)).view_as(latents)
+
+        # from x = (1 - sigma) x_0 + sigma x_1 follows v = x_1 - x_0 = (x - x_0) / sigma
         divisor = sigma.clamp(min=LEAST_SIGMA).view(-1, 1, 1, 1)
         return (latents - image) / divisor.to(dtype)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Converts latents to frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""
-        return ((latents + 1) / 2).clamp(0, 1).unsqueeze(1)
+        images = (latents + 1) / 2
+        return images.clamp(0, 1).unsqueeze(1)
+
+
+def _waves(sigma: torch.Tensor) -> torch.Tensor:
+    """Returns sines and cosines of sigma (n,) at rates from 1 to 100, (n, 2 FREQUENCIES)."""
+    highest_log = math.log(100.0)
+    logs_of_rates = torch.linspace(0, highest_log, FREQUENCIES, device=sigma.device)
+    rates = logs_of_rates.exp()
+    angles = sigma[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyFlow:
@@ -119,23 +133,25 @@ def pretrained(tell: Callable[[str], None] = print, steps: int = STEPS) -> TinyF
         steps: number of optimizer steps.
     """
     images, captions = captioned_images(IMAGES, IMAGES_SEED)
+    data = images * 2 - 1
     # the caller's random state stays as it is
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(MODEL_SEED)
         network = TinyFlow()
-        data = images * 2 - 1
         conditions = network.encode(captions)
         optimizer = torch.optim.AdamW(network.parameters(), lr=PEAK_LR, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, pct_start=0.05)
         total = 0.0
         for step in range(1, steps + 1):
             rows = torch.randint(0, len(data), (BATCH,))
+            clean = data[rows]
             noise = torch.randn(BATCH, *network.latent_shape)
             sigma = torch.rand(BATCH)
-            mixed = torch.lerp(data[rows], noise, sigma.view(-1, 1, 1, 1))
+            mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
             velocity = network(mixed, sigma, conditions[rows])
-            target = noise - data[rows]
-            loss = (velocity - target).square().mean()
+            error = velocity - (noise - clean)
+            loss = error.square().mean()
+
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from recipes.flow_grpo.trainer import FlowActor, FlowGRPOTrainer, Reward
 from trainer.diffusion.loop import DiffusionJob, DiffusionResult, draw_before_and_after, fingerprint
@@ -37,8 +35,14 @@ NOT_HERE = ("values", "reward_baselines", "sum_pi_squared", "traj_id", "state_ha
 
 def problems_of(config: FlowGRPOConfig) -> Problems:
     """Yields problems specific to this recipe: missing options, and options that need a language model."""
-    for name in ("data.train_files", "model.path", "model.network", "reward.name"):
-        if not attrgetter(name)(config):
+    required = {
+        "data.train_files": config.data.train_files,
+        "model.path": config.model.path,
+        "model.network": config.model.network,
+        "reward.name": config.reward.name,
+    }
+    for name, value in required.items():
+        if not value:
             yield f"{name} is not set: set it, or start from recipe=flow_grpo, which sets it"
     if config.algorithm.use_kl_in_reward or config.actor.entropy_coeff:
         yield "algorithm.use_kl_in_reward, actor.entropy_coeff: not supported; flow_grpo's KL is actor.use_kl_loss=true"
@@ -57,8 +61,10 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
 def _estimator_problems(config: FlowGRPOConfig) -> Problems:
     name = config.algorithm.adv_estimator
     estimator = ADV_ESTIMATOR_REGISTRY.get(name)
+    # a path pkg.module:function is not in the registry
     if estimator is None and ":" not in name:
-        yield unknown_value("algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY) + "; or pkg.module:function"
+        problem = unknown_value("algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
+        yield f"{problem}; or pkg.module:function"
     for argument in NOT_HERE:
         if estimator is not None and takes(estimator, argument):
             yield f"algorithm.adv_estimator={name} needs {argument}, which flow_grpo lacks: use grpo, rloo or opo"
@@ -74,6 +80,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
 
     def check(self, available: int | None) -> None:
         config = self.config
+        # all of them in one error, so that the user needs one more start instead of several
         problems = [
             *section_problems(config),
             *LOSS_CODE.problems(config),
@@ -97,11 +104,10 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
         return self.count_steps(len(self.prompts), fingerprint(self.prompts))
 
     def plan(self) -> str:
-        config = self.config
-        return (
-            f"{len(self.prompts)} prompts; a step: {config.data.train_batch_size} of them x {config.rollout.n} samples "
-            f"of {config.sampler.num_train_steps} steps"
-        )
+        prompts = self.config.data.train_batch_size
+        samples = self.config.rollout.n
+        steps = self.config.sampler.num_train_steps
+        return f"{len(self.prompts)} prompts; a step: {prompts} of them x {samples} samples of {steps} steps"
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[FlowGRPOTrainer]:
@@ -122,7 +128,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
             if config.trainer.save_freq != 0:
                 group.export(str(self.run_dir / "model"))
 
-    def report(self, trainer: Any, result: DiffusionResult) -> Report:
+    def report(self, trainer: object, result: DiffusionResult) -> Report:
         samples = self.config.rollout.val_kwargs.n
         groups = []
         for row, prompt in enumerate(self.val_prompts[:SHOWN_PROMPTS]):
@@ -136,17 +142,21 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
         if not result.checkpoint:
             return Report(pictures=pictures)
         module, _, network = str(self.config.model.network).partition(":")
-        use = f'{network}.from_pretrained("{self.run_dir / "model"}")   # of {module}'
+        model_folder = self.run_dir / "model"
+        use = f'{network}.from_pretrained("{model_folder}")   # of {module}'
         return Report(pictures=pictures, commands={"use it": use})
 
 
 def read_prompts(files: list[str]) -> list[str]:
     """Returns the non-empty lines of all files in order. Raises UserError for a missing file, or if there are none."""
-    try:
-        text = "\n".join(Path(file).expanduser().read_text(encoding="utf-8") for file in files)
-    except OSError as error:
-        raise UserError(f"data.train_files, data.val_files: {error.filename}: {error.strerror}") from None
-    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    prompts = []
+    for file in files:
+        try:
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"data.train_files, data.val_files: {error.filename}: {error.strerror}") from None
+        lines = [line.strip() for line in text.splitlines()]
+        prompts += [line for line in lines if line]
     if not prompts:
         raise UserError(f"data.train_files={files}: the files contain no prompts; expected one per line")
     return prompts

@@ -7,7 +7,8 @@ def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "grpo",
-        "actor.loss_agg_mode": "seq-mean-token-mean",  # as in the paper: equal weight of all responses
+        # as in the paper: equal weight of all responses
+        "actor.loss_agg_mode": "seq-mean-token-mean",
     }
 
 

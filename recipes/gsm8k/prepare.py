@@ -10,10 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
-
 from recipes.gsm8k.problems import as_question
+from recipes.made_data import Row, write_parquet
 from trainer.cli import command
 from trainer.data.sources import SUFFIXES, RowTable, open_place, read_data_file
 from verl_lite.errors import UserError
@@ -27,39 +25,44 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", "--to", type=Path, required=True, help="folder for the parquet files")
     options = parser.parse_args(argv)
     for split in ("train", "test"):
-        rows = rows_of(load_split(options.source, split), split)
+        tables = load_split(options.source, split)
+        rows = rows_of(tables, split)
         file = options.out / f"{split}.parquet"
-        options.out.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        write_parquet(rows, file)
         print(f"wrote {file}: {len(rows)} questions")
     return 0
 
 
-def rows_of(tables: list[RowTable], split: str) -> list[dict[str, object]]:
+def rows_of(tables: list[RowTable], split: str) -> list[Row]:
     """Converts GSM8K's rows to verl's row schema. Raises UserError for a row in another format."""
     rows = []
     for table in tables:
-        for index, row in enumerate(table.rows(range(len(table)), table.columns)):
+        all_rows = range(len(table))
+        for index, row in enumerate(table.rows(all_rows, table.columns)):
             where = f"--from: {split} row {index} of {table.path}"
-            question = row.get("question")
+            text = row.get("question")
             answer = row.get("answer")
-            if not isinstance(question, str) or not isinstance(answer, str):
+            if not isinstance(text, str) or not isinstance(answer, str):
                 raise UserError(f"{where}: no text in the columns 'question' and 'answer'; found {row!r:.200}")
-            rows.append(as_question(question, answer, where).row(split, index))
+            question = as_question(text, answer, where)
+            rows.append(question.row(split, index))
     return rows
 
 
 def load_split(source: str, split: str) -> list[RowTable]:
     """Loads the rows of the split "train" or "test". Raises UserError if they are missing."""
     folder = Path(source).expanduser()
-    if not folder.exists():  # the hub's other configuration, socratic, has questions inside of its answers
+    if not folder.exists():
+        # the hub's other configuration, socratic, has questions inside of its answers
         return open_place(f"{source}:main@{split}", "--from", split)
+    # `datasets` writes this file when it saves a dataset with its splits
     if (folder / "dataset_dict.json").is_file():
         return open_place(f"{source}@{split}", "--from", split)
 
     files = []
     for file in sorted(folder.rglob(f"*{split}*")):
-        if file.suffix in SUFFIXES and "socratic" not in str(file):
+        is_socratic = "socratic" in str(file)
+        if file.suffix in SUFFIXES and not is_socratic:
             files.append(file)
     if not files:
         raise UserError(f"--from {source}: no file with {split!r} in its name that ends in {', '.join(SUFFIXES)}")

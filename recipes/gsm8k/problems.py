@@ -25,12 +25,18 @@ INSTRUCTION = ' Let\'s think step by step and output the final answer after "###
 
 NAMES = ("Tom", "Ana", "Sam", "Eva", "Ben", "Lia", "Max", "Zoe")
 THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "shells", "stamps")
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 4096, 8192
+TEST_ROWS = 512
+TRAIN_ROWS = 4096
+DEMONSTRATIONS = 8192
 MISCALCULATED = 0.15
 WRONG_SIGN = 0.08
 FORGOTTEN_MARK = 0.1
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 
 
 @dataclass(frozen=True)
@@ -49,27 +55,49 @@ class Kind:
 
 
 KINDS = (
-    Kind("{N} has {a} {T}. {N} gets {b} more. How many {T} are there?", (("+", "b"),), {"a": (2, 40), "b": (2, 40)}),
-    Kind("{N} has {a} {T}. {N} gives away {b}. How many {T} are left?", (("-", "b"),), {"a": (20, 60), "b": (2, 19)}),
-    Kind("{N} has {a} bags of {b} {T}. How many {T} are there?", (("*", "b"),), {"a": (2, 9), "b": (2, 9)}),
     Kind(
-        "{N} has {a} {T}. {N} gets {b} more and gives away {c}. How many {T} are left?",
-        (("+", "b"), ("-", "c")),
-        {"a": (10, 30), "b": (2, 20), "c": (2, 12)},
+        text="{N} has {a} {T}. {N} gets {b} more. How many {T} are there?",
+        steps=(("+", "b"),),
+        numbers={"a": (2, 40), "b": (2, 40)},
     ),
     Kind(
-        "{N} has {a} bags of {b} {T}. {N} gets {c} more. How many {T} are there?",
-        (("*", "b"), ("+", "c")),
-        {"a": (2, 9), "b": (2, 9), "c": (2, 20)},
+        text="{N} has {a} {T}. {N} gives away {b}. How many {T} are left?",
+        steps=(("-", "b"),),
+        numbers={"a": (20, 60), "b": (2, 19)},
+    ),
+    Kind(
+        text="{N} has {a} bags of {b} {T}. How many {T} are there?",
+        steps=(("*", "b"),),
+        numbers={"a": (2, 9), "b": (2, 9)},
+    ),
+    Kind(
+        text="{N} has {a} {T}. {N} gets {b} more and gives away {c}. How many {T} are left?",
+        steps=(("+", "b"), ("-", "c")),
+        numbers={"a": (10, 30), "b": (2, 20), "c": (2, 12)},
+    ),
+    Kind(
+        text="{N} has {a} bags of {b} {T}. {N} gets {c} more. How many {T} are there?",
+        steps=(("*", "b"), ("+", "c")),
+        numbers={"a": (2, 9), "b": (2, 9), "c": (2, 20)},
     ),
 )
 
-WORDS = (
-    *sorted({word for kind in KINDS for word in re.findall(r" ?[A-Za-z]+", re.sub(r"\{\w\}", "", kind.text))}),
-    *sorted({f" {thing}" for thing in THINGS} | {mark + name for name in NAMES for mark in ("", " ")}),
-    INSTRUCTION,
-    "####",
-)
+
+def words_of_problems() -> tuple[str, ...]:
+    """Returns the words of all problems, with the spaces before them."""
+    words = set()
+    for kind in KINDS:
+        text = re.sub(r"\{\w\}", "", kind.text)
+        words.update(re.findall(r" ?[A-Za-z]+", text))
+
+    # the order of the words gives them their token ids
+    fillers = {f" {thing}" for thing in THINGS}
+    for name in NAMES:
+        fillers |= {name, f" {name}"}
+    return (*sorted(words), *sorted(fillers))
+
+
+WORDS = (*words_of_problems(), INSTRUCTION, "####")
 """Strings that are one token each for the recipe's own model."""
 
 
@@ -91,6 +119,7 @@ class Problem:
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
+    # one iterator for the three files, so that no problem is in two of them
     problems = unique(draw(rng), lambda problem: problem.question)
     test = _right_questions(islice(problems, TEST_ROWS))
     train = _right_questions(islice(problems, TRAIN_ROWS))
@@ -98,14 +127,16 @@ def write_data(folder: Path, seed: int) -> None:
     taught = []
     for problem in islice(problems, DEMONSTRATIONS):
         question = Question(DATA_SOURCE, "math", problem.question + INSTRUCTION, "")
-        taught.append(question.answered(solution(problem, rng)))
+        answer = solution(problem, rng)
+        taught.append(question.answered(answer))
     write_files(folder, test=test, train=train, taught=taught)
 
 
 def _right_questions(problems: Iterable[Problem]) -> list[Question]:
     questions = []
     for index, problem in enumerate(problems):
-        questions.append(as_question(problem.question, solution(problem), f"problem {index}"))
+        answer = solution(problem)
+        questions.append(as_question(problem.question, answer, f"problem {index}"))
     return questions
 
 
@@ -132,12 +163,15 @@ def draw(rng: random.Random) -> Iterator[Problem]:
     """Yields problems of all kinds with equal probability."""
     while True:
         kind = rng.choice(KINDS)
-        numbers = {name: rng.randint(*limits) for name, limits in kind.numbers.items()}
+        numbers = {}
+        for name, (low, high) in kind.numbers.items():
+            numbers[name] = rng.randint(low, high)
         person = rng.choice(NAMES)
         thing = rng.choice(THINGS)
+
         question = kind.text.format(N=person, T=thing, **numbers)
-        steps = tuple((sign, numbers[name]) for sign, name in kind.steps)
-        yield Problem(question, numbers["a"], steps)
+        steps = [(sign, numbers[name]) for sign, name in kind.steps]
+        yield Problem(question, numbers["a"], tuple(steps))
 
 
 def solution(problem: Problem, careless: random.Random | None = None) -> str:
@@ -145,11 +179,13 @@ def solution(problem: Problem, careless: random.Random | None = None) -> str:
     lines = []
     value = problem.start
     for sign, number in problem.steps:
+        # the step is then calculated with this sign
         if careless is not None and careless.random() < WRONG_SIGN:
             sign = careless.choice("+-*")
         result = OPERATIONS[sign](value, number)
         if careless is not None and careless.random() < MISCALCULATED:
-            result = max(0, result + careless.choice((-10, -2, -1, 1, 2, 10)))
+            error = careless.choice((-10, -2, -1, 1, 2, 10))
+            result = max(0, result + error)
         lines.append(f"{value}{sign}{number}={result}")
         value = result
 

@@ -16,7 +16,15 @@ from recipes.quickstart import recipe as quickstart
 if TYPE_CHECKING:
     from verl_lite.config import PPOConfig
 
-START = Start("gsm8k", problems, hidden=64, steps=360, max_length=64, lr=4e-3, words=problems.WORDS)
+START = Start(
+    "gsm8k",
+    problems,
+    hidden=64,
+    steps=360,
+    max_length=64,
+    lr=4e-3,
+    words=problems.WORDS,
+)
 RL_STEPS = 60
 
 REAL = (
@@ -46,6 +54,7 @@ def overrides() -> dict[str, object]:
 
 def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own model and data are not changed."""
-    if Path(config.model.path or "").is_relative_to(START.folder):
+    path = Path(config.model.path or "")
+    if path.is_relative_to(START.folder):
         print(REAL, flush=True)
     START.prepare(config)

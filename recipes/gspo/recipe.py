@@ -9,6 +9,7 @@ def overrides() -> dict[str, object]:
         "algorithm.adv_estimator": "grpo",
         "actor.policy_loss.loss_mode": "gspo",
         "actor.loss_agg_mode": "seq-mean-token-mean",
+        # the paper's range, for responses of thousands of tokens; wide.yaml has one for this task
         "actor.clip_ratio_low": 3e-4,
         "actor.clip_ratio_high": 4e-4,
     }

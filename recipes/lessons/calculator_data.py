@@ -8,20 +8,21 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.agent_program.data import MAX_NUMBER, demonstration
+from recipes.agent_program.data import MAX_NUMBER, calculator_question, demonstration
 from recipes.made_data import Question, write_different_questions
-from verl_lite.envs.calculator import evaluate, written
 
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 128, 1024, 6000
+TEST_ROWS = 128
+TRAIN_ROWS = 1024
+DEMONSTRATIONS = 6000
 
 
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
-    rng = random.Random(seed)
     write_different_questions(
         folder,
-        questions(rng),
-        lambda question: demonstration(question, rng),
+        seed,
+        questions,
+        demonstration,
         test_rows=TEST_ROWS,
         train_rows=TRAIN_ROWS,
         demonstrations=DEMONSTRATIONS,
@@ -34,5 +35,4 @@ def questions(rng: random.Random) -> Iterator[Question]:
         left = rng.randint(1, MAX_NUMBER)
         right = rng.randint(1, MAX_NUMBER)
         sign = rng.choice("+-*")
-        text = f"{left}{sign}{right}"
-        yield Question("verl_lite/calculator", "arithmetic", text, written(evaluate(text)))
+        yield calculator_question(f"{left}{sign}{right}")

@@ -11,9 +11,24 @@ from recipes.agent_program.recipe import AgentStart
 from recipes.embedded import Start
 from recipes.lessons import calculator_data, sorting_data
 
-SORTING = Start("lessons_sorting", sorting_data, hidden=64, layers=2, steps=120, max_length=32, lr=5e-3)
+SORTING = Start(
+    "lessons_sorting",
+    sorting_data,
+    hidden=64,
+    layers=2,
+    steps=120,
+    max_length=32,
+    lr=5e-3,
+)
 CALCULATOR = AgentStart(
-    "lessons_calculator", calculator_data, hidden=64, layers=2, steps=150, max_length=96, lr=5e-3, words=WORDS
+    "lessons_calculator",
+    calculator_data,
+    hidden=64,
+    layers=2,
+    steps=150,
+    max_length=96,
+    lr=5e-3,
+    words=WORDS,
 )
 
 
@@ -36,6 +51,6 @@ def calculator_model() -> Path:
 
 
 def calculator_questions(split: str) -> str:
-    """Returns the file with the questions of the calculator. split: train or test."""
+    """Returns the file with the questions of the calculator for a split, train or test."""
     CALCULATOR.make()
     return str(CALCULATOR.folder / "data" / f"{split}.parquet")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_lite.config import RolloutConfig
+from verl_lite.json_types import JsonObject
 from workers.engines.base import (
     Completion,
     FinishReason,
@@ -32,7 +32,8 @@ from workers.engines.sampling import Truncation, sample
 class Running:
     """An unfinished request with the tokens, log-probs and weight versions of its response so far.
 
-    limit: largest number of tokens of the response.
+    Attributes:
+        limit: Largest number of tokens of the response.
     """
 
     request: Request
@@ -46,7 +47,8 @@ class Running:
 class PlainEngine:
     """A rollout engine without a cache. `build_rollout_engine` describes the arguments."""
 
-    extra_outputs: dict[str, tuple[int, ...]] = {}  # it fills no columns besides the token columns
+    # it fills no columns besides the token columns
+    extra_outputs: dict[str, tuple[int, ...]] = {}
 
     def __init__(
         self,
@@ -57,16 +59,19 @@ class PlainEngine:
         device: torch.device,
         dtype: torch.dtype,
         seed: int,
-        override_config: dict[str, Any],
+        override_config: JsonObject,
         trust_remote_code: bool,
     ) -> None:
         self.max_num_seqs = config.max_num_seqs
         self.max_model_len = max_model_len
         self.device = device
+
         # the shape only: the trainer sends the weights before the first request
         shape = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=trust_remote_code)
-        self.model = model.to(device).eval().requires_grad_(False)
+        model.eval()
+        model.requires_grad_(False)
+        self.model = model.to(device)
         self.names = parameter_names(self.model)
         self.version: int | None = None
         self.queue: dict[str, Running] = {}
@@ -83,10 +88,13 @@ class PlainEngine:
 
     def submit(self, request: Request) -> None:
         limit = check_request(request, self.max_model_len, self.queue, self.version)
+        # an interrupted request continues from the tokens that it has
         token_ids, log_probs, versions = request.sampled.lists()
-        self.queue[request.request_id] = Running(request, limit, token_ids, log_probs, versions)
+        running = Running(request, limit, token_ids, log_probs, versions)
+        self.queue[request.request_id] = running
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        # a request that is not in the queue has ended before
         for request_id in request_ids:
             self.queue.pop(request_id, None)
 
@@ -100,7 +108,9 @@ class PlainEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        running_requests = list(self.queue.values())[: self.max_num_seqs]
+        # a dict keeps the order of its entries, so that the oldest requests run first
+        queued = list(self.queue.values())
+        running_requests = queued[: self.max_num_seqs]
         if not running_requests:
             return []
         self._sample_tokens(running_requests)
@@ -117,38 +127,52 @@ class PlainEngine:
 
     def _sample_tokens(self, running_requests: list[Running]) -> None:
         """Appends one token to each response."""
-        assert self.version is not None  # `submit` has refused requests without weights
-        sequences = []
-        for running in running_requests:
-            sequences.append(torch.tensor([*running.request.prompt_ids, *running.token_ids]))
-        input_ids = pad_sequence(sequences, batch_first=True).to(self.device)  # (B, L), padded on the right
-        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)  # (B,)
-
-        # attention is causal, so that no token sees the padding behind it
-        all_logits = self.model(input_ids, use_cache=False).logits  # (B, L, V)
-        rows = torch.arange(len(sequences), device=self.device)
-        logits = all_logits[rows, last]  # (B, V)
+        # `submit` has refused requests without weights
+        assert self.version is not None
+        logits, last_positions = self._next_logits(running_requests)
 
         options = [running.request.sampling for running in running_requests]
         truncation = Truncation(
-            top_k=torch.tensor([option.top_k for option in options], device=self.device),
-            top_p=torch.tensor([option.top_p for option in options], device=self.device),
-            min_p=torch.tensor([option.min_p for option in options], device=self.device),
+            top_k=self._tensor([option.top_k for option in options]),
+            top_p=self._tensor([option.top_p for option in options]),
+            min_p=self._tensor([option.min_p for option in options]),
         )
         # A draw depends only on the seed and the position in the sequence, so that batches and interruptions do not
         # change it. The position counts the prompt, too: the turns of an episode have one seed, and must not repeat
         # their random numbers.
         tokens, log_probs, _ = sample(
             logits,
-            temperature=torch.tensor([option.temperature for option in options], device=self.device),
-            seeds=torch.tensor([option.seed for option in options], device=self.device),
-            positions=last,
+            temperature=self._tensor([option.temperature for option in options]),
+            seeds=self._tensor([option.seed for option in options]),
+            positions=last_positions,
             truncation=truncation,
         )
-        for running, token, log_prob in zip(running_requests, tokens.tolist(), log_probs.tolist(), strict=True):
-            running.token_ids.append(token)
-            running.log_probs.append(log_prob)
+        # one copy from the device for all rows
+        next_tokens = tokens.tolist()
+        next_log_probs = log_probs.tolist()
+        for row, running in enumerate(running_requests):
+            running.token_ids.append(next_tokens[row])
+            running.log_probs.append(next_log_probs[row])
             running.versions.append(self.version)
+
+    def _next_logits(self, running_requests: list[Running]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logits of the next token of each request (B, V), and the position of its last token (B,)."""
+        sequences = []
+        lengths = []
+        for running in running_requests:
+            token_ids = [*running.request.prompt_ids, *running.token_ids]
+            sequences.append(torch.tensor(token_ids))
+            lengths.append(len(token_ids))
+        last_positions = self._tensor(lengths) - 1
+
+        # attention is causal, so that no token sees the padding behind it
+        input_ids = pad_sequence(sequences, batch_first=True).to(self.device)  # (B, L), padded on the right
+        logits = self.model(input_ids, use_cache=False).logits  # (B, L, V)
+        rows = torch.arange(len(sequences), device=self.device)
+        return logits[rows, last_positions], last_positions
+
+    def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self.device)
 
     def _finish_reason(self, running: Running) -> FinishReason | None:
         sampling = running.request.sampling
@@ -163,12 +187,14 @@ class PlainEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         targets = self.model.state_dict(keep_vars=True)
         received = set()
-        self.version = None  # an interrupted update leaves a mixture of weights, which must not answer
+        # an interrupted update leaves a mixture of weights, which must not answer
+        self.version = None
         for name, weight in weights:
             if name in targets:
                 targets[name].data.copy_(weight)
                 received.add(name)
-        check_names(received, self.names)  # a parameter that is left out would keep its old value
+        # a parameter that is left out would keep its old value
+        check_names(received, self.names)
         self.version = version
 
     def reset_cache(self) -> None:

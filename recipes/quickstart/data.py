@@ -15,18 +15,26 @@ from pathlib import Path
 
 from recipes.made_data import Question, careless_demonstration, reasoning_gym_entries, unique, write_files
 
-MIN_SORT_DIGITS, MAX_SORT_DIGITS = 4, 6
+MIN_SORT_DIGITS = 4
+MAX_SORT_DIGITS = 6
+# the lengths of sums and words are fixed: a model of this size does not learn positions in words of mixed lengths
 ADD_DIGITS = 3
 WORD_LETTERS = 5
 WORD_TASK = "spell_backward"
 WRONG_SHARE = 0.15
 """Share of wrong characters in demonstrations, with which about half of the demonstrated answers are wrong."""
 
-EQUAL_PARTS, DEMONSTRATED_PARTS = (1, 1, 1), (3, 5, 4)
+EQUAL_PARTS = (1, 1, 1)
+DEMONSTRATED_PARTS = (3, 5, 4)
 """Proportions of sort, add and spell_backward. Demonstrations contain less sorting, which is learnt first because it
 does not depend on positions."""
 
-TEST_ROWS, TRAIN_ROWS, DEMONSTRATIONS = 512, 8192, 15_360
+Sources = list[Iterator[Question]]
+"""Iterators over the questions of each task."""
+
+TEST_ROWS = 512
+TRAIN_ROWS = 8192
+DEMONSTRATIONS = 15_360
 
 
 def write_data(folder: Path, seed: int, wrong_share: float = WRONG_SHARE) -> None:
@@ -39,10 +47,10 @@ def write_data(folder: Path, seed: int, wrong_share: float = WRONG_SHARE) -> Non
     """
     rng = random.Random(seed)
     sources = []
-    for generate in (sort_questions, add_questions, word_questions):
-        sources.append(unique(generate(rng), lambda question: question.prompt))
+    for questions in (sort_questions(rng), add_questions(rng), word_questions(rng)):
+        sources.append(unique(questions, lambda question: question.prompt))
 
-    # The three files share one iterator per task, so that no question is in two of them.
+    # the three files share one iterator per task, so that no question is in two of them
     test = draw(sources, TEST_ROWS, rng, EQUAL_PARTS)
     train = draw(sources, TRAIN_ROWS, rng, EQUAL_PARTS)
     demonstrated = draw(sources, DEMONSTRATIONS, rng, DEMONSTRATED_PARTS)
@@ -51,13 +59,16 @@ def write_data(folder: Path, seed: int, wrong_share: float = WRONG_SHARE) -> Non
     write_files(folder, test=test, train=train, taught=taught)
 
 
-def draw(sources: list[Iterator[Question]], number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
+def draw(sources: Sources, number: int, rng: random.Random, parts: tuple[int, ...]) -> list[Question]:
     """Draws `number` new questions from the sources in the proportions `parts`, and shuffles them."""
-    turns = []
+    turns: Sources = []
     for source, part in zip(sources, parts, strict=True):
         turns += [source] * part
 
-    questions = [next(source) for source in islice(cycle(turns), number)]
+    # in turn and not at random, so that the proportions are exact
+    questions = []
+    for source in islice(cycle(turns), number):
+        questions.append(next(source))
     rng.shuffle(questions)
     return questions
 
@@ -91,24 +102,32 @@ def add_questions(rng: random.Random) -> Iterator[Question]:
         left = 0
         right = 0
         for column in range(ADD_DIGITS):
-            least = 1 if column == 0 else 0  # a number does not begin with 0
+            # a number does not begin with 0
+            least = 1 if column == 0 else 0
             first = rng.randint(least, 9 - least)
             second = rng.randint(least, 9 - first)
             left = 10 * left + first
             right = 10 * right + second
 
-        # The second digit is at most 9 less the first, so that the first number tends to be larger.
+        # the second digit is at most 9 less the first, so that the first number tends to be larger
         if rng.random() < 0.5:
             left, right = right, left
-        yield _question("verl_lite/add", "arithmetic", f"{left}+{right}=", str(left + right))
+        answer = str(left + right)
+        yield _question("verl_lite/add", "arithmetic", f"{left}+{right}=", answer)
 
 
 def word_questions(rng: random.Random) -> Iterator[Question]:
     """Yields reasoning-gym's words to be spelt backward, with a prompt that is short for a character tokenizer."""
-    lengths = {"min_word_len": WORD_LETTERS, "max_word_len": WORD_LETTERS}
     source = f"reasoning_gym/{WORD_TASK}"
     while True:
-        for entry in reasoning_gym_entries(WORD_TASK, **lengths, seed=rng.randrange(2**31), size=4096):
+        entries = reasoning_gym_entries(
+            WORD_TASK,
+            min_word_len=WORD_LETTERS,
+            max_word_len=WORD_LETTERS,
+            seed=rng.randrange(2**31),
+            size=4096,
+        )
+        for entry in entries:
             word = entry["metadata"]["word"]
             if word.isascii() and word.isalpha() and word.islower():
                 yield _question(source, "spelling", f"reverse {word}", entry["answer"], json.dumps(entry))

@@ -6,8 +6,8 @@ highest open level were right in the last STEPS steps.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TypedDict
 
 import numpy as np
 
@@ -18,8 +18,26 @@ from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 
-BOUND, STEPS = 0.7, 3
+# 0.8 of the answers to letter_counting are 1, so that a constant answer passes this bound and opens all its levels
+BOUND = 0.7
+STEPS = 3
 SHARES = {source(task): weight for task, weight in WEIGHTS.items()}
+
+
+class CurriculumState(TypedDict):
+    """What a checkpoint contains of a curriculum.
+
+    Attributes:
+        random: State of the random numbers.
+        drawn: Questions that were drawn in this epoch.
+        levels: Highest open level of each source.
+        recent: Right responses and all responses to the highest open level of each source, in the last steps.
+    """
+
+    random: Mapping[str, object]
+    drawn: int
+    levels: dict[str, int]
+    recent: dict[str, list[tuple[float, int]]]
 
 
 class Curriculum:
@@ -30,9 +48,11 @@ class Curriculum:
 
     def __init__(self, data_source: PromptDataset, data_config: DataConfig) -> None:
         self.batch_size = data_config.train_batch_size
-        self.length = len(data_source) // self.batch_size * self.batch_size
+        batches = len(data_source) // self.batch_size
+        self.length = batches * self.batch_size
 
         self.pools = _positions_by_level(data_source)
+        # a batch contains no question twice, so that `_draw` needs as many questions in each pool
         smallest = min(len(pool) for pool in self.pools.values())
         if smallest < self.batch_size:
             raise UserError(
@@ -44,13 +64,18 @@ class Curriculum:
         for name, level in self.pools:
             self.levels_of[name].append(level)
         self.sources = sorted(self.levels_of)
-        shares = np.array([SHARES.get(name, min(SHARES.values())) for name in self.sources])
+        smallest_share = min(SHARES.values())
+        shares = np.array([SHARES.get(name, smallest_share) for name in self.sources])
         self.shares = shares / shares.sum()
 
+        # the attributes from here on are the state, see `CurriculumState`
         self.rng = np.random.default_rng(data_config.seed)
-        self.drawn = 0  # in this epoch
-        self.levels = {name: self.levels_of[name][0] for name in self.sources}
-        self.recent: dict[str, list[tuple[float, int]]] = {name: [] for name in self.sources}
+        self.drawn = 0
+        self.highest_open: dict[str, int] = {}
+        self.recent: dict[str, list[tuple[float, int]]] = {}
+        for name in self.sources:
+            self.highest_open[name] = self.levels_of[name][0]
+            self.recent[name] = []
 
     def __len__(self) -> int:
         return self.length
@@ -67,59 +92,71 @@ class Curriculum:
 
     def _draw(self, taken: set[int]) -> int:
         """Draws a question that the batch does not contain yet."""
-        name = self.sources[self.rng.choice(len(self.sources), p=self.shares)]
-        level = self.levels[name]
+        index = int(self.rng.choice(len(self.sources), p=self.shares))
+        name = self.sources[index]
+        level = self.highest_open[name]
         if self.rng.random() < 0.5:
             open_levels = [lower for lower in self.levels_of[name] if lower <= level]
-            level = open_levels[self.rng.integers(len(open_levels))]
+            index = int(self.rng.integers(len(open_levels)))
+            level = open_levels[index]
 
         # this ends, because each pool has at least as many questions as a batch
         pool = self.pools[name, level]
         while True:
-            position = int(pool[self.rng.integers(len(pool))])
+            index = int(self.rng.integers(len(pool)))
+            position = int(pool[index])
             if position not in taken:
                 return position
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Counts right responses at the highest open levels and opens further levels; returns accuracies and levels."""
-        outcomes, counted = outcomes_of(batch, None)
+        # answers whose reward failed do not count
+        outcome_tensor, counted_tensor = outcomes_of(batch, None)
+        outcomes = outcome_tensor.numpy()
+        is_counted = counted_tensor.numpy()
         columns = batch.non_tensor_batch
         levels = np.array([info["level"] for info in columns["extra_info"]])
+
         logged = {}
         for name in self.sources:
-            is_counted = (columns["data_source"] == name) & (levels == self.levels[name]) & counted.numpy()
-            answers = int(is_counted.sum())
+            is_of_source = columns["data_source"] == name
+            is_of_level = levels == self.highest_open[name]
+            selected = outcomes[is_of_source & is_of_level & is_counted]
+            answers = len(selected)
             if answers:
-                right = float(outcomes.numpy()[is_counted].sum())
-                self.recent[name] = [*self.recent[name], (right, answers)][-STEPS:]
+                right = float(selected.sum())
+                recent = [*self.recent[name], (right, answers)]
+                self.recent[name] = recent[-STEPS:]
                 logged[f"{name}/accuracy"] = right / answers
             self._open_next_level(name)
-            logged[f"{name}/level"] = float(self.levels[name])
+            logged[f"{name}/level"] = float(self.highest_open[name])
         return logged
 
     def _open_next_level(self, name: str) -> None:
         """Opens the next level of a source if enough of the recent responses were right."""
         recent = self.recent[name]
-        higher_levels = [level for level in self.levels_of[name] if level > self.levels[name]]
+        higher_levels = [level for level in self.levels_of[name] if level > self.highest_open[name]]
         if not higher_levels or len(recent) < STEPS:
             return
+
         right_answers, answers = np.sum(recent, axis=0)
         if right_answers > BOUND * answers:
-            self.levels[name] = higher_levels[0]
-            self.recent[name] = []  # the counts of a lower level say nothing about this one
+            self.highest_open[name] = higher_levels[0]
+            # the counts of a lower level say nothing about this one
+            self.recent[name] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CurriculumState:
         return {
             "random": self.rng.bit_generator.state,
             "drawn": self.drawn,
-            "levels": self.levels,
+            "levels": self.highest_open,
             "recent": self.recent,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CurriculumState) -> None:
         self.rng.bit_generator.state = state["random"]
         self.drawn = state["drawn"]
-        self.levels = dict(state["levels"])
+        self.highest_open = dict(state["levels"])
         self.recent = dict(state["recent"])
 
 

@@ -6,7 +6,6 @@ DEMONSTRATED_TASKS; TOKENS only shortens the prompts for the small model. The sa
 
 import json
 import random
-from itertools import islice
 from pathlib import Path
 
 from recipes.made_data import Question, careless_demonstration, reasoning_gym_entries, unique, write_files
@@ -43,8 +42,13 @@ TOKENS = (
 POOL = 2400
 """Maximum number of questions per task and level; there are fewer single-digit sums."""
 
-TEST_SHARE, TEST_MOST = 0.2, 48
+Pools = dict[tuple[str, int], list[Question]]
+"""Training questions by task and level."""
+
+TEST_SHARE = 0.2
+TEST_MOST = 48
 DEMONSTRATIONS = 12_288
+# with equal shares, and two-digit sums as level 2, chain_sum began with 5% of right answers and did not learn
 DEMONSTRATED_TASKS = {"spell_backward": 3, "chain_sum": 3, "letter_counting": 1}
 DEMONSTRATED_LEVELS = (5, 2, 1)
 WRONG_SHARE = 0.12
@@ -58,40 +62,52 @@ def source(task: str) -> str:
 def write_data(folder: Path, seed: int) -> None:
     """Writes test.parquet, train.parquet and demonstrations.parquet into `folder`."""
     rng = random.Random(seed)
-    pools: dict[tuple[str, int], list[Question]] = {}
+    pools: Pools = {}
     test: list[Question] = []
     train: list[Question] = []
     for task, levels in LEVELS.items():
         for level in range(1, len(levels) + 1):
             pool = questions(task, level, rng.randrange(2**31))
-            held_out = min(TEST_MOST, int(TEST_SHARE * len(pool)))  # a share, because some pools are small
+            # a share, because some pools are small
+            held_out = min(TEST_MOST, int(TEST_SHARE * len(pool)))
             test += pool[:held_out]
             train += pool[held_out:]
             pools[task, level] = pool[held_out:]
     rng.shuffle(test)
     rng.shuffle(train)
 
+    # demonstrations repeat training questions, but never show a test question
     taught = []
     for _ in range(DEMONSTRATIONS):
-        taught.append(careless_demonstration(draw(pools, rng), WRONG_SHARE, rng))
+        question = draw(pools, rng)
+        taught.append(careless_demonstration(question, WRONG_SHARE, rng))
     write_files(folder, test=test, train=train, taught=taught)
 
 
 def questions(task: str, level: int, seed: int) -> list[Question]:
     """Returns up to POOL different questions of one level, in ASCII for the small model's tokenizer."""
-    entries = reasoning_gym_entries(task, seed=seed, size=2 * POOL, **LEVELS[task][level - 1])
-    ascii_entries = (entry for entry in entries if entry["question"].isascii())
+    arguments = LEVELS[task][level - 1]
+    # more entries than questions, because entries repeat and some are not ASCII
+    entries = reasoning_gym_entries(task, seed=seed, size=2 * POOL, **arguments)
     pool = []
-    for entry in islice(unique(ascii_entries, lambda entry: entry["question"]), POOL):
+    for entry in unique(entries, lambda entry: entry["question"]):
+        text = entry["question"]
+        if not text.isascii():
+            continue
         extra = {"level": level, "entry": json.dumps(entry), "full_marks_only": True}
-        pool.append(Question(source(task), task, entry["question"], entry["answer"], extra))
+        pool.append(Question(source(task), task, text, entry["answer"], extra))
+        if len(pool) == POOL:
+            break
     return pool
 
 
-def draw(pools: dict[tuple[str, int], list[Question]], rng: random.Random) -> Question:
+def draw(pools: Pools, rng: random.Random) -> Question:
     """Draws a question for a demonstration, weighted by DEMONSTRATED_TASKS and DEMONSTRATED_LEVELS."""
-    task_weights = [DEMONSTRATED_TASKS[task] for task in LEVELS]
-    [task] = rng.choices(list(LEVELS), weights=task_weights)
-    levels = range(1, len(LEVELS[task]) + 1)
-    [level] = rng.choices(levels, weights=DEMONSTRATED_LEVELS[: len(levels)])
+    tasks = list(LEVELS)
+    task_weights = [DEMONSTRATED_TASKS[task] for task in tasks]
+    [task] = rng.choices(tasks, weights=task_weights)
+
+    num_levels = len(LEVELS[task])
+    levels = range(1, num_levels + 1)
+    [level] = rng.choices(levels, weights=DEMONSTRATED_LEVELS[:num_levels])
     return rng.choice(pools[task, level])

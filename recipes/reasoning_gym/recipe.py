@@ -8,7 +8,15 @@ from recipes.embedded import Start
 from recipes.quickstart import recipe as quickstart
 from recipes.reasoning_gym import data
 
-START = Start("reasoning_gym", data, hidden=64, steps=450, max_length=96, lr=3e-3, words=data.TOKENS)
+START = Start(
+    "reasoning_gym",
+    data,
+    hidden=64,
+    steps=450,
+    max_length=96,
+    lr=3e-3,
+    words=data.TOKENS,
+)
 RL_STEPS = 100
 
 
@@ -18,6 +26,7 @@ def overrides() -> dict[str, object]:
         quickstart.overrides()
         | START.settings()
         | {
+            # verl's syntax for a class of an installed module
             "data.sampler.class_path": "pkg://recipes.reasoning_gym.curriculum",
             "data.sampler.class_name": "Curriculum",
             "data.train_batch_size": 64,

@@ -39,9 +39,11 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
         latents_std: tuple[float, ...] = (1.0,) * CHANNELS,
     ) -> None:
         super().__init__()
+        # `register_to_config` keeps all arguments; those with names of Wan's autoencoder are read by `LatentCodec`
         self.size = size
-        self.mean = torch.nn.Parameter(torch.zeros(3 * size**2), requires_grad=False)
-        self.basis = torch.nn.Parameter(torch.zeros(3 * size**2, NUMBERS), requires_grad=False)
+        pixels = 3 * size**2
+        self.mean = torch.nn.Parameter(torch.zeros(pixels), requires_grad=False)
+        self.basis = torch.nn.Parameter(torch.zeros(pixels, NUMBERS), requires_grad=False)
 
     @classmethod
     def fit(cls, clips: torch.Tensor) -> EigenfaceCodec:
@@ -55,25 +57,36 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
         centred = (frames - codec.mean).flatten(0, 1)
         # more directions than are used make the low-rank approximation of the used ones better
         _, singular_values, directions = torch.svd_lowrank(centred, NUMBERS + 16, niter=4)
-        codec.basis.data = directions[:, :NUMBERS] * singular_values[:NUMBERS] / len(centred) ** 0.5
+
+        scaled = directions[:, :NUMBERS] * singular_values[:NUMBERS]
+        codec.basis.data = scaled / len(centred) ** 0.5
         return codec
 
     def encode_video(self, video: torch.Tensor) -> torch.Tensor:
         """Encodes a video (B, 3, F, H, W) in [-1, 1] as (B, CHANNELS, f, GRID, GRID) with f = 1 + (F - 1) / BLOCK."""
         pixels = video.transpose(1, 2).flatten(2)  # (B, F, d)
-        block_means = pixels[:, 1:].unflatten(1, (-1, BLOCK)).mean(2)
-        latent_frames = torch.cat([pixels[:, :1], block_means], 1)
+        first_frame = pixels[:, :1]
+        later_frames = pixels[:, 1:]
+        blocks = later_frames.unflatten(1, (-1, BLOCK))
+        latent_frames = torch.cat([first_frame, blocks.mean(2)], 1)
+
         # the columns of the basis are orthogonal, so this is its pseudo-inverse
-        inverse = self.basis / self.basis.square().sum(0)
+        squared_norms = self.basis.square().sum(0)
+        inverse = self.basis / squared_norms
         numbers = (latent_frames - self.mean) @ inverse
-        return numbers.unflatten(-1, (CHANNELS, GRID, GRID)).transpose(1, 2)
+
+        latents = numbers.unflatten(-1, (CHANNELS, GRID, GRID))
+        return latents.transpose(1, 2)
 
     def decode(self, latents: torch.Tensor, return_dict: bool = False) -> tuple[torch.Tensor]:
         """Decodes latents (B, CHANNELS, f, GRID, GRID) into a video (B, 3, F, H, W), not clamped."""
         numbers = latents.transpose(1, 2).flatten(2)
-        latent_frames = numbers @ self.basis.T + self.mean  # (B, f, d)
-        later_frames = latent_frames[:, 1:].repeat_interleave(BLOCK, 1)
-        pixels = torch.cat([latent_frames[:, :1], later_frames], 1)
-        video = pixels.unflatten(-1, (3, self.size, self.size)).transpose(1, 2)
+        decoded = numbers @ self.basis.T + self.mean  # (B, f, d)
+        first_frame = decoded[:, :1]
+        later_frames = decoded[:, 1:].repeat_interleave(BLOCK, 1)
+        pixels = torch.cat([first_frame, later_frames], 1)
+
+        frames = pixels.unflatten(-1, (3, self.size, self.size))
+        video = frames.transpose(1, 2)
         # a tuple, as diffusers' autoencoders return with return_dict=False
         return (video,)

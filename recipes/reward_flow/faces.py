@@ -38,23 +38,37 @@ class Cast(NamedTuple):
 def cast_of(traits: torch.Tensor, generator: torch.Generator) -> Cast:
     """Draws a random motion of head and mouth for each of the people (n, TRAITS)."""
     time = torch.linspace(0, 1, FRAMES)
-    phase, speed, height, mouth_phase, mouth_speed = torch.rand(len(traits), 5, 1, generator=generator).unbind(1)
-    turn = 2 * torch.pi * phase + 2 * torch.pi * (0.2 + 0.2 * speed) * time  # (n, F)
-    sideways = 4 * turn.sin()
-    downwards = (2 * turn).cos() + 2 * (height - 0.5)
+    numbers = torch.rand(len(traits), 5, 1, generator=generator)
+    phase, speed, height, mouth_phase, mouth_speed = numbers.unbind(1)
+    full_turn = 2 * torch.pi
+
+    # twice as fast up and down as to the sides
+    head_turn = full_turn * (0.2 + 0.2 * speed) * time
+    head_angle = full_turn * phase + head_turn  # (n, F)
+    sideways = 4 * head_angle.sin()
+    waves = (2 * head_angle).cos()
+    downwards = waves + 2 * (height - 0.5)
     sway = torch.stack([sideways, downwards], -1)
-    mouth_turn = 2 * torch.pi * (mouth_phase + (0.3 + 0.3 * mouth_speed) * time)
-    mouth = 0.5 + 0.5 * mouth_turn.sin()
+
+    mouth_turns = mouth_phase + (0.3 + 0.3 * mouth_speed) * time
+    mouth_angle = full_turn * mouth_turns
+    mouth = 0.5 + 0.5 * mouth_angle.sin()
     return Cast(traits, sway, mouth)
 
 
 def draw(cast: Cast) -> torch.Tensor:
     """Renders a clip of each person, (n, F, 3, SIZE, SIZE) in [0, 1]."""
-    # every shape is a tensor with all pixels of the people that are drawn together
+    # few people at a time, because every shape is a tensor with all pixels of the people that are drawn together
+    parts = zip(
+        cast.traits.split(DRAWN_AT_ONCE),
+        cast.sway.split(DRAWN_AT_ONCE),
+        cast.mouth.split(DRAWN_AT_ONCE),
+        strict=True,
+    )
     clips = []
-    for first in range(0, len(cast.traits), DRAWN_AT_ONCE):
-        people = slice(first, first + DRAWN_AT_ONCE)
-        clips.append(_paint_people(Cast(cast.traits[people], cast.sway[people], cast.mouth[people])))
+    for traits, sway, mouth in parts:
+        people = Cast(traits, sway, mouth)
+        clips.append(_paint_people(people))
     return torch.cat(clips)
 
 
@@ -71,19 +85,33 @@ class _Canvas:
     """
 
     def __init__(self, sway: torch.Tensor, background: torch.Tensor) -> None:
-        pixel = torch.arange(SIZE, dtype=torch.float32) - SIZE / 2
-        self.x = pixel.view(1, 1, 1, SIZE) - sway[..., 0, None, None]
-        self.y = pixel.view(1, 1, SIZE, 1) - sway[..., 1, None, None]
+        pixels = torch.arange(SIZE, dtype=torch.float32)
+        from_middle = pixels - SIZE / 2
+        sideways, downwards = sway[..., None, None].unbind(2)  # each (n, F, 1, 1)
+
+        # a row and a column are enough: all formulas of shapes broadcast them to the pixels
+        self.x = from_middle - sideways
+        self.y = from_middle.unsqueeze(-1) - downwards
         self.picture = background.expand(-1, FRAMES, -1, SIZE, SIZE)
 
     def paint(self, tint: torch.Tensor, inside: torch.Tensor) -> None:
-        """Paints the pixels with a positive distance `inside` to the border of a shape; the border is soft."""
-        self.picture = self.picture + inside.sigmoid()[:, :, None] * (tint - self.picture)
+        """Paints a shape over the picture, with a soft border.
+
+        Args:
+            tint: colour, (n or 1, 1, 3, 1, 1).
+            inside: distance of each pixel to the border of the shape, positive inside, (n, F, SIZE, SIZE).
+        """
+        opacity = inside.sigmoid().unsqueeze(2)
+        self.picture = self.picture + opacity * (tint - self.picture)
 
     def ellipse(self, cx: float, cy: float, rx: Length, ry: Length) -> torch.Tensor:
         """Returns the approximate distance to an ellipse's border in pixels, positive inside, (n, F, SIZE, SIZE)."""
-        radius = (((self.x - cx) / rx) ** 2 + ((self.y - cy) / ry) ** 2).sqrt()
-        return (1 - radius) * torch.as_tensor(rx).clamp_max(torch.as_tensor(ry))
+        across = (self.x - cx) / rx
+        down = (self.y - cy) / ry
+        radius = (across**2 + down**2).sqrt()  # 1 on the border
+
+        shorter_radius = torch.as_tensor(rx).clamp_max(torch.as_tensor(ry))
+        return (1 - radius) * shorter_radius
 
 
 def _paint_people(cast: Cast) -> torch.Tensor:
@@ -92,7 +120,8 @@ def _paint_people(cast: Cast) -> torch.Tensor:
 
     def colour(low: float, high: float) -> torch.Tensor:
         """Returns a colour from the next three traits, (n, 1, 3, 1, 1)."""
-        return low + (high - low) * torch.stack([next(traits) for _ in range(3)], 2)
+        channels = [next(traits), next(traits), next(traits)]
+        return low + (high - low) * torch.stack(channels, 2)
 
     # the order decides which trait of a person is which
     background = colour(0.1, 0.9)
@@ -108,38 +137,62 @@ def _paint_people(cast: Cast) -> torch.Tensor:
 
     # from back to front, because each shape covers what is painted before it
     canvas = _Canvas(cast.sway, background)
-    x = canvas.x
-    y = canvas.y
-    ellipse = canvas.ellipse
-    canvas.paint(shirt, ellipse(0, 38, 24, 18))
+    shoulders = canvas.ellipse(0, 38, 24, 18)
+    canvas.paint(shirt, shoulders)
 
-    locks = torch.minimum(hair_length - y, width + hair_width - x.abs()).minimum(y + 2)
-    behind_face = ellipse(0, -2, width + hair_width, height + hair_width)
+    # in distances to borders, the minimum of two shapes is their intersection, and the maximum is their union
+    above_tips = hair_length - canvas.y
+    below_crown = canvas.y + 2
+    beside_face = width + hair_width - canvas.x.abs()
+    locks = torch.minimum(above_tips, beside_face).minimum(below_crown)
+    behind_face = canvas.ellipse(0, -2, width + hair_width, height + hair_width)
     canvas.paint(hair, torch.maximum(behind_face, locks))
-    canvas.paint(skin, ellipse(0, 0, width, height))
-    forehead = ellipse(0, -2, width + 1, height + 1)
-    canvas.paint(hair, torch.minimum(forehead, -(y + 9) + fringe - 3))
+
+    face = canvas.ellipse(0, 0, width, height)
+    canvas.paint(skin, face)
+    forehead = canvas.ellipse(0, -2, width + 1, height + 1)
+    above_fringe = -(canvas.y + 9) + fringe - 3
+    canvas.paint(hair, torch.minimum(forehead, above_fringe))
 
     _paint_features(canvas, skin, iris, cast.mouth)
     return canvas.picture
 
 
 def _paint_features(canvas: _Canvas, skin: torch.Tensor, iris: torch.Tensor, mouth: torch.Tensor) -> None:
-    """Paints eyes, nose and mouth. mouth: (n, F) opening."""
-    white = skin.new_ones(1, 1, 3, 1, 1)
-    lips = skin.new_tensor([0.65, 0.1, 0.15]).view(1, 1, 3, 1, 1)
+    """Paints eyes, nose and mouth.
+
+    Args:
+        canvas: The pictures.
+        skin: Colour of the face, (n, 1, 3, 1, 1).
+        iris: Colour of the irises, (n, 1, 3, 1, 1).
+        mouth: (n, F) opening.
+    """
+    white = _tint(1.0, 1.0, 1.0)
     for side in (-6.5, 6.5):
-        canvas.paint(white, canvas.ellipse(side, -2, 4.2, 3.0))
+        eyeball = canvas.ellipse(side, -2, 4.2, 3.0)
+        canvas.paint(white, eyeball)
     for side in (-6.5, 6.5):
-        canvas.paint(iris, canvas.ellipse(side, -2, 2.2, 2.2))
-    canvas.paint(skin * 0.7, canvas.ellipse(0, 4, 1.5, 2.5))
-    canvas.paint(lips, canvas.ellipse(0, 10, 5.5, 1.2 + 1.8 * mouth[..., None, None]))
+        middle_of_eye = canvas.ellipse(side, -2, 2.2, 2.2)
+        canvas.paint(iris, middle_of_eye)
+
+    nose = canvas.ellipse(0, 4, 1.5, 2.5)
+    canvas.paint(skin * 0.7, nose)
+
+    opening = mouth[..., None, None]
+    lips = canvas.ellipse(0, 10, 5.5, 1.2 + 1.8 * opening)
+    canvas.paint(_tint(0.65, 0.1, 0.15), lips)
+
+
+def _tint(red: float, green: float, blue: float) -> torch.Tensor:
+    """Returns a colour that is the same for all people, (1, 1, 3, 1, 1)."""
+    return torch.tensor([red, green, blue]).view(1, 1, 3, 1, 1)
 
 
 class FisherEmbedder(nn.Module):
     """Embeds the identity of a face by a linear map of the frame's middle.
 
-    path: file with `mean` (d,) and `directions` (d, D), written by `fit`.
+    Args:
+        path: File with `mean` (d,) and `directions` (d, D), written by `fit`.
     """
 
     crop_size = SIZE
@@ -165,22 +218,34 @@ class FisherEmbedder(nn.Module):
             ridge: variance added to every pixel within a person, so that nearly constant pixels do not dominate.
         """
         num_people, num_frames = clips.shape[:2]
-        pixels = _middle(clips.flatten(0, 1)).view(num_people, num_frames, -1).double()
+        frames = clips.flatten(0, 1)
+        pixels = _middle(frames).double()
+        pixels = pixels.view(num_people, num_frames, -1)
         person_means = pixels.mean(1)
         mean = person_means.mean(0)
 
-        deviations = (pixels - person_means[:, None]).flatten(0, 1)
-        within = deviations.T @ deviations / len(deviations)
+        deviations = pixels - person_means[:, None]
+        within = _covariance(deviations.flatten(0, 1))
         within = within + ridge * torch.eye(len(mean), dtype=torch.float64)
-        centred = person_means - mean
-        between = centred.T @ centred / num_people
+        between = _covariance(person_means - mean)
 
         # in coordinates in which the variance within a person is 1 in all directions, the directions are eigenvectors
-        whiten = torch.linalg.inv(torch.linalg.cholesky(within))
-        variances, vectors = torch.linalg.eigh(whiten @ between @ whiten.T)  # in ascending order
+        root = torch.linalg.cholesky(within)
+        whiten = torch.linalg.inv(root)
+        # `eigh` sorts by ascending eigenvalue, so that the largest variances between people are last
+        variances, vectors = torch.linalg.eigh(whiten @ between @ whiten.T)
         largest = vectors[:, -dimensions:]
-        directions = (whiten.T @ largest) / variances[-dimensions:].sqrt()
-        save_file({"mean": mean.float(), "directions": directions.float().contiguous()}, path)
+        deviation_between = variances[-dimensions:].sqrt()
+        directions = (whiten.T @ largest) / deviation_between
+
+        # safetensors refuses tensors that are not contiguous
+        tensors = {"mean": mean.float(), "directions": directions.float().contiguous()}
+        save_file(tensors, path)
+
+
+def _covariance(deviations: torch.Tensor) -> torch.Tensor:
+    """Returns the covariance (d, d) of rows (n, d) whose mean is 0."""
+    return deviations.T @ deviations / len(deviations)
 
 
 def _middle(frames: torch.Tensor) -> torch.Tensor:

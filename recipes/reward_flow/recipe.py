@@ -16,10 +16,15 @@ STEPS = 60
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     folder = MADE.folder
+    embedder = {
+        "name": "recipes.reward_flow.faces:FisherEmbedder",
+        "path": str(folder / "faces.safetensors"),
+    }
     return {
         "model.path": str(folder / "model"),
         "model.lora_rank": 16,
         "model.lora_alpha": 16,
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "model.checkpoint_steps": False,
         "model.checkpoint_decode": False,
@@ -29,16 +34,14 @@ def overrides() -> dict[str, object]:
         "data.height": 64,
         "data.width": 64,
         "reward.name": "cosine_identity",
-        "reward.kwargs.embedder": {
-            "name": "recipes.reward_flow.faces:FisherEmbedder",
-            "path": str(folder / "faces.safetensors"),
-        },
+        "reward.kwargs.embedder": embedder,
         "actor.micro_batch_size_per_gpu": 16,
         "actor.optim.lr": 3e-3,
         "actor.optim.lr_warmup_steps": 5,
         "actor.optim.weight_decay": 0.0,
         "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
         "actor.fsdp_config.reshard_after_forward": False,
+        # all 16 clips are one batch, so that an epoch is a step
         "trainer.total_epochs": STEPS,
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": 20,
@@ -51,9 +54,12 @@ def build(folder: Path) -> None:
     """Writes data/, faces.safetensors and model/ into `folder`."""
     from recipes.reward_flow.world import write_world
 
-    write_world(folder, SEED, tell=lambda line: print(f"{NAME}: {line}", flush=True))
+    def tell(line: str) -> None:
+        print(f"{NAME}: {line}", flush=True)
+
+    write_world(folder, SEED, tell=tell)
 
 
-FILES = [Path(__file__).with_name(name) for name in ("world.py", "codec.py", "faces.py")]
-MADE = Made(NAME, build, FILES, str(SEED))
+_HERE = Path(__file__).parent
+MADE = Made(NAME, build, [_HERE / "world.py", _HERE / "codec.py", _HERE / "faces.py"], str(SEED))
 prepare = MADE.prepare

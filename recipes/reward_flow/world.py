@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -72,6 +72,7 @@ class WorldSize:
     high_steps: int = 200
     low_steps: int = 600
     batch: int = 128
+    # with 0, the reward teaches the model nothing but the clips that it trains on
     same_person: float = 0.3
 
 
@@ -93,13 +94,20 @@ def write_world(folder: Path, seed: int, size: WorldSize | None = None, tell: Ca
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         tell(f"drawing {size.people} people, and fitting embedder and codec to them")
-        cast = cast_of(torch.rand(size.people, TRAITS, generator=generator), generator)
+        cast = random_cast(size.people, generator)
         clips = draw(cast)
-        cast_of_data = cast_of(torch.rand(size.clips, TRAITS, generator=generator), generator)
-        write_clips(folder / "data", cast_of_data)
+
+        # other people than those of the pretraining
+        write_clips(folder / "data", random_cast(size.clips, generator))
         FisherEmbedder.fit(folder / "faces.safetensors", clips[: size.known_people])
         write_pipeline(folder / "model", cast, clips, seed, size, tell)
     torch.set_num_threads(threads)
+
+
+def random_cast(people: int, generator: torch.Generator) -> Cast:
+    """Draws people and their motions."""
+    traits = torch.rand(people, TRAITS, generator=generator)
+    return cast_of(traits, generator)
 
 
 def write_pipeline(
@@ -123,52 +131,66 @@ def write_pipeline(
     cpu = torch.device("cpu")
     # the encoder of the training, so that the experts learn with the embeddings that they will get
     encode = PromptEncoder(tokenizer, text_encoder, Placement(cpu, offload=False))
-    prompts = encode([prompt_of(cast, row) for row in range(len(clips))], cpu)
-    examples = examples_of(codec, clips, prompts, size)
+    texts = [prompt_of(cast, row) for row in range(len(clips))]
+    examples = examples_of(codec, clips, encode(texts, cpu), size)
 
     high_noise = tiny_transformer()
     tell(f"training the video model, transformer (1 of 2), {size.high_steps} steps")
     generator = torch.Generator().manual_seed(seed)
     flow_match(high_noise, examples, BOUNDARY - OVERLAP, 1.0, size.high_steps, generator)
+
     low_noise = tiny_transformer()
     tell(f"training the video model, transformer_2 (2 of 2), {size.low_steps} steps")
     generator = torch.Generator().manual_seed(seed + 1)
     flow_match(low_noise, examples, 0.0, BOUNDARY, size.low_steps, generator)
 
-    parts: dict[str, Any] = {
-        "vae": codec,
-        "tokenizer": tokenizer,
-        "text_encoder": text_encoder,
-        "transformer": high_noise,
-        "transformer_2": low_noise,
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    codec.save_pretrained(folder / "vae")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    text_encoder.save_pretrained(folder / "text_encoder")
+    high_noise.save_pretrained(folder / "transformer")
+    low_noise.save_pretrained(folder / "transformer_2")
+    scheduler.save_pretrained(folder / "scheduler")
+
+    # diffusers' index of the folders, and the settings of Wan2.2 I2V-A14B
+    index = {
+        "_class_name": "WanImageToVideoPipeline",
+        "boundary_ratio": BOUNDARY,
+        "expand_timesteps": False,
+        **COMPONENTS,
     }
-    for name, part in parts.items():
-        part.save_pretrained(folder / name)
-    settings = {"_class_name": "WanImageToVideoPipeline", "boundary_ratio": BOUNDARY, "expand_timesteps": False}
-    (folder / INDEX).write_text(json.dumps(settings | COMPONENTS, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(index, indent=2)
+    (folder / INDEX).write_text(f"{text}\n", encoding="utf-8")
 
 
 def write_clips(folder: Path, cast: Cast) -> None:
     """Writes metadata.csv and a folder of frames for each person."""
-    rows = ["video,prompt"]
+    lines = ["video,prompt"]
     for row, clip in enumerate(draw(cast)):
         name = f"person_{row:02d}"
-        (folder / name).mkdir(parents=True)
-        frames = (clip * 255).round().byte().permute(0, 2, 3, 1).numpy()  # (F, H, W, 3)
+        frame_folder = folder / name
+        frame_folder.mkdir(parents=True)
+        pixels = (clip * 255).round().byte()
+        frames = pixels.permute(0, 2, 3, 1).numpy()  # (F, H, W, 3)
         for index, frame in enumerate(frames):
-            Image.fromarray(frame).save(folder / name / f"{index:03d}.png")
-        rows.append(f"{name},{prompt_of(cast, row)}")
-    (folder / "metadata.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+            image = Image.fromarray(frame)
+            image.save(frame_folder / f"{index:03d}.png")
+        lines.append(f"{name},{prompt_of(cast, row)}")
+    text = "\n".join(lines)
+    (folder / "metadata.csv").write_text(f"{text}\n", encoding="utf-8")
 
 
 def prompt_of(cast: Cast, row: int) -> str:
     """Returns the prompt of a clip, which describes its motion but not the person."""
     sideways = cast.sway[row, :, 0]
-    mouth = cast.mouth[row]
     direction = "right" if sideways[-1] > sideways[0] else "left"
-    speech = " and speaks" if float(mouth.max() - mouth.min()) > 0.5 else ""
-    return f"a person moves {direction}{speech}"
+    prompt = f"a person moves {direction}"
+
+    mouth = cast.mouth[row]
+    largest_change = float(mouth.max() - mouth.min())
+    if largest_change > 0.5:
+        prompt += " and speaks"
+    return prompt
 
 
 def tiny_transformer() -> WanTransformer3DModel:
@@ -176,9 +198,11 @@ def tiny_transformer() -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
+        # a latent frame is one token
         patch_size=(1, GRID, GRID),
         num_attention_heads=4,
         attention_head_dim=24,
+        # noisy latents, latents of the first frame, and a mask channel for each frame of a block
         in_channels=2 * CHANNELS + BLOCK,
         out_channels=CHANNELS,
         text_dim=TEXT_WIDTH,
@@ -204,10 +228,14 @@ def tiny_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    vocabulary = {word: index for index, word in enumerate([*special.values(), *words.split()])}
+    tokens = [*special.values(), *words.split()]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+
+    # a prompt ends with </s>, as T5's tokenizer writes it
+    end = ("</s>", vocabulary["</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special)
 
 
@@ -215,8 +243,17 @@ def tiny_text_encoder(width: int = TEXT_WIDTH) -> UMT5EncoderModel:
     """Returns a random text encoder, whose embeddings distinguish the prompts."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    config = UMT5Config(d_model=width, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=16, dropout_rate=0.0)
-    return UMT5EncoderModel(config).eval().requires_grad_(False)
+    config = UMT5Config(
+        d_model=width,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=16,
+        dropout_rate=0.0,
+    )
+    encoder = UMT5EncoderModel(config).eval()
+    return encoder.requires_grad_(False)
 
 
 def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tensor, size: WorldSize) -> Examples:
@@ -229,20 +266,26 @@ def examples_of(codec: EigenfaceCodec, clips: torch.Tensor, prompts: torch.Tenso
         size: batch size and `same_person`.
     """
     video = (clips * 2 - 1).transpose(1, 2)
+    latents = codec.encode_video(video)
+
     # grey after the first frame, as in `RewardFlowPolicy`
     first_frame_only = torch.zeros_like(video)
     first_frame_only[:, :, 0] = video[:, :, 0]
-    latents = codec.encode_video(video)
     first_frames = codec.encode_video(first_frame_only)
+
     # the mask channels of I2V-A14B: only the first frame is given
     is_given = torch.zeros(size.batch, BLOCK, *latents.shape[2:])
     is_given[:, :, 0] = 1
 
     def draw_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, other_rows = torch.randint(len(latents), (2, size.batch), generator=generator)
-        is_same = torch.rand(size.batch, generator=generator) < size.same_person
+        pairs_of_rows = torch.randint(len(latents), (2, size.batch), generator=generator)
+        rows, other_rows = pairs_of_rows
+        uniform = torch.rand(size.batch, generator=generator)
+        is_same = uniform < size.same_person
+
         rows_of_first_frame = torch.where(is_same, rows, other_rows)
-        condition = torch.cat([is_given, first_frames[rows_of_first_frame]], 1)
+        shown_frames = first_frames[rows_of_first_frame]
+        condition = torch.cat([is_given, shown_frames], 1)
         return latents[rows], condition, prompts[rows]
 
     return draw_batch
@@ -263,18 +306,22 @@ def flow_match(
     optimizer = torch.optim.AdamW(expert.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     expert.train()
     for step in range(steps):
+        # linear warm-up, then linear decay to 2%
         warmup = min(1.0, (step + 1) / 20)
         decay = max(0.02, 1 - step / steps)
         for group in optimizer.param_groups:
             group["lr"] = LR * warmup * decay
+
         latents, condition, prompts = examples(generator)
-        sigma = low + (high - low) * torch.rand(len(latents), generator=generator)
+        uniform = torch.rand(len(latents), generator=generator)
+        sigma = low + (high - low) * uniform
         noise = torch.randn(latents.shape, generator=generator)
         noisy = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
         inputs = torch.cat([noisy, condition], 1)
-        velocity = expert(inputs, TRAIN_TIMESTEPS * sigma, prompts, return_dict=False)[0]
-        target = noise - latents
-        loss = (velocity - target).square().mean()
+        [velocity] = expert(inputs, TRAIN_TIMESTEPS * sigma, prompts, return_dict=False)
+
+        error = velocity - (noise - latents)
+        loss = error.square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(expert.parameters(), 1.0)
         optimizer.step()

@@ -8,10 +8,9 @@ questions and have no wrong labels. The same seed gives the same bytes.
 import random
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipes.made_data import careless
+from recipes.made_data import careless, write_parquet
 
 PAIRS_PER_QUESTION = 2
 WRONG_LABELS = 0.1
@@ -28,27 +27,40 @@ def write_pairs(questions: Path, folder: Path, seed: int) -> None:
         seed: Seed of the answers and of the wrong labels.
     """
     rng = random.Random(seed)
-    for source, target, wrong_labels in (("train", "pairs", WRONG_LABELS), ("test", "held_out_pairs", 0.0)):
-        pairs = []
-        for row in pq.read_table(questions / f"{source}.parquet").to_pylist():
-            prompt = row["prompt"][-1]["content"]
-            truth = row["reward_model"]["ground_truth"]
-            for _ in range(PAIRS_PER_QUESTION):
-                pairs.append(make_pair(prompt, truth, rng, wrong_labels))
-        pq.write_table(pa.Table.from_pylist(pairs), folder / f"{target}.parquet")
+    pairs = make_pairs(questions / "train.parquet", rng, WRONG_LABELS)
+    write_parquet(pairs, folder / "pairs.parquet")
+    held_out_pairs = make_pairs(questions / "test.parquet", rng, wrong_labels=0.0)
+    write_parquet(held_out_pairs, folder / "held_out_pairs.parquet")
+
+
+def make_pairs(questions: Path, rng: random.Random, wrong_labels: float) -> list[dict[str, str]]:
+    """Returns PAIRS_PER_QUESTION pairs for each question of a file.
+
+    Args:
+        questions: Parquet file of the quickstart.
+        rng: Random numbers of the answers and of the wrong labels.
+        wrong_labels: Share of wrong labels.
+    """
+    pairs = []
+    for row in pq.read_table(questions).to_pylist():
+        prompt = row["prompt"][-1]["content"]
+        truth = row["reward_model"]["ground_truth"]
+        for _ in range(PAIRS_PER_QUESTION):
+            pairs.append(make_pair(prompt, truth, rng, wrong_labels))
+    return pairs
 
 
 def make_pair(prompt: str, truth: str, rng: random.Random, wrong_labels: float) -> dict[str, str]:
     """Returns a pair of answers of different quality; its labels are swapped with probability `wrong_labels`."""
-    while True:
-        answers = []
-        for _ in range(2):
-            wrong_share = rng.choice(WRONG_SHARES)
-            answers.append(careless(truth, wrong_share, rng))
-        answers.sort(key=lambda answer: right_characters(answer, truth), reverse=True)
-        better, worse = answers
-        if right_characters(better, truth) > right_characters(worse, truth):
-            break
+    # two answers of equal quality have no better one
+    quality = worse_quality = 0
+    while quality == worse_quality:
+        better = careless(truth, rng.choice(WRONG_SHARES), rng)
+        worse = careless(truth, rng.choice(WRONG_SHARES), rng)
+        quality = right_characters(better, truth)
+        worse_quality = right_characters(worse, truth)
+    if quality < worse_quality:
+        better, worse = worse, better
 
     if rng.random() < wrong_labels:
         better, worse = worse, better
@@ -57,4 +69,8 @@ def make_pair(prompt: str, truth: str, rng: random.Random, wrong_labels: float) 
 
 def right_characters(answer: str, truth: str) -> int:
     """Returns the number of right characters in an answer."""
-    return sum(character == right for character, right in zip(answer, truth, strict=True))
+    number = 0
+    for character, right in zip(answer, truth, strict=True):
+        if character == right:
+            number += 1
+    return number

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes import embedded
+from recipes import embedded, made_data
 from recipes.quickstart import recipe as quickstart
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 NAME = "reward_model"
 PAIRS_SEED = 1
-EPOCHS, PAIRS_PER_STEP = 2, 64
+EPOCHS = 2
+PAIRS_PER_STEP = 64
 LONGEST_TEXT = 32
 RL_STEPS = 40
 KL_COEFFICIENT = 1.0
@@ -33,6 +34,7 @@ def overrides() -> dict[str, object]:
         "actor.use_kl_loss": True,
         "actor.kl_loss_coef": KL_COEFFICIENT,
         "actor.kl_loss_type": "low_var_kl",
+        # only logs `acc`
         "reward.functions.truth": {"weight": 0.0},
         "reward_model.enable": True,
         "reward_model.model.path": str(made().folder / "model"),
@@ -45,14 +47,17 @@ def overrides() -> dict[str, object]:
 def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own models and data are not changed."""
     quickstart.prepare(config)
-    if Path(config.reward_model.model.path or "").is_relative_to(made().folder):
+    path = Path(config.reward_model.model.path or "")
+    if path.is_relative_to(made().folder):
+        # also if the policy is the user's: the reward model starts from the quickstart's model
         quickstart.START.make()
         made().make()
 
 
 def made() -> embedded.Made:
     """Returns the cached files of this version of pairs and reward model."""
-    code = [Path(__file__).with_name("pairs.py"), Path(__file__).parents[1] / "made_data.py"]
+    code = [Path(__file__).with_name("pairs.py"), Path(made_data.__file__)]
+    # the name of the folder stands for the quickstart's model and data, of which the reward model is made
     sizes = f"{quickstart.START.folder.name} {EPOCHS} {PAIRS_PER_STEP} {LONGEST_TEXT}"
     return embedded.Made(NAME, build, code, sizes)
 
@@ -72,6 +77,7 @@ def build(folder: Path) -> None:
         "data.train_batch_size": PAIRS_PER_STEP,
         "data.max_length": LONGEST_TEXT,
         "model.path": str(start / "model"),
+        # keeps the mean score near 0, which the loss of a pair leaves open
         "loss.center_rewards_coefficient": 0.01,
         "optim.lr": 1e-3,
         "trainer.total_epochs": EPOCHS,

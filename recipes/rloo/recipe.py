@@ -7,7 +7,8 @@ def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return common_task.settings() | {
         "algorithm.adv_estimator": "rloo",
-        "actor.loss_agg_mode": "seq-mean-token-sum",  # the paper's action is the response; its log-prob is a sum
+        # the paper's action is the whole response, whose log-prob is a sum over its tokens
+        "actor.loss_agg_mode": "seq-mean-token-sum",
     }
 
 

@@ -9,24 +9,26 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recipes.made_data import Row, write_parquet
 
-def pairs_of(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+
+def pairs_of(rows: list[Row]) -> list[Row]:
     """Returns rows with the columns prompt, chosen and rejected.
 
     Args:
         rows: The answers, with the columns prompt, output and gts (the right answer).
     """
     wrong: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    right: dict[str, dict[str, object]] = {}
+    right: dict[str, Row] = {}
     for row in rows:
         question = str(row["prompt"])
         answer = str(row["output"])
         if answer == row["gts"]:
             right[question] = {"prompt": row["prompt"], "chosen": answer}
-        elif answer:  # an empty answer cannot be trained on
+        # an empty answer cannot be trained on
+        elif answer:
             wrong[question][answer] += 1
 
     pairs = []
@@ -39,11 +41,12 @@ def pairs_of(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def main(answers: str, folder: str) -> None:
     """Writes the pairs of the answers into the folder."""
-    pairs = pairs_of(pq.read_table(answers).to_pylist())
+    rows = pq.read_table(answers).to_pylist()
+    pairs = pairs_of(rows)
     held_out = pairs[::16]
-    rest = [pair for index, pair in enumerate(pairs) if index % 16]
-    for name, rows in (("pairs", rest), ("held_out_pairs", held_out)):
-        pq.write_table(pa.Table.from_pylist(rows), Path(folder, f"{name}.parquet"))
+    others = [pair for index, pair in enumerate(pairs) if index % 16]
+    write_parquet(others, Path(folder, "pairs.parquet"))
+    write_parquet(held_out, Path(folder, "held_out_pairs.parquet"))
     print(f"{len(pairs):,} pairs, {len(held_out):,} of them held out")
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipes import embedded
+from recipes import embedded, made_data
 from recipes.quickstart.recipe import START
 
 SEED = 1
@@ -22,8 +21,10 @@ def overrides() -> dict[str, object]:
     folder = made().folder
     return {
         "model.path": str(folder / "model"),
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_files": [str(folder / "demonstrations.parquet")],
+        # the right answers, while about half of the demonstrated ones are wrong
         "data.val_files": [str(folder / "answers.parquet")],
         "data.max_length": 32,
         "optim.lr": 2e-3,
@@ -47,8 +48,11 @@ def prepare(config: object) -> None:
 
 def made() -> embedded.Made:
     """Returns the cached files of this version of model and data."""
-    data_file = Path(START.data.__file__ or "")
-    code = [Path(__file__), data_file, Path(embedded.__file__).with_name("made_data.py")]
+    code = [
+        Path(__file__),
+        Path(START.data.__file__ or ""),
+        Path(made_data.__file__),
+    ]
     return embedded.Made("sft", build, code, str(START.hidden))
 
 
@@ -59,8 +63,9 @@ def build(folder: Path) -> None:
 
     right = []
     for row in pq.read_table(folder / "test.parquet").to_pylist():
-        right.append({"prompt": row["prompt"], "completion": row["reward_model"]["ground_truth"]})
-    pq.write_table(pa.Table.from_pylist(right), folder / "answers.parquet")
+        truth = row["reward_model"]["ground_truth"]
+        right.append({"prompt": row["prompt"], "completion": truth})
+    made_data.write_parquet(right, folder / "answers.parquet")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from recipes.ppo_gae import recipe as ppo_gae
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return ppo_gae.overrides() | {
+        # responses may overtake each other, and none is older than two weight updates
         "async_training.max_off_policy_threshold": 2,
         "async_training.batches_ahead": 1,
     }

@@ -15,7 +15,17 @@ __all__ = ["overrides", "prepare"]
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     settings = task_settings(
-        "arithmetic", questions=100, answers=4, prompt_tokens=64, answer_tokens=5, lr=1e-4, steps=20
+        "arithmetic",
+        questions=100,
+        answers=4,
+        prompt_tokens=64,
+        answer_tokens=5,
+        lr=1e-4,
+        steps=20,
     )
-    adapter = {"model.lora_rank": 32, "model.lora_alpha": 32}
-    return settings | adapter | {"algorithm.norm_adv_by_std_in_grpo": False}
+    return settings | {
+        "model.lora_rank": 32,
+        "model.lora_alpha": 32,
+        # tinker-cookbook only subtracts the mean of a group
+        "algorithm.norm_adv_by_std_in_grpo": False,
+    }

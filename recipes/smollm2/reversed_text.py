@@ -15,5 +15,11 @@ __all__ = ["overrides", "prepare"]
 def overrides() -> dict[str, object]:
     """Returns the settings of the run by dotted key; options on the command line override them."""
     return task_settings(
-        "reversed_text", questions=16, answers=8, prompt_tokens=96, answer_tokens=48, lr=1e-5, steps=40
+        "reversed_text",
+        questions=16,
+        answers=8,
+        prompt_tokens=96,
+        answer_tokens=48,
+        lr=1e-5,
+        steps=40,
     )

@@ -13,11 +13,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from recipes.made_data import Question, reasoning_gym_entries
+from recipes.made_data import Question, reasoning_gym_entries, write_parquet
 from recipes.smollm2 import model
+from recipes.smollm2.tasks import gym_question
 from recipes.stages import call
 from trainer.cli import command, leave
 
@@ -39,9 +37,7 @@ def questions_of(task: str, count: int) -> list[Question]:
         answer = str(entry["answer"])
         if len(text) > MAX_QUESTION or len(answer) > MAX_ANSWER:
             return []
-        extra = {"entry": json.dumps(entry, default=str), "full_marks_only": True}
-        prompt = f"{text}\nReply with the answer only."
-        questions.append(Question(f"reasoning_gym/{task}", task, prompt, answer, extra))
+        questions.append(gym_question(task, entry))
     return questions
 
 
@@ -49,6 +45,7 @@ def task_names() -> list[str]:
     """Returns the names of all tasks that need nothing but reasoning-gym."""
     from reasoning_gym.factory import DATASETS
 
+    # sorted, so that a repeated command writes the same file
     return sorted(DATASETS.keys() - set(NEED_FILES))
 
 
@@ -61,32 +58,34 @@ def write_questions(file: Path, count: int) -> list[str]:
         if questions:
             names.append(task)
         rows += [question.row("test", index) for index, question in enumerate(questions)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), file)
+    write_parquet(rows, file)
     return names
 
 
 def table(names: Sequence[str], metrics: dict[str, float], count: int) -> Iterator[str]:
     """Yields the lines of a table of the tasks with a right answer, best first, and lines with the others."""
-    shares = {}
+    unsolved = []
     unscored = []
+    solved = []
     for name in names:
         sampled = metrics.get(SAMPLED.format(task=name))
         greedy = metrics.get(GREEDY.format(task=name))
         if sampled is None or greedy is None:
             unscored.append(name)
+        elif sampled or greedy:
+            solved.append((name, sampled, greedy))
         else:
-            shares[name] = (sampled, greedy)
+            unsolved.append(name)
+    solved.sort(key=lambda task: task[1] + task[2], reverse=True)
 
     yield f"| task, {count} questions | sampled | greedy |"
     yield "|---|---|---|"
-    for name, (sampled, greedy) in sorted(shares.items(), key=lambda item: -sum(item[1])):
-        if sampled or greedy:
-            yield f"| {name} | {sampled:.2f} | {greedy:.2f} |"
+    for name, sampled, greedy in solved:
+        yield f"| {name} | {sampled:.2f} | {greedy:.2f} |"
     yield ""
-    yield "No right answer: " + ", ".join(name for name, share in shares.items() if not any(share))
+    yield f"No right answer: {', '.join(unsolved)}"
     if unscored:
-        yield "Not scored, because the reward failed for all answers: " + ", ".join(unscored)
+        yield f"Not scored, because the reward failed for all answers: {', '.join(unscored)}"
 
 
 @command
@@ -107,6 +106,7 @@ def main(argv: list[str]) -> int:
     options = [
         f"data.val_files={file}",
         "data.max_prompt_length=512",
+        # 600 characters can be more than 512 tokens
         "data.filter_overlong_prompts=true",
         "data.max_response_length=32",
         "rollout.val_kwargs.do_sample=true",
@@ -115,9 +115,11 @@ def main(argv: list[str]) -> int:
         f"trainer.default_local_dir={run}",
     ]
     call("trainer.main_eval", str(model.make()), *options)
-    [results] = run.rglob("results.json")
-    metrics = json.loads(results.read_text())["metrics"]
-    print("", *table(names, metrics, arguments.questions), sep="\n")
+
+    [file_of_results] = run.rglob("results.json")
+    results = json.loads(file_of_results.read_text())
+    lines = table(names, results["metrics"], arguments.questions)
+    print("", *lines, sep="\n")
     return 0
 
 

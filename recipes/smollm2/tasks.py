@@ -22,10 +22,7 @@ from importlib import resources
 from itertools import islice, product
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from recipes.made_data import Question, reasoning_gym_entries, unique
+from recipes.made_data import GymEntry, Question, Row, reasoning_gym_entries, unique, write_parquet
 from verl_lite.rewards import register_reward
 
 SEED = 1
@@ -61,22 +58,27 @@ class Task:
         """Writes test.parquet with TEST_ROWS questions, train.parquet, and demonstrations.parquet if there are any."""
         # each task has random numbers of its own, so that a new task leaves the others' questions unchanged
         rng = random.Random(f"{SEED} {name}")
+        # one iterator for all files, so that no question is in two of them
         different = unique(self.questions(rng), lambda question: question.prompt)
         folder.mkdir(parents=True)
-        self._write_rows(folder / "test.parquet", "test", islice(different, TEST_ROWS))
-        self._write_rows(folder / "train.parquet", "train", islice(different, self.train_rows))
+        for split, number in (("test", TEST_ROWS), ("train", self.train_rows)):
+            rows = self._rows(split, islice(different, number))
+            write_parquet(rows, folder / f"{split}.parquet")
+
+        # last, so that their number changes no other file
         if self.demonstrations:
             demonstrated = islice(different, self.demonstrations)
             chats = [question.answered(question.answer) for question in demonstrated]
-            pq.write_table(pa.Table.from_pylist(chats), folder / "demonstrations.parquet")
+            write_parquet(chats, folder / "demonstrations.parquet")
 
-    def _write_rows(self, file: Path, split: str, questions: Iterable[Question]) -> None:
+    def _rows(self, split: str, questions: Iterable[Question]) -> list[Row]:
+        """Returns the questions as rows in verl's schema, with the messages of `prefix` before each of them."""
         rows = []
         for index, question in enumerate(questions):
             row = question.row(split, index)
             row["prompt"] = [*self.prefix, {"role": "user", "content": question.prompt}]
             rows.append(row)
-        pq.write_table(pa.Table.from_pylist(rows), file)
+        return rows
 
 
 # ------------------------------------------------------------------------------------------------------------ addition
@@ -84,6 +86,7 @@ class Task:
 
 def addition_questions(rng: random.Random) -> Iterator[Question]:
     """Yields all sums of two numbers of two digits."""
+    # few enough to list all of them, so that no question is drawn twice
     pairs = list(product(range(10, 100), repeat=2))
     rng.shuffle(pairs)
     for left, right in pairs:
@@ -96,7 +99,8 @@ def arithmetic_questions(rng: random.Random) -> Iterator[Question]:
     pairs = list(product(range(101), repeat=2))
     rng.shuffle(pairs)
     for left, right in pairs:
-        yield Question("smollm2/arithmetic", "arithmetic", f"What is {left} + {right}?", str(left + right))
+        text = f"What is {left} + {right}?"
+        yield Question("smollm2/arithmetic", "arithmetic", text, str(left + right))
 
 
 @register_reward("smollm2/addition")
@@ -107,15 +111,21 @@ def score_last_number(data_source: str, solution_str: str, ground_truth: str, ex
     answer that lists several numbers is not paid for more than one of them.
     """
     numbers = re.findall(r"[0-9]+(?:\.[0-9]+)?", solution_str)
-    return float(bool(numbers) and numbers[-1] == ground_truth)
+    if not numbers:
+        return 0.0
+    return float(numbers[-1] == ground_truth)
 
 
 @register_reward("smollm2/arithmetic")
 def score_first_word(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     """Returns 1.0 if the first word of the answer is the number, as tinker-cookbook's environment does."""
     words = solution_str.split()
-    is_number = bool(words) and re.fullmatch(r"[+-]?[0-9]{1,20}", words[0]) is not None
-    return float(is_number and int(words[0]) == int(ground_truth))
+    if not words:
+        return 0.0
+    # Python's `int` also reads 1_000 and digits of other scripts, and refuses very long numbers
+    if not re.fullmatch(r"[+-]?[0-9]{1,20}", words[0]):
+        return 0.0
+    return float(int(words[0]) == int(ground_truth))
 
 
 # ------------------------------------------------------------------------------------------------------- reasoning-gym
@@ -133,11 +143,18 @@ def gym_questions(
         **arguments: Settings of the generator, such as `max_word_len`.
     """
     while True:
-        for entry in reasoning_gym_entries(task, seed=rng.randrange(2**31), size=4096, **arguments):
-            text = entry["question"].strip()
-            extra = {"entry": json.dumps(entry), "full_marks_only": full_marks_only}
-            prompt = f"{text}\nReply with the answer only."
-            yield Question(f"reasoning_gym/{task}", task, prompt, str(entry["answer"]), extra)
+        seed = rng.randrange(2**31)
+        for entry in reasoning_gym_entries(task, seed=seed, size=4096, **arguments):
+            yield gym_question(task, entry, full_marks_only)
+
+
+def gym_question(task: str, entry: GymEntry, full_marks_only: bool = True) -> Question:
+    """Returns the question of an entry, with the instruction to reply with nothing but the answer."""
+    text = entry["question"].strip()
+    prompt = f"{text}\nReply with the answer only."
+    # the task's scorer reads the entry; a value in it that is not JSON, such as a date, becomes text
+    extra = {"entry": json.dumps(entry, default=str), "full_marks_only": full_marks_only}
+    return Question(f"reasoning_gym/{task}", task, prompt, str(entry["answer"]), extra)
 
 
 # ------------------------------------------------------------------------------------------------- texts without a hub
@@ -145,7 +162,9 @@ def gym_questions(
 
 def sentences() -> list[str]:
     """Returns the sentences of a story of 1889 that reasoning-gym contains, without very short and very long ones."""
-    story = resources.files("reasoning_gym.data").joinpath("in_the_year_2889.txt").read_text(encoding="utf-8")
+    file = resources.files("reasoning_gym.data") / "in_the_year_2889.txt"
+    story = file.read_text(encoding="utf-8")
+    # the file has line breaks within sentences
     text = " ".join(story.split())
     parts = re.split(r"(?<=[.!?])\s+", text)
     return [part for part in parts if 20 <= len(part) <= 400 and part.isascii()]
@@ -155,7 +174,8 @@ def length_questions(rng: random.Random) -> Iterator[Question]:
     """Yields instructions about one or two sentences, whose content does not matter for the reward."""
     instructions = ("Summarize:", "Rewrite in your own words:", "What is this text about?", "Give this text a title:")
     texts = sentences()
-    starts = range(len(texts) - 1)  # the last start leaves room for two sentences
+    # the last start leaves room for two sentences
+    starts = range(len(texts) - 1)
     choices = list(product(instructions, starts, (1, 2)))
     rng.shuffle(choices)
     for instruction, start, number in choices:
@@ -166,13 +186,16 @@ def length_questions(rng: random.Random) -> Iterator[Question]:
 @register_reward("smollm2/length")
 def score_length(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     """Returns the negative difference between the number of characters of the answer and the wanted number."""
-    return -float(abs(int(ground_truth) - len(solution_str)))
+    distance = abs(int(ground_truth) - len(solution_str))
+    return -float(distance)
 
 
 def reversed_questions(rng: random.Random) -> Iterator[Question]:
     """Yields three to six successive words of a story, to be reversed character by character."""
     words = " ".join(sentences()).split()
-    spans = list(product(range(len(words) - 6), range(3, 7)))
+    # the last start leaves room for six words
+    starts = range(len(words) - 6)
+    spans = list(product(starts, range(3, 7)))
     rng.shuffle(spans)
     for start, number in spans:
         text = " ".join(words[start : start + number])
@@ -183,8 +206,10 @@ def reversed_questions(rng: random.Random) -> Iterator[Question]:
 @register_reward("smollm2/reversed_text")
 def score_reversed(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
     """Returns the ratio of matching characters, 2 M / T, of `difflib.SequenceMatcher`, as in prime-rl's example."""
-    answer = solution_str.strip()[: 4 * len(ground_truth)]
-    return SequenceMatcher(None, answer, ground_truth).ratio()
+    answer = solution_str.strip()
+    # the time of `SequenceMatcher` grows with the square of the length
+    beginning = answer[: 4 * len(ground_truth)]
+    return SequenceMatcher(None, beginning, ground_truth).ratio()
 
 
 TASKS = {

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from recipes.quickstart import data
+from verl_lite.json_types import ChatMessage
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from verifiers import SingleTurnEnv
 
 NUMBER = 512
 SEEDS = {"train": 1, "eval": 2}
@@ -18,18 +21,23 @@ SEEDS = {"train": 1, "eval": 2}
 _loading = threading.Lock()
 
 
-def load_environment() -> Any:
+def load_environment() -> SingleTurnEnv:
     """Returns the environment, which the episodes of a process share. verifiers calls this function by its name."""
+    # a cache alone would let two threads build it at the same time
     with _loading:
         return _environment()
 
 
 @functools.cache
-def _environment() -> Any:
+def _environment() -> SingleTurnEnv:
     import verifiers
 
     rubric = verifiers.Rubric(funcs=[_is_exact])
-    return verifiers.SingleTurnEnv(dataset=_questions("train"), eval_dataset=_questions("eval"), rubric=rubric)
+    return verifiers.SingleTurnEnv(
+        dataset=_questions("train"),
+        eval_dataset=_questions("eval"),
+        rubric=rubric,
+    )
 
 
 def _questions(split: str) -> Dataset:
@@ -37,12 +45,12 @@ def _questions(split: str) -> Dataset:
 
     rng = random.Random(SEEDS[split])
     sources = [data.sort_questions(rng), data.add_questions(rng)]
-    rows = []
-    for question in data.draw(sources, NUMBER, rng, (1, 1)):
-        rows.append({"question": question.prompt, "answer": question.answer})
+    questions = data.draw(sources, NUMBER, rng, (1, 1))
+    rows = [{"question": question.prompt, "answer": question.answer} for question in questions]
     return Dataset.from_list(rows)
 
 
-def _is_exact(completion: Any, answer: str, **_: object) -> float:
-    text = str(completion[-1]["content"]).strip()
+def _is_exact(completion: Sequence[ChatMessage], answer: str, **_: object) -> float:
+    last_message = completion[-1]
+    text = str(last_message["content"]).strip()
     return float(text == answer)

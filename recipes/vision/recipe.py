@@ -31,6 +31,7 @@ def overrides() -> dict[str, object]:
     folder = MADE.folder
     return {
         "model.path": str(folder / "model"),
+        # a small model fits into memory without recomputing activations
         "model.enable_gradient_checkpointing": False,
         "data.train_files": [str(folder / "data" / "train.parquet")],
         "data.val_files": [str(folder / "data" / "test.parquet")],
@@ -40,9 +41,11 @@ def overrides() -> dict[str, object]:
         "rollout.n": 8,
         "rollout.kv_cache_memory_mb": 256,
         "rollout.max_num_seqs": 384,
+        # as in training, so that the accuracy is that of the policy that learns
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "rollout.val_kwargs.greedy_too": True,
+        # the whole batch: one optimizer step, in which every ratio is 1
         "actor.ppo_mini_batch_size": 96,
         "actor.calculate_entropy": True,
         "actor.optim.lr": 3e-4,
@@ -50,6 +53,7 @@ def overrides() -> dict[str, object]:
         "actor.optim.betas": [0.9, 0.95],
         "actor.fsdp_config.wrap_policy.min_num_params": ONE_GROUP,
         "actor.fsdp_config.reshard_after_forward": False,
+        # more than enough, so that the number of steps ends the run
         "trainer.total_epochs": 100,
         "trainer.total_training_steps": RL_STEPS,
         "trainer.val_before_train": True,

@@ -60,42 +60,41 @@ def check(comparison: Comparison) -> bool:
     """
     ours_folder = comparison.run_folder(OURS, 1)
     theirs_folder = comparison.run_folder(TRL, 1)
-    for run in (ours_folder, theirs_folder):
-        shutil.rmtree(run, ignore_errors=True)
+    # an earlier check must not be continued
+    shutil.rmtree(ours_folder, ignore_errors=True)
+    shutil.rmtree(theirs_folder, ignore_errors=True)
     theirs_folder.mkdir(parents=True)
     write_questions(comparison.questions(1), 1, seed=1)
     call_trl(comparison, theirs_folder, 1, "--keep-answers")
 
     words = our_words(comparison, ours_folder, 1)
-    # the file has no log-probs of the engine that sampled the answers
-    more = [
+    words += [
         "trainer.test_freq=0",
         "trainer.save_freq=0",
+        # the file has no log-probs of the engine that sampled the answers
         "rollout.calculate_log_probs=false",
         "actor.calculate_entropy=true",
     ]
     answers = theirs_folder / "answers.json"
-    call("recipes.smollm2.compare.same_answers", str(answers), *words, *more)
+    call("recipes.smollm2.compare.same_answers", str(answers), *words)
 
     ours = read_metrics(ours_folder / METRICS)[1]
-    theirs = json.loads(answers.read_text())
     own_rewards = json.loads((ours_folder / OWN_REWARDS).read_text())
+    theirs = json.loads(answers.read_text())
     print(f"\nOne step on the same {PROMPTS * ANSWERS} answers, sampled by TRL:\n")
     print(compared_step(ours, theirs["metrics"]))
-    print(
-        f"\nFirst step, each side's own answers to the same {PROMPTS} questions: "
-        f"{own_answers(own_rewards, theirs['right'])}"
-    )
+    comparison_of_rewards = own_answers(own_rewards, theirs["right"])
+    print(f"\nFirst step, each side's own answers to the same {PROMPTS} questions: {comparison_of_rewards}")
     return all(_relative(ours[name], theirs["metrics"][name]) <= TOLERANCE for name in COMPARED)
 
 
 def compared_step(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
     """Returns a table of the values in `COMPARED` of the same step on both sides."""
     lines = [f"| | {OURS} | {TRL} | relative difference | |", "|---|---|---|---|---|"]
-    for name, what in COMPARED.items():
+    for name, description in COMPARED.items():
         difference = _relative(ours[name], theirs[name])
         verdict = "equal" if difference <= TOLERANCE else f"differs by more than {TOLERANCE:g}"
-        lines.append(f"| {what} | {ours[name]:.6f} | {theirs[name]:.6f} | {difference:.1e} | {verdict} |")
+        lines.append(f"| {description} | {ours[name]:.6f} | {theirs[name]:.6f} | {difference:.1e} | {verdict} |")
     return "\n".join(lines)
 
 
@@ -106,8 +105,10 @@ def own_answers(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """
     differences_of_questions = []
     for start in range(0, len(ours), ANSWERS):
-        our_mean = statistics.fmean(ours[start : start + ANSWERS])
-        differences_of_questions.append(our_mean - statistics.fmean(theirs[start : start + ANSWERS]))
+        answers = slice(start, start + ANSWERS)
+        our_mean = statistics.fmean(ours[answers])
+        their_mean = statistics.fmean(theirs[answers])
+        differences_of_questions.append(our_mean - their_mean)
     mean, half = interval(differences_of_questions)
     means = f"{OURS} {statistics.fmean(ours):.3f}, {TRL} {statistics.fmean(theirs):.3f}"
     if half is None:
@@ -117,7 +118,8 @@ def own_answers(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def _relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+    denominator = max(abs(theirs), 1e-12)
+    return abs(ours - theirs) / denominator
 
 
 def require_trl() -> None:
@@ -156,17 +158,22 @@ def main(argv: list[str]) -> int:
     """Runs the comparison, or the check, and returns the exit status: 1 if the check finds a difference."""
     arguments = _read_arguments(argv)
     require_trl()
+    # `write_questions` reads them
     recipe.made_tasks().make()
     folder = arguments.folder.expanduser().absolute()
-    model_folder = model.make() if arguments.model is None else arguments.model.expanduser().absolute()
+    if arguments.model is None:
+        model_folder = model.make()
+    else:
+        model_folder = arguments.model.expanduser().absolute()
     if not (model_folder / "config.json").is_file():
         raise UserError(f"--model {model_folder}: a model folder with a config.json is expected")
 
+    options = tuple(arguments.options)
     if arguments.check:
-        comparison = Comparison(folder / CHECK, model_folder, 1, tuple(arguments.options))
-        return 0 if check(comparison) else 1
+        agrees = check(Comparison(folder / CHECK, model_folder, 1, options))
+        return 0 if agrees else 1
 
-    comparison = Comparison(folder, model_folder, arguments.steps, tuple(arguments.options))
+    comparison = Comparison(folder, model_folder, arguments.steps, options)
     claim(comparison)
     curves = run_all(comparison, arguments.seeds)
     picture = folder / "comparison.png"

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,12 +53,17 @@ Curves = Mapping[str, Sequence[Curve]]
 def read_curve(run: Path, steps: int) -> Curve | None:
     """Returns the curve of a run, or None if the run is not finished."""
     metrics = read_metrics(run / METRICS)
-    if ACCURACY not in metrics.get(steps, {}):
+    # both sides write the accuracy after everything else
+    last_metrics = metrics.get(steps, {})
+    if ACCURACY not in last_metrics:
         return None
-    numbers = range(1, steps + 1)
-    rewards = [metrics[step][REWARD] for step in numbers]
-    seconds = [metrics[step][SECONDS] for step in numbers]
-    return Curve(rewards, seconds, metrics[steps][ACCURACY])
+
+    rewards = []
+    seconds = []
+    for step in range(1, steps + 1):
+        rewards.append(metrics[step][REWARD])
+        seconds.append(metrics[step][SECONDS])
+    return Curve(rewards, seconds, last_metrics[ACCURACY])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -65,7 +71,9 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
-    return mean, student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    quantile = student_t(len(values) - 1)
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, half
 
 
 @dataclass(frozen=True)
@@ -96,28 +104,39 @@ def difference(curves: Curves, start: int, stop: int) -> Difference:
     Runs of one seed have the same questions. Their difference is therefore taken first, and the interval is Student's t
     over the differences of the seeds.
     """
+    steps = slice(start, stop)
     of_seeds = []
     for ours, theirs in zip(curves[OURS], curves[TRL], strict=True):
-        our_mean = statistics.fmean(ours.rewards[start:stop])
-        their_mean = statistics.fmean(theirs.rewards[start:stop])
+        our_mean = statistics.fmean(ours.rewards[steps])
+        their_mean = statistics.fmean(theirs.rewards[steps])
         of_seeds.append(our_mean - their_mean)
-    return Difference(start + 1, stop, *interval(of_seeds))
+    mean, half = interval(of_seeds)
+    return Difference(start + 1, stop, mean, half)
 
 
 def agreement(curves: Curves) -> str:
     """Returns a table of the differences in windows of `WINDOW` steps and over all steps, and a sentence on whether the
     curves agree, that is, whether the interval of each window contains 0."""
-    steps = len(curves[OURS][0].rewards)
+    steps = number_of_steps(curves)
     windows = []
     for start in range(0, steps, WINDOW):
-        windows.append(difference(curves, start, min(start + WINDOW, steps)))
+        stop = min(start + WINDOW, steps)
+        windows.append(difference(curves, start, stop))
+    whole_run = difference(curves, 0, steps)
 
     verdicts = {True: "contains 0", False: "does not contain 0", None: "none with one seed"}
     lines = [f"| steps | reward of {OURS} less that of {TRL} | 95% interval |", "|---|---|---|"]
-    for window in [*windows, difference(curves, 0, steps)]:
+    for window in [*windows, whole_run]:
         mean = _with_half(f"{window.mean:+.3f}", window.half)
-        lines.append(f"| {window.first} to {window.last} | {mean} | {verdicts[window.agrees]} |")
-    return "\n".join([*lines, "", verdict_on(windows)])
+        verdict = verdicts[window.agrees]
+        lines.append(f"| {window.first} to {window.last} | {mean} | {verdict} |")
+    lines += ["", verdict_on(windows)]
+    return "\n".join(lines)
+
+
+def number_of_steps(curves: Curves) -> int:
+    """Returns the number of training steps, which all runs have in common."""
+    return len(curves[OURS][0].rewards)
 
 
 def verdict_on(windows: Sequence[Difference]) -> str:
@@ -128,6 +147,7 @@ def verdict_on(windows: Sequence[Difference]) -> str:
     if not outside:
         return "The curves over steps agree: the 95% interval of the difference contains 0 in each window."
     where = ", ".join(f"{window.first} to {window.last}" for window in outside)
+    # the intervals of the windows are 95% each and, for equal libraries, independent
     by_chance = 1 - 0.95 ** len(windows)
     return (
         f"The curves over steps do not agree in the steps {where}, where the 95% interval of the difference does not "
@@ -158,19 +178,27 @@ def table(curves: Curves, with_time: bool = True) -> str:
     ]
     if with_time:
         columns.append("seconds per step (median)")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = [columns]
     for side, runs in curves.items():
+        first_rewards = [statistics.fmean(run.rewards[:ENDS]) for run in runs]
+        last_rewards = [statistics.fmean(run.rewards[-ENDS:]) for run in runs]
+        accuracies = [run.accuracy for run in runs]
         cells = [
             side,
             str(len(runs)),
-            _with_interval([statistics.fmean(run.rewards[:ENDS]) for run in runs]),
-            _with_interval([statistics.fmean(run.rewards[-ENDS:]) for run in runs]),
-            _with_interval([run.accuracy for run in runs]),
+            _with_interval(first_rewards),
+            _with_interval(last_rewards),
+            _with_interval(accuracies),
         ]
         if with_time:
-            seconds = statistics.median(value for run in runs for value in run.seconds)
-            cells.append(f"{seconds:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
+            seconds: list[float] = []
+            for run in runs:
+                seconds += run.seconds
+            cells.append(f"{statistics.median(seconds):.1f}")
+        rows.append(cells)
+
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(columns) + "|")
     return "\n".join(lines)
 
 
@@ -196,15 +224,16 @@ def draw(curves: Curves, file: Path, with_time: bool = True) -> None:
 
     number_of_panels = 2 if with_time else 1
     figure = Figure(figsize=(5.5 * number_of_panels, 4.2), layout="constrained", facecolor="white")
+    # without pyplot, which would look for a screen
     FigureCanvasAgg(figure)
     [panels] = figure.subplots(1, number_of_panels, sharey=True, squeeze=False)
 
     over_steps = panels[0]
     over_steps.set(title="Reward over steps", xlabel="training step", ylabel="share of right answers, sampled")
     over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
+    steps = list(range(1, number_of_steps(curves) + 1))
     for side, runs in curves.items():
-        steps = range(1, len(runs[0].rewards) + 1)
-        _draw_band(over_steps, list(steps), runs, side)
+        _draw_band(over_steps, steps, runs, side)
 
     if with_time:
         over_minutes = panels[1]
@@ -226,7 +255,7 @@ def draw(curves: Curves, file: Path, with_time: bool = True) -> None:
 def caption(curves: Curves) -> str:
     """Returns the title of the picture, which says what the lines and bands are."""
     seeds = len(curves[OURS])
-    window = window_of(len(curves[OURS][0].rewards))
+    window = window_of(number_of_steps(curves))
     smoothed = f"running mean of {window} steps" if window > 1 else "each step"
     if seeds < 2:
         return f"{smoothed}; one seed, therefore without an interval"
@@ -239,24 +268,33 @@ def window_of(steps: int) -> int:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns at each place the mean of the last `window` values; at the start, of those that exist."""
+    """Returns at each position the mean of the last `window` values; at the start, of those that exist."""
     means = []
     for stop in range(1, len(values) + 1):
-        means.append(statistics.fmean(values[max(0, stop - window) : stop]))
+        start = max(0, stop - window)
+        means.append(statistics.fmean(values[start:stop]))
     return means
 
 
 def mean_minutes(runs: Sequence[Curve]) -> list[float]:
     """Returns the time from the first step to the end of each step in minutes, as a mean over the runs."""
+    times = [accumulate(run.seconds) for run in runs]
     minutes = []
-    for step in range(1, len(runs[0].seconds) + 1):
-        minutes.append(statistics.fmean(sum(run.seconds[:step]) for run in runs) / 60)
+    for times_of_step in zip(*times, strict=True):
+        minutes.append(statistics.fmean(times_of_step) / 60)
     return minutes
 
 
-def _draw_band(panel: Axes, places: Sequence[float], runs: Sequence[Curve], label: str) -> None:
-    """Draws the mean of the smoothed rewards of the runs, and its interval if there are several runs."""
-    window = window_of(len(places))
+def _draw_band(panel: Axes, positions: Sequence[float], runs: Sequence[Curve], label: str) -> None:
+    """Draws the mean of the smoothed rewards of the runs, and its interval if there are several runs.
+
+    Args:
+        panel: The panel.
+        positions: Horizontal position of each step.
+        runs: The runs of one side.
+        label: Name of the side in the legend.
+    """
+    window = window_of(len(positions))
     smoothed = [running_mean(run.rewards, window) for run in runs]
     means = []
     lows = []
@@ -268,7 +306,8 @@ def _draw_band(panel: Axes, places: Sequence[float], runs: Sequence[Curve], labe
         lows.append(mean - half)
         highs.append(mean + half)
 
-    marker = "" if len(places) > 20 else "o"
-    [line] = panel.plot(places, means, linewidth=2, label=label, marker=marker, markersize=3)
+    # markers, so that a short run is visible; those of a long run would cover its line
+    marker = "" if len(positions) > 20 else "o"
+    [line] = panel.plot(positions, means, linewidth=2, label=label, marker=marker, markersize=3)
     if len(runs) > 1:
-        panel.fill_between(places, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
+        panel.fill_between(positions, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +57,17 @@ def write_questions(file: Path, steps: int, seed: int) -> None:
 
     table = pq.read_table(recipe.made_tasks().folder / "addition" / "train.parquet")
     rng = random.Random(seed)
-    wanted = steps * PROMPTS
+    needed = steps * PROMPTS
     row_numbers: list[int] = []
-    while len(row_numbers) < wanted:
+    while len(row_numbers) < needed:
         order = list(range(table.num_rows))
         rng.shuffle(order)
         row_numbers += order
+    questions = table.take(row_numbers[:needed])
 
     # a stopped command leaves no part of a file
     incomplete = file.with_suffix(".incomplete")
-    pq.write_table(table.take(row_numbers[:wanted]), incomplete)
+    pq.write_table(questions, incomplete)
     incomplete.replace(file)
 
 
@@ -86,6 +84,7 @@ def our_words(comparison: Comparison, run: Path, seed: int) -> list[str]:
     settings = our_settings() | {
         "model.path": str(comparison.model),
         "data.train_files": [str(comparison.questions(seed))],
+        # the recipe validates with samples, too; for the comparison, greedy answers after the last step are enough
         "rollout.val_kwargs.do_sample": False,
         "rollout.val_kwargs.temperature": 0.0,
         "rollout.val_kwargs.greedy_too": False,
@@ -104,14 +103,18 @@ def train_trl(comparison: Comparison, seed: int) -> None:
     run = comparison.run_folder(TRL, seed)
     run.mkdir(exist_ok=True)
     trained = checkpoint_of(run, comparison.steps)
+    # a run that was stopped during its validation is not trained again
     if not is_complete(trained):
         call_trl(comparison, run, seed)
 
     evaluation = run / "eval"
     call("trainer.main_eval", str(trained), *evaluation_words(evaluation))
-    accuracy = json.loads((evaluation / "results.json").read_text())["metrics"][ACCURACY]
+    results = json.loads((evaluation / "results.json").read_text())
+    accuracy = results["metrics"][ACCURACY]
+    line = json.dumps({"step": comparison.steps, "data": {ACCURACY: accuracy}})
     with (run / METRICS).open("a") as file:
-        file.write(json.dumps({"step": comparison.steps, "data": {ACCURACY: accuracy}}) + "\n")
+        file.write(f"{line}\n")
+    # last, because a run without its checkpoint would be trained again
     shutil.rmtree(trained.parent)
 
 
@@ -119,6 +122,7 @@ def evaluation_words(folder: Path) -> list[str]:
     """Returns the options of `trainer.main_eval` that repeat the validation of this library's runs, into `folder`."""
     return [
         "recipe=smollm2",
+        # as in the runs of this library, see `EQUAL`
         "rollout.dtype=fp32",
         "rollout.val_kwargs.do_sample=false",
         "rollout.val_kwargs.temperature=0",
@@ -130,15 +134,17 @@ def evaluation_words(folder: Path) -> list[str]:
 
 def call_trl(comparison: Comparison, run: Path, seed: int, *words: str) -> None:
     """Runs `trl_side` with one compute thread per core. Ends this program if it fails or is interrupted."""
-    module = "recipes.smollm2.compare.trl_side"
-    paths = [str(run), str(comparison.model), str(comparison.questions(seed))]
-    arguments = [module, *paths, str(comparison.steps), str(seed), *words]
-    print("python -m", *arguments, flush=True)
+    arguments = [
+        str(run),
+        str(comparison.model),
+        str(comparison.questions(seed)),
+        str(comparison.steps),
+        str(seed),
+        *words,
+    ]
     # threads that spin while they wait for each other make a step several times longer if others use the cores, too
-    environment = os.environ | {"OMP_NUM_THREADS": str(cpu_count()), "GOMP_SPINCOUNT": "1000"}
-    status = subprocess.run([sys.executable, "-m", *arguments], check=False, env=environment).returncode
-    if status:
-        raise SystemExit(status)
+    threads = {"OMP_NUM_THREADS": str(cpu_count()), "GOMP_SPINCOUNT": "1000"}
+    call("recipes.smollm2.compare.trl_side", *arguments, environment=threads)
 
 
 SIDES: dict[str, Callable[[Comparison, int], None]] = {OURS: train_ours, TRL: train_trl}
@@ -151,6 +157,7 @@ def run_all(comparison: Comparison, seeds: int) -> dict[str, list[Curve]]:
     for seed in range(1, seeds + 1):
         if not comparison.questions(seed).exists():
             write_questions(comparison.questions(seed), comparison.steps, seed)
+        # in turn, so that a machine that becomes slower slows both sides
         for side, train in SIDES.items():
             run = comparison.run_folder(side, seed)
             curve = read_curve(run, comparison.steps)
@@ -170,28 +177,30 @@ def claim(comparison: Comparison) -> None:
         UserError: The folder has a comparison with other settings, or other files.
     """
     file = comparison.folder / "settings.json"
-    wanted = {
+    settings = {
         "weights": hash_of_weights(comparison.model),
         "steps": comparison.steps,
         "options": list(comparison.options),
     }
     if file.is_file():
-        settings = json.loads(file.read_text())
-        different = []
-        for name, value in wanted.items():
-            if settings.get(name) != value:
-                different.append(f"{name} {settings.get(name)!r} (now {value!r})")
-        if different:
+        earlier = json.loads(file.read_text())
+        differences = []
+        for name, value in settings.items():
+            if earlier.get(name) != value:
+                differences.append(f"{name} {earlier.get(name)!r} (now {value!r})")
+        if differences:
             raise UserError(
-                f"{comparison.folder} has a comparison with {', '.join(different)}: repeat its command, or give "
+                f"{comparison.folder} has a comparison with {', '.join(differences)}: repeat its command, or give "
                 "another folder"
             )
         return
+
+    # the runs of `--check` may come first
     others = [path for path in comparison.folder.glob("*") if path.name != CHECK]
     if others:
         raise UserError(f"{comparison.folder} has other files and no comparison: give a new folder")
     comparison.folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(wanted, indent=1))
+    file.write_text(json.dumps(settings, indent=1))
 
 
 def hash_of_weights(model: Path) -> str:
@@ -202,5 +211,6 @@ def hash_of_weights(model: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(model.glob("*.safetensors")):
         with file.open("rb") as weights:
-            digest.update(hashlib.file_digest(weights, "sha256").digest())
+            file_digest = hashlib.file_digest(weights, "sha256")
+        digest.update(file_digest.digest())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from verl_lite.errors import UserError
 if TYPE_CHECKING:
     from trainer.ray_trainer import RayPPOTrainer
     from verl_lite.protocol import DataProto
+    from workers.rollout.rows import Response
 
 OWN_REWARDS = "own_rewards.json"
 
@@ -47,9 +48,11 @@ def same_answers_trainer(file: Path) -> type[RayPPOTrainer]:
         """The trainer, with the answers of a file in place of its own after they are scored."""
 
         def score(self, batch: DataProto) -> DataProto:
+            # the rewards of own answers are compared, too: see `own_answers` in `__main__.py`
             scored = super().score(batch)
-            own_rewards = scored.batch["token_level_scores"].sum(-1).tolist()
-            (self.run_dir / OWN_REWARDS).write_text(json.dumps(own_rewards))
+            own_rewards = scored.batch["token_level_scores"].sum(-1)
+            text = json.dumps(own_rewards.tolist())
+            (self.run_dir / OWN_REWARDS).write_text(text)
             return replace_answers(scored, sampled, self.tokenizer.pad_token_id)
 
     return SameAnswers
@@ -68,36 +71,35 @@ def replace_answers(batch: DataProto, sampled: SampledAnswers, pad_token_id: int
     """
     import torch
 
-    from workers.rollout.rows import Response, write_rows
+    from workers.rollout.rows import write_rows
 
-    if len(sampled["answers"]) != len(batch):
-        raise UserError(f"the file has {len(sampled['answers'])} answers, and the step has {len(batch)}")
+    num_answers = len(sampled["answers"])
+    if num_answers != len(batch):
+        raise UserError(f"the file has {num_answers} answers, and the step has {len(batch)}")
 
     # the rows of a question are not necessarily at the question's place in the file
     samples = batch.non_tensor_batch["sample"]
     answers_per_question = max(samples) + 1
-    positions = (batch.non_tensor_batch["index"] * answers_per_question + samples).tolist()
+    first_answers = batch.non_tensor_batch["index"] * answers_per_question
+    positions = (first_answers + samples).tolist()
 
     prompts = batch.batch["prompts"]
-    prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]]
+    prompt_mask = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
+    scores = torch.zeros_like(batch.batch["token_level_scores"])
     responses = []
     for row, position in enumerate(positions):
-        own_prompt = prompts[row][prompt_mask[row].bool()].tolist()
+        own_prompt = prompts[row][prompt_mask[row]].tolist()
         prompt = sampled["prompts"][position]
         if own_prompt != prompt:
             raise UserError(f"question {position}: the file has the tokens {prompt}, here {own_prompt}")
-        tokens = sampled["answers"][position]
-        # the file has neither log-probs nor weight versions
-        zeros = [0] * len(tokens)
-        responses.append(Response(tokens, [1] * len(tokens), [0.0] * len(tokens), zeros, "stop", {}))
+        token_ids = sampled["answers"][position]
+        responses.append(_response(token_ids))
+        # the reward of an answer stands at its last token
+        scores[row, len(token_ids) - 1] = sampled["rewards"][position]
 
     width = batch.batch["responses"].shape[1]
     columns = write_rows(prompts, prompt_mask, responses, width, pad_token_id, {})
-    scores = torch.zeros_like(batch.batch["token_level_scores"])
-    for row, position in enumerate(positions):
-        last_token = len(responses[row].token_ids) - 1
-        scores[row, last_token] = sampled["rewards"][position]
-
+    # a new object, so that the caller's batch keeps its columns
     replaced = batch.select()
     for name, values in columns.batch.items():
         replaced.batch[name] = values
@@ -105,12 +107,22 @@ def replace_answers(batch: DataProto, sampled: SampledAnswers, pad_token_id: int
     return replaced
 
 
+def _response(token_ids: list[int]) -> Response:
+    """Returns a response of these tokens, all of which are trained on."""
+    from workers.rollout.rows import Response
+
+    length = len(token_ids)
+    # the file has neither log-probs nor weight versions
+    return Response(token_ids, [1] * length, [0.0] * length, [0] * length, "stop", {})
+
+
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
     from trainer.launch.ppo_job import run_ppo
 
-    return run_ppo(argv[1:], trainer_class=same_answers_trainer(Path(argv[0])))
+    file = Path(argv[0])
+    return run_ppo(argv[1:], trainer_class=same_answers_trainer(file))
 
 
 if __name__ == "__main__":
