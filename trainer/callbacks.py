@@ -79,7 +79,9 @@ class RunState:
     val_only: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+        read_only = MappingProxyType(dict(self.metrics))
+        # the dataclass is frozen, and forbids a plain assignment
+        object.__setattr__(self, "metrics", read_only)
 
     @cached_property
     def samples(self) -> Sequence[Sample]:
@@ -237,7 +239,9 @@ class EarlyStopping(Callback):
             return
         self.num_without_improvement += 1
         if self.is_exhausted:
-            best = "never finite" if self.best_value is None else f"best at step {self.best_step} ({self.best_value:g})"
+            best = "never finite"
+            if self.best_value is not None:
+                best = f"best at step {self.best_step} ({self.best_value:g})"
             state.note(
                 f"{self.metric} was {best}, and {self.num_without_improvement} later values are not better "
                 "(trainer.early_stopping)"
@@ -249,7 +253,9 @@ class EarlyStopping(Callback):
             return False
         if self.best_value is None:
             return True
-        gain = value - self.best_value if self.greater_is_better else self.best_value - value
+        gain = value - self.best_value
+        if not self.greater_is_better:
+            gain = -gain
         return gain > self.threshold
 
     def _report_missing(self, state: RunState) -> None:
@@ -279,9 +285,13 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.by_name: dict[str, Callback] = {}
         for callback in callbacks:
-            name = type(callback).__qualname__
-            same_class = sum(type(other).__qualname__ == name for other in self.by_name.values())
-            self.by_name[f"{name}#{same_class + 1}" if same_class else name] = callback
+            class_name = type(callback).__qualname__
+            same_class = sum(type(other).__qualname__ == class_name for other in self.by_name.values())
+            name = class_name
+            if same_class:
+                # equal in each run with these callbacks, because a checkpoint has their states by name
+                name = f"{class_name}#{same_class + 1}"
+            self.by_name[name] = callback
         self.control = RunControl()
         self.stopped_by = ""
 
@@ -292,8 +302,9 @@ class Callbacks:
         """Calls one hook, such as "on_step_end", of all callbacks, and collects their requests."""
         for name, callback in self.by_name.items():
             requests = RunControl()
+            hook = getattr(callback, event)
             with _named(f"{name}.{event}"):
-                getattr(callback, event)(state, requests)
+                hook(state, requests)
             if requests.should_evaluate and not state.validates:
                 raise UserError(
                     f"callback {name}.{event} requests a validation, and the run has no validation data: set "
@@ -379,17 +390,21 @@ def _require_hooks(kind: type[Callback], key: str) -> None:
         if not name.startswith("on_") or not callable(getattr(kind, name)):
             continue
         if name not in HOOKS:
-            here = f"; here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else did_you_mean(name, HOOKS)
+            suggestion = did_you_mean(name, HOOKS)
+            if name in _OTHER_NAMES:
+                suggestion = f"; here it is {_OTHER_NAMES[name]}"
             raise UserError(
-                f"{key}: {kind.__qualname__}.{name} is no hook, so no run would call it{here}. "
+                f"{key}: {kind.__qualname__}.{name} is no hook, so no run would call it{suggestion}. "
                 f"The hooks are {', '.join(HOOKS)}; name other methods without on_"
             )
         function = inspect.getattr_static(kind, name)
+        # of these two, the attribute of the class takes no self
         num_arguments = 2 if isinstance(function, classmethod | staticmethod) else 3
         require_call(getattr(kind, name), f"{name}(self, state, control)", *range(num_arguments))
 
 
 def _early_stopping(metric: str, options: EarlyStoppingConfig) -> EarlyStopping:
+    """Creates the callback of the section trainer.early_stopping."""
     return EarlyStopping(metric, options.patience, options.greater_is_better, options.threshold)
 
 
@@ -398,7 +413,9 @@ def _callback_at(entry: str) -> Callback:
     path, separator, name = entry.rpartition(":")
     if not separator or not name or not path:
         raise UserError(f"{KEY}: {entry!r} has no class; expected FILE.py:CLASS or package.module:CLASS")
-    module = path if path.endswith(".py") or path.startswith(MODULE_PREFIX) else f"{MODULE_PREFIX}{path}"
+    module = path
+    if not path.endswith(".py") and not path.startswith(MODULE_PREFIX):
+        module = f"{MODULE_PREFIX}{path}"
     kind = load_object(module, name, KEY, KEY)
     if not (inspect.isclass(kind) and issubclass(kind, Callback)):
         raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of Callback (trainer/callbacks.py)")

@@ -252,13 +252,17 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
         """Adds old_log_probs, the denominator of the policy ratio."""
-        return self.compare_rollout(batch | self.actor.compute_log_prob(batch))
+        batch |= self.actor.compute_log_prob(batch)
+        return self.compare_rollout(batch)
 
     def compare_rollout(self, batch: DataProto) -> DataProto:
         """Logs the difference between rollout_log_probs and old_log_probs. Returns the batch unchanged."""
         if self.config.rollout.calculate_log_probs:
+            columns = batch.batch
             self.metrics |= rollout_probs_diff(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+                columns["old_log_probs"],
+                columns["rollout_log_probs"],
+                columns["response_mask"],
             )
         return batch
 
@@ -292,7 +296,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def add_scalars(self, metrics: ScalarMetrics) -> None:
         """Adds numbers to the metrics of the step."""
-        self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
+        for name, value in metrics.items():
+            self.metrics[name] = Metric.last(value)
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards: the normalised and clipped score of each response."""
@@ -340,8 +345,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         drawn = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
         # the drawn rows do not form complete groups, by which this column would cut the mini-batches
         drawn.batch.pop(ANSWERS, None)
-        num_distinct = len(set(drawn.non_tensor_batch["sample_id"]))
-        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(num_distinct, len(batch))
+
+        distinct_rows = set(drawn.non_tensor_batch["sample_id"])
+        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(len(distinct_rows), len(batch))
         return drawn
 
     # ------------------------------------------------------------------------------------------------- validation
@@ -358,7 +364,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         metrics: dict[str, float] = {}
         for sampling, samples in samples_by_sampling.items():
             metrics |= validation_metrics(samples, sampling.prefix)
-            self.samples.write_validation(samples, self.steps.global_step, sampling.prefix.strip("/"))
+            folder = sampling.prefix.strip("/")
+            self.samples.write_validation(samples, self.steps.global_step, folder)
 
         first_samples = next(iter(samples_by_sampling.values()))
         result.samples = first_samples[: self.config.trainer.log_val_generations]
@@ -390,11 +397,14 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         name = f"{sampling.purpose}/{self.steps.global_step}"
         # step 0 in every step: validations use equal random numbers, so that their results can be compared
         groups = prompt_groups(prompts, sampling.n, name, self.config.trainer.seed, step=0)
-        return self.scheduler.run(groups, sampling.params).select(meta_info_keys=[])
+        answers = self.scheduler.run(groups, sampling.params)
+        # without meta_info, because batches with different metrics could not be joined
+        return answers.select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
         """Waits for the scores of the responses and returns them as samples."""
-        scored = answers | self.rewards.score(answers).select(meta_info_keys=[])
+        scores = self.rewards.score(answers)
+        scored = answers | scores.select(meta_info_keys=[])
         return samples_of(scored, self.tokenizer, self.steps.global_step)
 
     # ---------------------------------------------------------------------------------------------- state, logging
@@ -402,7 +412,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the KL coefficient and the running moments."""
         states = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
-        return {"kl_coef": self.kl_ctrl.value, "running_moments": states}
+        return {
+            "kl_coef": self.kl_ctrl.value,
+            "running_moments": states,
+        }
 
     def save(self) -> None:
         """Writes a checkpoint of this step."""
@@ -437,9 +450,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics of the training batch. Also updates the data sampler."""
-        epoch = {"training/epoch": float(self.steps.epoch)}
-        batch_metrics = step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
-        return epoch | batch_metrics | self.steps.update(batch)
+        metrics = {"training/epoch": float(self.steps.epoch)}
+        metrics |= step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
+        metrics |= self.steps.update(batch)
+        return metrics
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
         """Returns perf/mfu/actor if the model's shape and the peak FLOP/s of the devices are known, else nothing."""

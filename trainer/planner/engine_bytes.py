@@ -62,8 +62,8 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
         return largest_tensor if is_converted else 0.0
 
     # a bucket is never smaller than the largest tensor, and never larger than the model
-    all_weights = float(network.compute * shape.parameters)
     bucket = max(float(bucket_bytes), largest_tensor)
+    all_weights = float(network.compute * shape.parameters)
     bucket = min(all_weights, bucket)
     own_part = 1 / network.ranks
     gathering = bucket * (1 + on_cpu + own_part)

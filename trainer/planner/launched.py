@@ -83,22 +83,27 @@ def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> floa
         passes: Cost of the update in forward passes.
         lengths: Number of tokens of each sequence.
     """
-    return passes * sum(forward_flops(shape, length, length) for length in lengths)
+    flops_of_pass = sum(forward_flops(shape, length, length) for length in lengths)
+    return passes * flops_of_pass
 
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     """Returns the memory of one of this machine's devices in GiB; for a CPU worker, its share of the free memory."""
-    return device.memory_gib or available_memory() / GIB / slots_here
+    if device.memory_gib:
+        return device.memory_gib
+    return available_memory() / GIB / slots_here
 
 
 def sharding_of_run(config: PPOConfig, slots: int) -> str:
     """Calls `decide_sharding` for this run's devices and returns its sentence. Does nothing if the model's shapes are
     unknown."""
     device = launch_device(config)
-    memory_gib = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+    slots_here = max(1, slots // config.trainer.nnodes)
+    memory_gib = device_memory_gib(device, slots_here)
     # the plan only helps: a model of unknown shape runs with the options as they are
     with contextlib.suppress(UserError):
-        return decide_sharding(config, read_networks(config), slots, device, memory_gib)
+        networks = read_networks(config)
+        return decide_sharding(config, networks, slots, device, memory_gib)
     return ""
 
 
@@ -109,7 +114,8 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
     """Returns the rows of the launch table with the memory of the fullest phase and the disk space."""
 
     def plan() -> MemoryPlan:
-        return memory_plan(config, read_networks(config), slots, launch_device(config))
+        networks = read_networks(config)
+        return memory_plan(config, networks, slots, launch_device(config))
 
     return memory_rows(config, plan, total_steps, config.trainer.samples_max_mb)
 
@@ -147,8 +153,9 @@ def memory_rows(
         contents += f", samples {samples_gib:.2f} (trainer.samples_max_mb)"
 
     disk_gib = count * checkpoint_gib + samples_gib
+    device_gib = expected.device_bytes / GIB
     return [
-        PlanRow("memory per device, expected", f"{expected.device_bytes / GIB:.2f} GiB", where),
+        PlanRow("memory per device, expected", f"{device_gib:.2f} GiB", where),
         PlanRow("disk, at most", f"{disk_gib:.2f} GiB", contents),
     ]
 
@@ -180,8 +187,10 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
     data.max_prompt_length = _longest_mean(steps, "prompt_length/mean", data.max_prompt_length)
     data.max_response_length = _longest_mean(steps, "response_length/mean", data.max_response_length)
 
-    expected = _gib(memory_plan(observed, networks, slots, device), device)
-    at_most = _gib(memory_plan(config, networks, slots, device), device)
+    observed_plan = memory_plan(observed, networks, slots, device)
+    expected = _gib(observed_plan, device)
+    longest_plan = memory_plan(config, networks, slots, device)
+    at_most = _gib(longest_plan, device)
     return f"{_comparison(measured, expected)} for the lengths of this run, {at_most:.2f} for the maximum lengths"
 
 
@@ -205,21 +214,25 @@ def measured_gib(steps: Steps, device: Accelerator, role: str) -> float | None:
 
 
 def _comparison(measured: float, expected: float) -> str:
-    return (
-        f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected "
-        f"({expected / measured - 1:+.0%})"
-    )
+    """Returns the beginning of a sentence with both values in GiB, and how far the expected one is off."""
+    deviation = expected / measured - 1
+    return f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected ({deviation:+.0%})"
 
 
 def _gib(plan: MemoryPlan, device: Accelerator) -> float:
     """Returns the planned memory of what is measured: of the process on a CPU, of the tensors on a GPU."""
-    return (plan.device_bytes if device.name == "cpu" else plan.peak) / GIB
+    if device.name == "cpu":
+        return plan.device_bytes / GIB
+    return plan.peak / GIB
 
 
 def _longest_mean(steps: Steps, name: str, limit: int) -> int:
     """Returns the largest value of a metric, rounded up; `limit` if no step has it."""
-    return max(1, math.ceil(_maximum(steps, name) or limit))
+    longest = _maximum(steps, name) or limit
+    return max(1, math.ceil(longest))
 
 
 def _maximum(steps: Steps, name: str) -> float | None:
-    return max((step[name] for step in steps if name in step), default=None)
+    """Returns the largest value of a metric; None if no step has it."""
+    values = [step[name] for step in steps if name in step]
+    return max(values, default=None)

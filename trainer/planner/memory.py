@@ -152,7 +152,8 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
     if tower is not None:
         longest = config.data.max_prompt_length
         prompts = math.ceil(mini_batch_prompts(config, -1) / slots)
-        columns["images of the batch"] = tower.pixel_bytes(longest * prompts, actor.compute)
+        image_tokens = longest * prompts
+        columns["images of the batch"] = tower.pixel_bytes(image_tokens, actor.compute)
         plan.images = (
             f"assumed: all {longest} tokens of a prompt (data.max_prompt_length) are images, which have "
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
@@ -202,8 +203,9 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     images = 0.0
     if shape.tower is not None:
         # equal prompts are prefilled once
-        prompt_tokens = data.max_prompt_length * math.ceil(mini_batch_prompts(config, -1) / slots)
-        images = shape.tower.prefill_bytes(min(rollout.max_num_batched_tokens, prompt_tokens), size)
+        prompts = math.ceil(mini_batch_prompts(config, -1) / slots)
+        prefilled_tokens = min(rollout.max_num_batched_tokens, data.max_prompt_length * prompts)
+        images = shape.tower.prefill_bytes(prefilled_tokens, size)
 
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
     if on_cpu:
@@ -212,29 +214,33 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     else:
         # the option is a share for everything that the engine needs, of which the cache gets the rest
         cache_option = "gpu_memory_utilization"
-        cache_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work - images
+        share_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB
+        cache_bytes = share_bytes - weights - work - images
 
-    plan.sequences = min(rollout.max_num_seqs, max(0, int(cache_bytes // kv_per_sequence)))
+    cache_bytes = max(0.0, cache_bytes)
+    plan.sequences = min(rollout.max_num_seqs, int(cache_bytes // kv_per_sequence))
     if plan.sequences < 1:
         plan.notes.append(
-            f"rollout.{cache_option}={getattr(rollout, cache_option)}: leaves {max(0.0, cache_bytes) / GIB:.2f} GiB "
+            f"rollout.{cache_option}={getattr(rollout, cache_option)}: leaves {cache_bytes / GIB:.2f} GiB "
             f"for the KV cache, but one sequence of {context} tokens needs {kv_per_sequence / GIB:.2f}"
         )
     if on_cpu:
         # an engine step has at most the rows and tokens of one device's part of the batch
-        rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
-        work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
+        rows_of_device = math.ceil(rows_per_step(config) / slots)
+        rows = max(1, min(plan.sequences, rows_of_device))
+        batched_tokens = min(rollout.max_num_batched_tokens, data.max_prompt_length * rows)
+        work = engine_work(shape, size, batched_tokens, rows)
 
     is_vllm = resolve_engine_name(rollout.name) == "vllm"
     # vLLM allocates its whole cache at once, hf only what the sequences fill
-    cache = plan.sequences * kv_per_sequence
-    if is_vllm:
-        cache = max(0.0, cache_bytes)
-    parts = {"engine: weights": weights, "engine: KV cache": cache, ENGINE_STEP: work}
-    if on_cpu and not is_vllm and not rollout.router_replay and size == FP32:
-        copies = copied_matrices(shape)
-        if copies:
-            parts[ENGINE_COPIES] = copies
+    if not is_vllm:
+        cache_bytes = plan.sequences * kv_per_sequence
+    parts = {"engine: weights": weights, "engine: KV cache": cache_bytes, ENGINE_STEP: work}
+    # the conditions of `lean_decoder`, which does not report the experts that router_replay needs
+    is_lean = on_cpu and not is_vllm and not rollout.router_replay and size == FP32
+    copies = copied_matrices(shape) if is_lean else 0.0
+    if copies:
+        parts[ENGINE_COPIES] = copies
     if images:
         parts[ENGINE_IMAGES] = images
     return parts
@@ -270,7 +276,9 @@ def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: i
     stores its own prompt.
     """
     is_shared = config.model.use_remove_padding and shape.is_packed and not config.is_agentic
-    return min(rows, prompts) if is_shared else rows
+    if not is_shared:
+        return rows
+    return min(rows, prompts)
 
 
 def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
@@ -331,16 +339,19 @@ class _TrainPhases:
         config = self.config
         actor = self.config.actor
         if "reward model" in self.networks:
-            yield _Phase("reward model", "reward model", self._forward("reward model", "reward_model"))
+            parts = self._forward("reward model", "reward_model")
+            yield _Phase("reward model", "reward model", parts)
 
         if needs_old_log_prob(config):
             topk = distilled_tokens(config) if config.distillation.takes_student_topk else 0
-            yield _Phase("old log-probs", "actor", self._forward("actor", "log_prob", entropy=True, topk=topk))
+            parts = self._forward("actor", "log_prob", entropy=True, topk=topk)
+            yield _Phase("old log-probs", "actor", parts)
 
         if needs_reference(config):
             # without a network of its own, the reference is the policy with its adapter disabled
             role = "reference" if "reference" in self.networks else "actor"
-            yield _Phase("reference log-probs", role, self._forward(role, "ref"))
+            parts = self._forward(role, "ref")
+            yield _Phase("reference log-probs", role, parts)
 
         for teacher in config.distillation.named_teachers():
             # a teacher behind a URL is in the memory of its own server
@@ -349,12 +360,15 @@ class _TrainPhases:
             name = f"{TEACHER}{teacher.name}"
             topk = distilled_tokens(config)
             if teacher.is_policy:
-                yield _Phase(f"{name}: log-probs", "actor", self._forward("actor", "log_prob", topk=topk))
+                parts = self._forward("actor", "log_prob", topk=topk)
+                yield _Phase(f"{name}: log-probs", "actor", parts)
             else:
-                yield _Phase(f"{name}: log-probs", name, self._forward(name, "ref", topk=topk))
+                parts = self._forward(name, "ref", topk=topk)
+                yield _Phase(f"{name}: log-probs", name, parts)
 
         if "critic" in self.networks:
-            yield _Phase("values", "critic", self._forward("critic", "values"))
+            parts = self._forward("critic", "values")
+            yield _Phase("values", "critic", parts)
             size = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
             parts = self._update("critic", "update_critic", size, config.critic.model)
             yield _Phase("critic update", "critic", parts, is_update=True)
@@ -446,8 +460,13 @@ class _TrainPhases:
         device = "cuda, compiled" if config.model.compile else "cuda"
         if on_cpu:
             device = "cpu"
+        tokens = rows_of_pass * longest - shared
+        images = 0
+        if network.shape.tower is not None:
+            # a plan does not know the images, so all tokens of the prompts are taken for theirs
+            images = distinct * data.max_prompt_length
         run = Pass(
-            tokens=math.ceil((rows_of_pass * longest - shared) / ranks),
+            tokens=math.ceil(tokens / ranks),
             predicted=math.ceil(predicted / ranks),
             # the actor's option also counts for the other networks
             chunk=config.actor.log_prob_chunk_tokens,
@@ -456,7 +475,7 @@ class _TrainPhases:
             repeated=math.ceil(copied / ranks),
             ranks=ranks,
             tile=TILE_BYTES[device],
-            images=0 if network.shape.tower is None else distinct * data.max_prompt_length,
+            images=images,
         )
         return run, math.ceil(rows_of_group / rows_of_pass)
 

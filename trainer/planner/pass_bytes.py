@@ -80,13 +80,17 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
 
 def _norm(width: int, size: int) -> int:
     """Returns the bytes per token that a norm keeps: its fp32 input, the normalized input, and the scaled result."""
-    return (FP32 + 2 * size) * width
+    bytes_per_element = FP32 + 2 * size
+    return bytes_per_element * width
 
 
 def layer_work(shape: ModelShape, run: Pass) -> float:
     """Returns the temporary bytes of a layer's forward: residual, its norm, and the larger of attention and MLP."""
+    residual_and_norm = 3 * shape.hidden
     attention = 3 * shape.query + 4 * shape.kv
-    return run.tokens * float(run.size * (3 * shape.hidden + max(attention, 3 * shape.active_inner)))
+    mlp = 3 * shape.active_inner
+    elements = residual_and_norm + max(attention, mlp)
+    return run.tokens * float(run.size * elements)
 
 
 def logits_bytes(shape: ModelShape, run: Pass) -> float:
@@ -97,7 +101,8 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
     # so few logits are kept for the backward pass, and more are computed tile by tile
     if all_logits <= KEPT_LOGITS_BYTES:
         return float(all_logits)
-    return float(min(FP32 * shape.vocab * run.chunk, run.tile, all_logits))
+    chunk_bytes = FP32 * shape.vocab * run.chunk
+    return float(min(chunk_bytes, run.tile, all_logits))
 
 
 def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
@@ -115,9 +120,10 @@ def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
     """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
     shape = network.shape
+    hidden_states = run.size * run.tokens * shape.hidden
     return {
         "gathered weights": network.gathered,
-        "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
+        "activations": layer_work(shape, run) + hidden_states,
         "logits": output_layer_bytes(shape, run, trains=False),
     }
 
@@ -128,7 +134,8 @@ def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
     shape = network.shape
     input_bytes = float(run.size * run.tokens * shape.hidden)
     layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
-    return recomputed * input_bytes + (shape.layers - recomputed) * layer_bytes
+    not_recomputed = shape.layers - recomputed
+    return recomputed * input_bytes + not_recomputed * layer_bytes
 
 
 def training_pass(
@@ -157,7 +164,8 @@ def training_pass(
         width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
         if all_recomputed:
             width = (AHEAD + 1) * shape.hidden
-        activations = min(activations, float(run.size * run.tokens * width))
+        on_device = float(run.size * run.tokens * width)
+        activations = min(activations, on_device)
     last_norm = float(run.tokens * _norm(shape.hidden, run.size))
 
     temporary = _temporary_bytes(shape, run)
@@ -167,12 +175,16 @@ def training_pass(
         last_layer = layer_bytes + temporary
     output_layer = _output_layer_backward(network, run)
 
+    last_part = "one layer"
+    if output_layer > last_layer:
+        last_part = "logits and output layer"
+
     whole_gradients, shard = network.gradients(micro_batches)
     at_start = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: 0.0,
         "kept activations": activations + last_norm,
-        "logits and output layer" if output_layer > last_layer else "one layer": max(output_layer, last_layer),
+        last_part: max(output_layer, last_layer),
         SHARD: 0.0,
     }
     # the gradients of earlier micro-batches exist from the start
@@ -229,12 +241,14 @@ def tower_parts(
 
     held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
     later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
-    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept_bytes + max(0.0, work - later_bytes)}
+    exceeding_work = max(0.0, work - later_bytes)
+    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept_bytes + exceeding_work}
 
 
 def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
     """Returns the bytes that a layer frees before the next one begins: three tensors of the MLP, two of the width."""
-    return run.tokens * float(run.size * (3 * shape.active_inner + 2 * shape.hidden))
+    elements = 3 * shape.active_inner + 2 * shape.hidden
+    return run.tokens * float(run.size * elements)
 
 
 def kept_when_freed(parts: Mapping[str, float]) -> float:
@@ -256,4 +270,5 @@ def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, 
     limit = kept_when_freed(parts)
     if micro_batches > 1:
         return limit
-    return min(limit, 0.5 * shape.layers * _temporary_bytes(shape, run))
+    gaps = 0.5 * shape.layers * _temporary_bytes(shape, run)
+    return min(limit, gaps)

@@ -57,8 +57,12 @@ def is_of_pairs(config: SupervisedConfig) -> bool:
 def longest_step(config: SupervisedConfig) -> Batch:
     """Returns a step of rows of the maximum length, all of whose tokens are in the loss: an upper bound."""
     rows = config.data.train_batch_size
-    longest = (1 + is_of_pairs(config)) * config.data.max_length
-    return Batch(rows, longest, tokens=rows * longest, predicted=rows * longest)
+    longest = config.data.max_length
+    if is_of_pairs(config):
+        # the limit counts for each sequence of a pair
+        longest *= 2
+    tokens = rows * longest
+    return Batch(rows, longest, tokens, predicted=tokens)
 
 
 def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) -> list[Batch]:
@@ -72,7 +76,8 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
     sizes = []
     for row in rows:
         predicted = sum(sum(text.mask) for text in row.texts)
-        shared = (len(row.texts) - 1) * len(row.texts[0].prompt)
+        prompt_length = len(row.texts[0].prompt)
+        shared = (len(row.texts) - 1) * prompt_length
         sizes.append((len(row), predicted, shared))
     table = np.array(sizes)
 
@@ -88,6 +93,7 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
 def read_network(config: SupervisedConfig, slots: int, device: Accelerator) -> HeldNetwork:
     """Returns the trained network, from its config.json. Raises UserError if that file is missing."""
     shape = read_shape(config.model)
+    # the other command trains a reward model
     if not isinstance(config, SFTConfig):
         shape = shape.as_scorer()
     trained, adapter = trained_parameters(config.model, shape, freezes_tower=True)
@@ -102,7 +108,8 @@ def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[i
     tokens_of_group = math.ceil(batch.tokens * ranks / slots)
     # a row is never divided among micro-batches
     largest = max(tokens_of_group, batch.longest)
-    return math.ceil(tokens_of_group / budget), min(budget, largest)
+    number = math.ceil(tokens_of_group / budget)
+    return number, min(budget, largest)
 
 
 def supervised_plan(
@@ -156,6 +163,8 @@ def _largest_micro_batch(
     if config.model.use_remove_padding and network.shape.is_packed:
         shared = math.ceil(batch.shared * share)
     kind = "cuda, compiled" if config.model.compile else "cuda"
+    if on_cpu:
+        kind = "cpu"
     return Pass(
         tokens=math.ceil(tokens / ranks) - shared,
         predicted=math.ceil(batch.predicted * share),
@@ -163,7 +172,7 @@ def _largest_micro_batch(
         size=network.compute,
         repeated=shared,
         ranks=ranks,
-        tile=TILE_BYTES["cpu" if on_cpu else kind],
+        tile=TILE_BYTES[kind],
     )
 
 
@@ -173,29 +182,27 @@ def supervised_rows(
     """Returns the plan of batches of a run. steps: sizes of some of its steps."""
     largest = max(steps, key=lambda step: step.tokens)
     most, _ = micro_batches(config, slots, largest)
+    # means over the steps
     tokens = sum(step.tokens for step in steps) / len(steps)
     predicted = sum(step.predicted for step in steps) / len(steps)
-    number = sum(micro_batches(config, slots, step)[0] for step in steps) / len(steps)
+    numbers = [micro_batches(config, slots, step)[0] for step in steps]
+    number = sum(numbers) / len(steps)
 
     limit = f"trainer.total_training_steps={config.trainer.total_training_steps}"
     if config.trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={config.trainer.total_epochs}"
     unit = "pairs" if is_of_pairs(config) else "rows"
     budget = config.data.max_token_len_per_gpu
-    full = f"on average {tokens / (number * slots * budget):.0%} full"
+    full_share = tokens / (number * slots * budget)
+    devices = slots_text(config.trainer, slots)
+    options = f"at most, on {devices}; data.max_token_len_per_gpu={budget} tokens, on average {full_share:.0%} full"
+    loss_share = f"on average, {predicted / tokens:.1%} of them in the loss"
+    longest_row = f"the longest of the {unit} has {largest.longest}"
     return [
         PlanRow(f"{unit} per training step", f"{largest.rows}", "data.train_batch_size"),
-        PlanRow(
-            "tokens per training step", f"{tokens:,.0f}", f"on average, {predicted / tokens:.1%} of them in the loss"
-        ),
-        PlanRow(
-            "tokens of the largest step", f"{largest.tokens:,}", f"the longest of the {unit} has {largest.longest}"
-        ),
-        PlanRow(
-            "micro-batches per device and step",
-            f"{most}",
-            f"at most, on {slots_text(config.trainer, slots)}; data.max_token_len_per_gpu={budget} tokens, {full}",
-        ),
+        PlanRow("tokens per training step", f"{tokens:,.0f}", loss_share),
+        PlanRow("tokens of the largest step", f"{largest.tokens:,}", longest_row),
+        PlanRow("micro-batches per device and step", f"{most}", options),
         PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit),
         *adapter_rows(config.model),
     ]

@@ -40,8 +40,11 @@ def dpo_step_loss(
     mask = data.batch["response_mask"]
     is_valid = valid_pairs(data)  # (n,)
     # sums over the tokens, not means: log p of the whole answer, as in the paper
-    logps = masked_sum(outputs["log_probs"], mask, axis=1).view(-1, 2)[is_valid]
-    ref_logps = masked_sum(data.batch["ref_log_prob"], mask, axis=1).view(-1, 2)[is_valid]
+    answer_logps = masked_sum(outputs["log_probs"], mask, axis=1)  # (2n,)
+    answer_ref_logps = masked_sum(data.batch["ref_log_prob"], mask, axis=1)
+    # (n, 2), the chosen answer first
+    logps = answer_logps.view(-1, 2)[is_valid]
+    ref_logps = answer_ref_logps.view(-1, 2)[is_valid]
     losses, rewards = dpo_loss(logps, ref_logps, beta, label_smoothing)  # (n,), (n, 2)
 
     margins = rewards[:, 0] - rewards[:, 1]
@@ -56,7 +59,8 @@ def dpo_step_loss(
     }
     metrics = {}
     for name, values in values_by_name.items():
-        metrics[name] = Metric.mean(float(values.detach().sum()), len(losses))
+        total = values.detach().sum()
+        metrics[name] = Metric.mean(float(total), len(losses))
     # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
@@ -74,11 +78,12 @@ class DPOWorker(SupervisedWorker):
     config: SFTConfig
 
     def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
+        dpo = config.dpo
         super().__init__(
             config,
             total_training_steps,
             causal_lm(LOG_PROB_CHUNK_TOKENS),
-            partial(dpo_step_loss, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing),
+            partial(dpo_step_loss, beta=dpo.beta, label_smoothing=dpo.label_smoothing),
             temperature=1.0,
             calculate_entropy=False,
         )
@@ -104,7 +109,8 @@ class DPOWorker(SupervisedWorker):
         # `measure` then enter the trained engine, so that only one of the two is on the device.
         self.phases.enter(self.reference)
         with self._as_reference():
-            texts.batch["ref_log_prob"] = self.reference.infer(texts, **self.options)["log_probs"]
+            outputs = self.reference.infer(texts, **self.options)
+        texts.batch["ref_log_prob"] = outputs["log_probs"]
         return texts
 
     def _as_reference(self) -> AbstractContextManager[None]:
