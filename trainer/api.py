@@ -123,7 +123,11 @@ class TrainResult:
 
         from trainer.observe.run_data import groups
 
-        by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
+        by_step = {}
+        for group in groups(self.run_dir):
+            # others are samples of validations
+            if group.kind == "train":
+                by_step[group.step] = group
         sampled_step = step
         if sampled_step is None:
             sampled_step = max(by_step, default=0)
@@ -163,6 +167,7 @@ class TrainResult:
         if checkpoint is None:
             raise UserError(f"{self.run_dir} has no checkpoint; train with trainer.save_freq=-1 or above 0")
         folder = checkpoint / "hf"
+        # an export writes the config last, so that an interrupted one is repeated
         if not (folder / "config.json").is_file():
             export(str(checkpoint / "actor"), str(folder))
         return folder
@@ -264,6 +269,7 @@ def train(
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
     caller_options = _flat(options or {}) | _flat(keywords)
     try:
+        # BaseException, because an interrupt before the start must leave no files either
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
             from trainer.launch.ppo_job import run_ppo
@@ -283,6 +289,7 @@ def train(
             words = _words(settings | caller_options)
             with _live_curve(folder):
                 status = run_ppo(words, callbacks=own_callbacks, is_command=False)
+            # an interrupted run ended with a checkpoint, and `is_stopped` tells the caller
             if status != INTERRUPTED:
                 _require_success(status, "train")
     except FinishedRunError as finished:
@@ -338,6 +345,7 @@ def _settings(
     if data is not None:
         files = data_files(data, inputs, "train")
         settings["data.train_files"] = files
+        # files of the caller come with their own options; rows get the name and the sizes that `_SETS` describes
         has_rows = Path(files[0]).parent == inputs
         if has_rows:
             # jsonl: one line for each row
@@ -373,6 +381,7 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
         try:
             yield
         except UserError as error:
+            # the caller has neither a command line nor --help-config
             text = str(error).replace(" (command line)", "")
             text = text.replace("--help-config lists", "python -m trainer.main_ppo --help-config lists")
             origins = [f"{key} comes from {argument}" for key, argument in sets.items() if key in text]
@@ -465,7 +474,10 @@ def _words(options: Mapping[str, object]) -> list[str]:
 @contextmanager
 def _live_curve(run_dir: Path) -> Iterator[None]:
     """In a notebook, shows the curve of the run below the cell and redraws it while the block runs."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = None
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+    # IPython in a terminal has no kernel, and cannot replace a picture that it has shown
     if shell is None or not hasattr(shell, "kernel"):
         yield
         return

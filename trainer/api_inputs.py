@@ -60,6 +60,7 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
             f"{name}: found a dictionary with the keys {', '.join(first_keys)}; expected rows, that is, "
             "a list of dictionaries of columns such as prompt, or a DataFrame or dataset"
         )
+    # iterating over a DataFrame yields the names of its columns
     is_frame = hasattr(data, "to_dict") and hasattr(data, "iloc")
     try:
         entries: list[object] = list(data.to_dict("records") if is_frame else data)  # type: ignore[union-attr]
@@ -133,7 +134,8 @@ def reward_settings(reward: RewardFunction | str | None, folder: Path) -> dict[s
         file, _, name = reward.partition(":")
         if not file.endswith(".py"):
             return {"reward.functions": {"reward": {"reward": reward}}}
-        settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(Path(file).expanduser().absolute())}
+        path = Path(file).expanduser().absolute()
+        settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(path)}
         if name:
             settings[f"{_CUSTOM_FUNCTION}.name"] = name
         return settings
@@ -167,6 +169,7 @@ def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
     (folder / "reward.pkl").write_bytes(code)
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
     settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(folder / "reward.py")}
+    # a name that only TRL's functions have
     if _has_parameter(reward, "completions"):
         settings[f"{_CUSTOM_FUNCTION}.style"] = "trl"
     return settings
@@ -175,6 +178,7 @@ def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
 def _module_to_copy(reward: RewardFunction) -> ModuleType | None:
     """Returns the module of a function if reward processes may be unable to import it, else None."""
     function: object = reward
+    # the module of a partial function itself is functools
     while isinstance(function, functools.partial):
         function = function.func
     module_name = getattr(function, "__module__", "") or ""
@@ -242,6 +246,7 @@ def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
     other_columns = {key: value for key, value in row.items() if key not in ("image", "images")}
     values = plain_value(other_columns)
     if "reward_model" not in values:
+        # the row schema requires one, also for rewards that do not read it
         ground_truth = values.setdefault("ground_truth", "")
         if ground_truth is None:
             raise UserError(

@@ -166,6 +166,7 @@ class EarlyStopping(Callback):
         return self.num_without_improvement >= self.patience
 
     def on_run_begin(self, state: RunState, control: RunControl) -> None:
+        # a run that only validates has no step that could end it
         if state.val_only:
             return
         # the object has followed another run, or later steps than those that are restored
@@ -286,11 +287,12 @@ class Callbacks:
         self.by_name: dict[str, Callback] = {}
         for callback in callbacks:
             class_name = type(callback).__qualname__
-            same_class = sum(type(other).__qualname__ == class_name for other in self.by_name.values())
             name = class_name
-            if same_class:
-                # equal in each run with these callbacks, because a checkpoint has their states by name
-                name = f"{class_name}#{same_class + 1}"
+            number = 1
+            # equal in each run with these callbacks, because a checkpoint has their states by name
+            while name in self.by_name:
+                number += 1
+                name = f"{class_name}#{number}"
             self.by_name[name] = callback
         self.control = RunControl()
         self.stopped_by = ""
@@ -301,6 +303,7 @@ class Callbacks:
     def call(self, event: str, state: RunState) -> None:
         """Calls one hook, such as "on_step_end", of all callbacks, and collects their requests."""
         for name, callback in self.by_name.items():
+            # each callback gets requests of its own, so that the one that made a request can be named
             requests = RunControl()
             hook = getattr(callback, event)
             with _named(f"{name}.{event}"):

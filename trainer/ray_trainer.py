@@ -376,7 +376,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
         store = self.answer_store()
-        num_rows = chunk_size(self.config, len(self.val_data), self.actor.num_engines, are_stored=store is not None)
+        num_prompts = len(self.val_data)
+        num_rows = chunk_size(self.config, num_prompts, self.actor.num_engines, are_stored=store is not None)
         return generate_in_chunks(
             self.val_data,
             val_samplings(self.config),
@@ -398,7 +399,6 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         # step 0 in every step: validations use equal random numbers, so that their results can be compared
         groups = prompt_groups(prompts, sampling.n, name, self.config.trainer.seed, step=0)
         answers = self.scheduler.run(groups, sampling.params)
-        # without meta_info, because batches with different metrics could not be joined
         return answers.select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:

@@ -72,7 +72,8 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
                 trainer.steps.total = failed.step
                 yield trainer
 
-    return run(ReplayJob, load_schema(arguments, failed.options), arguments)
+    loaded = load_schema(arguments, failed.options)
+    return run(ReplayJob, loaded, arguments)
 
 
 def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
@@ -92,24 +93,33 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
             self.steps.restrict_to_step(failed.step, failed.sampling)
 
         def collect_batch(self) -> DataProto:
-            return super().collect_batch() if failed.batch is None else failed.batch
+            if failed.batch is not None:
+                return failed.batch
+            return super().collect_batch()
 
         def score(self, batch: DataProto) -> DataProto:
-            return super().score(batch) if failed.batch is None else batch
+            # the batch of a dump has its scores
+            if failed.batch is not None:
+                return batch
+            return super().score(batch)
 
     # rewards or environments run in this process, where a debugger can stop in them
-    in_this_process = ["reward.num_workers=0"] if config.reads_prompts else EPISODES
+    in_this_process = EPISODES
+    if config.reads_prompts:
+        in_this_process = ["reward.num_workers=0"]
     words = [*saved_options, *ONE_DEVICE, *in_this_process, *arguments[2:]]
     return run_ppo(words, trainer_class=Replay)
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]")
+    folder = Path(argv[0]).expanduser().absolute()
+    overrides = [word for word in argv[1:] if word != "--pdb"]
     try:
-        return replay(Path(argv[0]).expanduser().absolute(), [word for word in argv[1:] if word != "--pdb"])
+        return replay(folder, overrides)
     except UserError:
         # a wrong folder or option: there is nothing to debug
         raise

@@ -118,6 +118,7 @@ def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
 
 def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> str | None:
     """Returns the text of a chat from which a part was removed, or None if the template requires that part."""
+    # a template cannot render a chat without messages
     if not chat:
         return ""
     try:

@@ -175,8 +175,10 @@ class MixtureBatches(BatchOrder):
         # fractions, because the error of floating-point shares would add up over the batches
         exact_weights = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
         total_weight = sum(exact_weights.values())
+        self.shares: dict[str, Fraction] = {}
         # sorted by name, because of equally late sources the first is drawn, whatever the order of the options
-        self.shares = {name: exact_weights[name] / total_weight for name in sorted(exact_weights)}
+        for name in sorted(exact_weights):
+            self.shares[name] = exact_weights[name] / total_weight
         # by source: its share of all prompts so far, minus the prompts drawn from it
         self.behind = dict.fromkeys(self.shares, Fraction(0))
         self.drawn = dict.fromkeys(self.shares, 0)
@@ -215,8 +217,11 @@ class MixtureBatches(BatchOrder):
     def state_dict(self) -> OrderState:
         sources = {}
         for name in self.shares:
-            # as text, which keeps a fraction exact
-            sources[name] = {"behind": str(self.behind[name]), "drawn": self.drawn[name]}
+            sources[name] = {
+                # as text, which keeps a fraction exact
+                "behind": str(self.behind[name]),
+                "drawn": self.drawn[name],
+            }
         state = super().state_dict()
         return state | {"sources": sources}
 
@@ -288,8 +293,11 @@ class SamplerBatches(BatchOrder):
         """Passes a finished batch to the sampler, if it has `update`. Returns its numbers as sampler/<name>."""
         if not hasattr(self.sampler, "update"):
             return {}
-        metrics = self.sampler.update(batch) or {}
-        return {f"sampler/{name}": float(value) for name, value in metrics.items()}
+        numbers = self.sampler.update(batch) or {}
+        metrics = {}
+        for name, value in numbers.items():
+            metrics[f"sampler/{name}"] = float(value)
+        return metrics
 
     def state_dict(self) -> OrderState:
         # a copy, because the sampler may change its state before the checkpoint is written

@@ -132,7 +132,8 @@ class PromptDataset:
 
         # all batches have the same width, as in verl
         width = self._max_prompt_length
-        prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
+        shape = (len(index), width)
+        prompts = torch.full(shape, self._pad_token_id, dtype=torch.long)
         prompt_mask = torch.zeros_like(prompts)
         for line, row_number in enumerate(index):
             tokens = torch.from_numpy(self._tokens[row_number].astype(np.int64))
@@ -178,7 +179,9 @@ class PromptDataset:
             if row["images"]:
                 images_by_row[row_number] = row["images"]
 
-        images_and_tokens = [(images, self._tokens[row_number]) for row_number, images in images_by_row.items()]
+        images_and_tokens = []
+        for row_number, images in images_by_row.items():
+            images_and_tokens.append((images, self._tokens[row_number]))
         inputs = processor.inputs(images_and_tokens)
         inputs_by_row = dict(zip(images_by_row, inputs, strict=True))
         return [inputs_by_row.get(row_number) for row_number in index.tolist()]

@@ -98,7 +98,10 @@ class RowSchema:
         self._tools = read_tools_file(config.tools_path)
 
         column_options = {"prompt": config.prompt_key} | config.columns
-        self._theirs = {name: _listed(column_options.get(name, name)) for name in _OURS}
+        # names of the user's columns by the schema's name
+        self._theirs: dict[str, list[str]] = {}
+        for name in _OURS:
+            self._theirs[name] = _listed(column_options.get(name, name))
 
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
@@ -106,8 +109,9 @@ class RowSchema:
         wanted = ["reward_model", *self._image_columns, *_MEDIA_COLUMNS, *table.media]
         for names in self._theirs.values():
             for name in names:
-                wanted.append(name)  # a dotted name can also be that of a column
-                wanted.append(name.partition(".")[0])
+                # a dotted name can be that of a column, or of an entry of a column
+                first_part, _, _ = name.partition(".")
+                wanted += [name, first_part]
         columns = [name for name in table.columns if name in wanted]
 
         for start in range(0, len(indices), _ROWS_AT_ONCE):
@@ -464,7 +468,8 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
         content = message["refusal"]
     if content is None:
         has_other_output = any(others.get(name) for name in ("tool_calls", *_REASONING))
-        if role == "tool" or (role == "assistant" and has_other_output):
+        may_be_empty = role == "tool" or (role == "assistant" and has_other_output)
+        if may_be_empty:
             content = ""
         elif "content" not in message:
             raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
@@ -541,7 +546,8 @@ def read_tools(tools: object, where: str) -> list[ToolSchema]:
             else:
                 schemas.append(without_nulls(tool))
         tools = schemas
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+    are_schemas = isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools)
+    if not are_schemas:
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
         raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")
     return tools

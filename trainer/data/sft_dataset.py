@@ -190,8 +190,10 @@ def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataCo
     Raises:
         UserError: If the row is unusable.
     """
-    has_chat = value_at(row, config.messages_key) is not None or value_at(row, config.prompt_key) is not None
-    if not has_chat and row.get(TEXT) is not None:
+    has_messages = value_at(row, config.messages_key) is not None
+    has_prompt = value_at(row, config.prompt_key) is not None
+    # the other forms have priority, so that their rows may have a column of this name
+    if row.get(TEXT) is not None and not has_messages and not has_prompt:
         if config.completion_only_loss:
             raise UserError(
                 f"{where}: plain text has no completion, so data.completion_only_loss=true leaves no token in the "
@@ -262,7 +264,7 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
         )
     encoding = tokenizer(text)
     tokens = list(encoding["input_ids"])
-    # some tokenizers add the end themselves
+    # some tokenizers add the end themselves, and it must not be learnt twice
     if tokens[-1] != tokenizer.eos_token_id:
         tokens.append(tokenizer.eos_token_id)
     response = tokens[1:]
@@ -295,6 +297,7 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
         return chat, last_answer
 
     response_key = config.response_key
+    # the column of TRL is read without an option that names it
     if value_at(row, response_key) is None:
         response_key = COMPLETION
     prompt = value_at(row, config.prompt_key)
@@ -382,13 +385,13 @@ def encode_chat(
         learnt_from = chat_text.message_start(first)
 
     tokens, mask = _encode_spans(chat_text.whole, learnt_from, answers, left_out, tokenizer, arguments)
-    first_learnt = len(mask)
+    border = len(mask)  # between prompt and response
     if 1 in mask:
         # at least 1, because nothing predicts the first token
-        first_learnt = max(1, mask.index(1))
-    if first_learnt == len(mask):
+        border = max(1, mask.index(1))
+    if border == len(mask):
         raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
-    return Example(tokens[:first_learnt], tokens[first_learnt:], mask[first_learnt:])
+    return Example(tokens[:border], tokens[border:], mask[border:])
 
 
 @dataclass(frozen=True)
@@ -465,13 +468,17 @@ def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
     may_be_learnt = []
     messages = []
     for message in chat:
-        values = [message[name] for name in LOSS_MASKS if name in message]
-        other_values = [value for value in values if value not in (0, 1)]
-        if other_values:
-            raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {other_values[0]!r}; expected 0 or 1")
-        may_be_learnt.append(0 not in values)
         # without the entry, because a template could write it
-        messages.append({name: value for name, value in message.items() if name not in LOSS_MASKS})
+        message = dict(message)
+        is_learnt = True
+        for name in LOSS_MASKS:
+            value = message.pop(name, 1)
+            if value not in (0, 1):
+                raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {value!r}; expected 0 or 1")
+            if value == 0:
+                is_learnt = False
+        may_be_learnt.append(is_learnt)
+        messages.append(message)
     return may_be_learnt, messages
 
 

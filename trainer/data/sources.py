@@ -420,12 +420,16 @@ def _rows_of_class(
     rows = [dataset[index] for index in range(len(dataset))]
     name = f"{custom.name} of {custom.path}"
     for index, row in enumerate(rows):
-        is_row = isinstance(row, dict) and not any(isinstance(value, torch.Tensor) for value in row.values())
         if isinstance(row, dict) and is_nested_deeper(row, MOST_LEVELS):
             raise UserError(f"data.custom_cls: row {index} of {name} is nested more than {MOST_LEVELS} levels deep")
-        if not is_row:
+        if not isinstance(row, dict) or _has_tensor(row):
             raise UserError(
                 f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "
                 '(tokens are computed later): {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
             )
     return RowTable(name, rows)
+
+
+def _has_tensor(row: Row) -> bool:
+    """Returns True if a column of the row is a tensor, as in datasets that tokenize their prompts themselves."""
+    return any(isinstance(value, torch.Tensor) for value in row.values())

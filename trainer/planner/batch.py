@@ -82,13 +82,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         rows += _episode_rows(config)
     rows += _on_policy_rows(config)
     rows.append(_passes_row(config))
-
-    trainer = config.trainer
-    limit = f"trainer.total_training_steps={trainer.total_training_steps}"
-    if trainer.total_training_steps is None:
-        limit = f"trainer.total_epochs={trainer.total_epochs}"
-    rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
-
+    rows.append(steps_row(config.trainer, total_steps))
     rows.append(_engine_row(config, slots))
     top_k = config.rollout.top_k
     if top_k > 0:
@@ -97,6 +91,15 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         options = f"rollout.top_k={top_k} x 4 bytes per response token, on the driver and in messages"
         rows.append(PlanRow("sampling candidates per training step", f"{megabytes:,.1f} MB", options))
     return [*rows, *adapter_rows(config.model)]
+
+
+def steps_row(trainer: RunConfig, total_steps: int | None) -> PlanRow:
+    """Returns the number of training steps, and the option that limits it."""
+    number = "?" if total_steps is None else f"{total_steps}"
+    limit = f"trainer.total_training_steps={trainer.total_training_steps}"
+    if trainer.total_training_steps is None:
+        limit = f"trainer.total_epochs={trainer.total_epochs}"
+    return PlanRow("training steps", number, limit)
 
 
 def _on_policy_rows(config: PPOConfig) -> Iterator[PlanRow]:

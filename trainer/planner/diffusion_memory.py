@@ -140,7 +140,9 @@ def published_shape(name: str) -> PipelineShape:
 def read_shape(path: str) -> PipelineShape:
     """Reads the shape of the pipeline in a folder from its config files. Raises UserError if one is missing."""
     folder = Path(path).expanduser()
-    files = {name: folder / name / "config.json" for name in ("transformer", "vae", "text_encoder")}
+    files = {}
+    for name in ("transformer", "vae", "text_encoder"):
+        files[name] = folder / name / "config.json"
     files["model_index"] = folder / "model_index.json"
     tokenizer_file = folder / "tokenizer" / "tokenizer_config.json"
     if tokenizer_file.is_file():

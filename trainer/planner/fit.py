@@ -66,8 +66,10 @@ def _decide_reduction(
     actor = config.actor.fsdp_config
     critic = config.critic.fsdp_config
     undecided_sizes = []
+    # the actor's decides: a configured size leaves null sizes of the others as they are
     if actor.fsdp_size is None:
-        undecided_sizes = [fsdp for fsdp in (actor, critic, config.ref.fsdp_config) if fsdp.fsdp_size is None]
+        sections = (actor, critic, config.ref.fsdp_config)
+        undecided_sizes = [fsdp for fsdp in sections if fsdp.fsdp_size is None]
     undecided_reductions = [fsdp for fsdp in (actor, critic) if fsdp.reduce_every_micro_batch is None]
 
     # values of fsdp_size and reduce_every_micro_batch, the fastest first: a copy of the weights on each machine gathers
@@ -104,8 +106,11 @@ def _decide_recomputed(
 ) -> list[str]:
     """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Returns sentences."""
     sentences = []
-    for key, shape in (("model", networks.policy), ("critic.model", networks.critic)):
-        model: NetworkConfig = config.model if key == "model" else config.critic.model
+    trained_networks: list[tuple[str, NetworkConfig, ModelShape | None]] = [
+        ("model", config.model, networks.policy),
+        ("critic.model", config.critic.model, networks.critic),
+    ]
+    for key, model, shape in trained_networks:
         is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
         # offload would fill the host's memory
         if shape is None or is_decided or model.enable_activation_offload:
@@ -202,7 +207,8 @@ def find_fit(
             return effective, plan
         plans.append(plan)
     # a note is a problem that stops the run even if the memory is enough, so plans without notes come first
-    return None, min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
+    nearest = min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
+    return None, nearest
 
 
 def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Changes]]:

@@ -42,7 +42,8 @@ def launch_device(config: RunOptions) -> Accelerator:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=properties.total_memory / GIB)
+    memory_gib = properties.total_memory / GIB
+    return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=memory_gib)
 
 
 def update_work(config: PPOConfig) -> UpdateWork | None:

@@ -37,12 +37,12 @@ from trainer.planner.networks import (
     recomputed_layers,
 )
 from trainer.planner.pass_bytes import (
-    TILE_BYTES,
     Pass,
     forward_only,
     kept_activations,
     kept_after_update,
     kept_when_freed,
+    tile_bytes,
     tower_parts,
     training_pass,
 )
@@ -123,12 +123,13 @@ def place_networks(
     weights: dict[str, Parts] = {}
     moments: dict[str, Parts] = {}
     for role, network in held.items():
-        # on a CPU, device and host are the same memory, and offloading does nothing
         fsdp = network.fsdp
+        # on a CPU, device and host are the same memory, and offloading does nothing
         offloads_weights = fsdp.param_offload and not on_cpu
         offloads_moments = fsdp.optimizer_offload and not on_cpu
-        moments_name = f"{network.optimizer}'s moments"
+
         weights[role] = _place(plan, role, "weights", network.weights, is_offloaded=offloads_weights)
+        moments_name = f"{network.optimizer}'s moments"
         moments[role] = _place(plan, role, moments_name, network.moments, is_offloaded=offloads_moments)
     return weights, moments
 
@@ -142,6 +143,26 @@ def _place(plan: MemoryPlan, role: str, name: str, size: float, *, is_offloaded:
         return {}
     plan.host[f"{role}: {name}"] = size
     return {f"{name}, from the host": size}
+
+
+def update_parts(plan: MemoryPlan, role: str, network: HeldNetwork, run: Pass, model: NetworkConfig) -> Parts:
+    """Returns the bytes of forward and backward of an update with `plan.micro_batches` micro-batches.
+
+    Adds offloaded activations to the memory of the host.
+
+    Args:
+        plan: The plan of the run.
+        role: Role of the network.
+        network: The network.
+        run: The largest micro-batch.
+        model: Options of the network.
+    """
+    recomputed = recomputed_layers(model, network.shape)
+    # on a CPU, offload frees nothing
+    is_offloaded = model.enable_activation_offload and plan.base is None
+    if is_offloaded:
+        plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
+    return training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
 
 
 def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor: HeldNetwork, slots: int) -> None:
@@ -405,13 +426,7 @@ class _TrainPhases:
             rows *= config.rollout.n
         run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
 
-        recomputed = recomputed_layers(model, network.shape)
-        # on a CPU, offload frees nothing
-        is_offloaded = model.enable_activation_offload and plan.base is None
-        if is_offloaded:
-            plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
-        parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
-
+        parts = update_parts(plan, role, network, run, model)
         # only the policy is distilled
         topk = distilled_tokens(config) if role == "actor" else 0
         if topk:
@@ -457,9 +472,6 @@ class _TrainPhases:
             copied = 0
         predicted = rows_of_pass * data.max_response_length
 
-        device = "cuda, compiled" if config.model.compile else "cuda"
-        if on_cpu:
-            device = "cpu"
         tokens = rows_of_pass * longest - shared
         images = 0
         if network.shape.tower is not None:
@@ -474,7 +486,7 @@ class _TrainPhases:
             entropy=entropy,
             repeated=math.ceil(copied / ranks),
             ranks=ranks,
-            tile=TILE_BYTES[device],
+            tile=tile_bytes(config.model, on_cpu=on_cpu),
             images=images,
         )
         return run, math.ceil(rows_of_group / rows_of_pass)

@@ -184,7 +184,9 @@ def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower
         return adapter, adapter
 
     # modules are chosen by name, so the network is built to count them; --fit asks for the same one many times
-    key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
+    chosen_modules = (model.lora_rank, model.target_modules, model.exclude_modules)
+    # as text, because lists cannot be keys
+    key = repr((model.path, model.override_config, chosen_modules))
     if key not in _COUNTED:
         _COUNTED[key] = count_trained(model)
     adapter = _COUNTED[key]

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from trainer.planner.memory_table import SHARD, TOWER, WHOLE_GRADIENTS
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import FP32, HeldNetwork
+from verl_lite.config import NetworkConfig
 from verl_lite.machine.device import KEPT_FREED_BYTES
 from workers.policy.activations import AHEAD
-
-# workers.policy.causal_lm keeps logits up to this size for the backward pass
-KEPT_LOGITS_BYTES = 32 << 20
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
-"""Maximum bytes of a tile of logits that are not kept."""
+from workers.policy.causal_lm import KEPT_LOGITS_BYTES, TILE_BYTES
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,15 @@ class Pass:
     ranks: int = 1
     tile: int = TILE_BYTES["cuda"]
     images: int = 0
+
+
+def tile_bytes(model: NetworkConfig, *, on_cpu: bool) -> int:
+    """Returns the maximum bytes of a tile of logits."""
+    if on_cpu:
+        return TILE_BYTES["cpu"]
+    if model.compile:
+        return TILE_BYTES["cuda, compiled"]
+    return TILE_BYTES["cuda"]
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:

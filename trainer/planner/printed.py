@@ -182,7 +182,8 @@ def _refuse(arguments: argparse.Namespace, *names: str) -> None:
 
 def _check_numbers(arguments: argparse.Namespace, longest: Lengths) -> None:
     """Raises UserError for mean lengths that are not positive or exceed the maximum lengths."""
-    for name, most in (("mean_prompt", longest.prompt), ("mean_response", longest.response)):
+    limits = {"mean_prompt": longest.prompt, "mean_response": longest.response}
+    for name, most in limits.items():
         value = getattr(arguments, name)
         is_valid = value is None or 0 < value <= most
         if not is_valid:

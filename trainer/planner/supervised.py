@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.planner.accelerators import Accelerator
-from trainer.planner.batch import PlanRow, adapter_rows, slots_text
-from trainer.planner.memory import place_networks
+from trainer.planner.batch import PlanRow, adapter_rows, slots_text, steps_row
+from trainer.planner.memory import place_networks, update_parts
 from trainer.planner.memory_table import KEPT_FREED, WORKER_BYTES, MemoryPlan
 from trainer.planner.model_shape import read_shape
-from trainer.planner.networks import HeldNetwork, held_network, recomputed_layers, trained_parameters
-from trainer.planner.pass_bytes import (
-    TILE_BYTES,
-    Pass,
-    forward_only,
-    kept_activations,
-    kept_after_update,
-    training_pass,
-)
+from trainer.planner.networks import HeldNetwork, held_network, trained_parameters
+from trainer.planner.pass_bytes import Pass, forward_only, kept_after_update, tile_bytes
 from verl_lite.config import SFTConfig, SupervisedConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 
@@ -139,12 +132,7 @@ def supervised_plan(
         plan.phases["validation"] = weights["model"] | forward_only(network, run_of_validation)
 
     plan.micro_batches, _ = micro_batches(config, slots, step)
-    recomputed = recomputed_layers(config.model, network.shape)
-    # on a CPU, offload frees nothing
-    is_offloaded = config.model.enable_activation_offload and not on_cpu
-    if is_offloaded:
-        plan.host["model: activations"] = kept_activations(network, run, recomputed)
-    parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
+    parts = update_parts(plan, "model", network, run, config.model)
     if on_cpu:
         parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
@@ -162,9 +150,6 @@ def _largest_micro_batch(
     shared = 0
     if config.model.use_remove_padding and network.shape.is_packed:
         shared = math.ceil(batch.shared * share)
-    kind = "cuda, compiled" if config.model.compile else "cuda"
-    if on_cpu:
-        kind = "cpu"
     return Pass(
         tokens=math.ceil(tokens / ranks) - shared,
         predicted=math.ceil(batch.predicted * share),
@@ -172,7 +157,7 @@ def _largest_micro_batch(
         size=network.compute,
         repeated=shared,
         ranks=ranks,
-        tile=TILE_BYTES[kind],
+        tile=tile_bytes(config.model, on_cpu=on_cpu),
     )
 
 
@@ -182,27 +167,30 @@ def supervised_rows(
     """Returns the plan of batches of a run. steps: sizes of some of its steps."""
     largest = max(steps, key=lambda step: step.tokens)
     most, _ = micro_batches(config, slots, largest)
-    # means over the steps
-    tokens = sum(step.tokens for step in steps) / len(steps)
-    predicted = sum(step.predicted for step in steps) / len(steps)
-    numbers = [micro_batches(config, slots, step)[0] for step in steps]
-    number = sum(numbers) / len(steps)
 
-    limit = f"trainer.total_training_steps={config.trainer.total_training_steps}"
-    if config.trainer.total_training_steps is None:
-        limit = f"trainer.total_epochs={config.trainer.total_epochs}"
-    unit = "pairs" if is_of_pairs(config) else "rows"
+    total_tokens = 0
+    total_predicted = 0
+    total_micro_batches = 0
+    for step in steps:
+        total_tokens += step.tokens
+        total_predicted += step.predicted
+        number, _ = micro_batches(config, slots, step)
+        total_micro_batches += number
+    mean_tokens = total_tokens / len(steps)
+    loss_share = total_predicted / total_tokens
     budget = config.data.max_token_len_per_gpu
-    full_share = tokens / (number * slots * budget)
+    full_share = total_tokens / (total_micro_batches * slots * budget)
+
+    unit = "pairs" if is_of_pairs(config) else "rows"
     devices = slots_text(config.trainer, slots)
     options = f"at most, on {devices}; data.max_token_len_per_gpu={budget} tokens, on average {full_share:.0%} full"
-    loss_share = f"on average, {predicted / tokens:.1%} of them in the loss"
+    loss_text = f"on average, {loss_share:.1%} of them in the loss"
     longest_row = f"the longest of the {unit} has {largest.longest}"
     return [
         PlanRow(f"{unit} per training step", f"{largest.rows}", "data.train_batch_size"),
-        PlanRow("tokens per training step", f"{tokens:,.0f}", loss_share),
+        PlanRow("tokens per training step", f"{mean_tokens:,.0f}", loss_text),
         PlanRow("tokens of the largest step", f"{largest.tokens:,}", longest_row),
         PlanRow("micro-batches per device and step", f"{most}", options),
-        PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit),
+        steps_row(config.trainer, total_steps),
         *adapter_rows(config.model),
     ]

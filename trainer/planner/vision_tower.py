@@ -142,6 +142,8 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
         windowed = config.depth - len(blocks_with_full_attention)
         window = config.window_size**2 // area
 
+    # Qwen3-VL also gives features of some blocks in between to the language model, by mergers of their own
+    mergers = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
     return TowerShape(
         parameters=_count(tower),
         blocks=config.depth,
@@ -152,7 +154,7 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
         per_token=config.spatial_merge_size**2,
         pixels=area,
         output=config.out_hidden_size,
-        mergers=1 + len(getattr(config, "deepstack_visual_indexes", ())),
+        mergers=mergers,
         has_gate=hasattr(tower.blocks[0].mlp, "gate_proj"),
         windowed=windowed,
         window=window,

@@ -129,7 +129,8 @@ def check_pair(pair: Pair, where: str) -> None:
             f"{where}: the chats differ before their last message, and DPO compares two answers to the same prompt; "
             "cut both chats after the first message that differs, or remove such rows"
         )
-    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+    answers = {"chosen": pair.chosen, "rejected": pair.rejected}
+    for name, answer in answers.items():
         # 1 token is the end of the turn
         if len(answer.response) < 2:
             raise UserError(f"{where}: the {name} answer has no tokens before its end-of-turn token; remove such rows")

@@ -403,8 +403,9 @@ class SupervisedJob(Job[Options]):
         self.task = self.read_task()
         self.device = launch_device(self.config)
         data: SupervisedDataConfig = self.config.data
+        lengths = [len(row) for row in (*self.task.train, *self.task.val)]
+        longest = max(lengths)
         # a row is never divided between micro-batches
-        longest = max(len(row) for row in (*self.task.train, *self.task.val))
         if longest > data.max_token_len_per_gpu:
             raise UserError(
                 f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: the longest row has {longest} tokens, "
@@ -437,7 +438,8 @@ class SupervisedJob(Job[Options]):
         # on a GPU, an index outside of the embedding would be an assertion of the device without the row or the token
         text_config = load_model_config(self.config.model).get_text_config()
         size = text_config.vocab_size
-        for option, rows in (("data.train_files", self.task.train), ("data.val_files", self.task.val)):
+        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
+        for option, rows in rows_by_option.items():
             largest = _largest_token(rows)
             if largest >= size:
                 raise UserError(
@@ -519,7 +521,8 @@ class SupervisedJob(Job[Options]):
             "train on": next_command,
         }
         measured = supervised_measured_line(self.memory_plan, self.device, self.run_dir)
-        return Report([line, measured], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
+        curve = draw_curve(self.run_dir, *CURVES)
+        return Report([line, measured], {"picture": curve}, commands)
 
     def export(self, result: Trained) -> Path:
         """Writes the trained model in Hugging Face format and returns its folder.

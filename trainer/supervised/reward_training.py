@@ -117,6 +117,7 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     def read_task(self) -> Task[Pair]:
         model = self.config.model
         data = self.config.data
+        # the options of a sequence classifier have no tokenizer_path
         source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = load_tokenizer(source, data.chat_template)
         return pair_task(RewardTrainingWorker, tokenizer, data, data.score_at, report=self.console.print)
