@@ -246,7 +246,7 @@ def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
     other_columns = {key: value for key, value in row.items() if key not in ("image", "images")}
     values = plain_value(other_columns)
     if "reward_model" not in values:
-        # the row schema requires one, also for rewards that do not read it
+        # rows of a run with rewards must have one, also if the reward does not read it
         ground_truth = values.setdefault("ground_truth", "")
         if ground_truth is None:
             raise UserError(

@@ -154,11 +154,8 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.greater_is_better = greater_is_better
         self.threshold = threshold
-        self.best_value: float | None = None
-        self.best_step = 0
-        self.num_without_improvement = 0
-        self.last_step = -1  # the step of the newest value; a step can be seen twice: validated and logged
         self._warned = False
+        self._begin_anew()
 
     @property
     def is_exhausted(self) -> bool:
@@ -206,10 +203,11 @@ class EarlyStopping(Callback):
         self.last_step = state["last_step"]
 
     def _begin_anew(self) -> None:
-        self.best_value = None
+        """Forgets all values."""
+        self.best_value: float | None = None
         self.best_step = 0
         self.num_without_improvement = 0
-        self.last_step = -1
+        self.last_step = -1  # the step of the newest value; a step can be seen twice: validated and logged
 
     @property
     def _is_of_validation(self) -> bool:
@@ -250,6 +248,7 @@ class EarlyStopping(Callback):
             control.should_training_stop = True
 
     def _is_improvement(self, value: float) -> bool:
+        """Returns True if a value is better than the best one so far by more than the threshold."""
         if not math.isfinite(value):
             return False
         if self.best_value is None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 from verl_lite.machine.launcher import refuse_launcher
@@ -51,7 +51,7 @@ WORKERS = {
 }
 _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|main_\w+|launch/\w+|evaluate/\w+)\.py$")
 """Files above the training loop."""
-Handler = Callable[[int, FrameType | None], Any] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 # vLLM 0.26 reads only the second
@@ -91,8 +91,11 @@ def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[
 
 
 def prepare_driver() -> None:
-    """Sets the environment variables of the driver process that the user has not set. Raises UserError under a launcher
-    that starts the command several times."""
+    """Sets the environment variables of the driver process that the user has not set.
+
+    Raises:
+        UserError: under a launcher that starts the command several times, such as torchrun.
+    """
     refuse_launcher(os.environ)
     variables = WORKERS | DRIVER
     for name, value in variables.items():

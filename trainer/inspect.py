@@ -245,6 +245,7 @@ def _request_tree(answer: RecordedAnswer, score: str) -> Tree:
 
 
 def _request_label(request: RecordedRequest) -> Text:
+    """Returns the number of a request, its facts, and the beginnings of its messages, one on each line."""
     # escaped here, because rich would measure the lines of the tree before Terminal escapes them
     start = f"#{request.number} {request.start}".strip()
     label = Text.assemble((start, "bold"), f" {printable(request.facts)}")

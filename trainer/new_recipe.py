@@ -20,8 +20,15 @@ FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "REA
 
 
 def write_recipe(name: str, folder: Path) -> Path:
-    """Writes the recipe into a new folder and returns the folder's absolute path. Raises UserError if the folder exists
-    or Python cannot import a package of this name from there."""
+    """Writes the recipe into a new folder and returns the folder's absolute path.
+
+    Args:
+        name: Name of the recipe and of its advantage estimator.
+        folder: The new folder.
+
+    Raises:
+        UserError: if the folder exists, or if Python cannot import a package of this name from there.
+    """
     from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 
     folder = folder.expanduser().absolute()

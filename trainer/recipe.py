@@ -115,8 +115,11 @@ def recipe_modules(config: RunOptions) -> list[str]:
 
 
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
-    """Returns the trainer class: the recipe's, or else the standard class for the configuration. Raises UserError if
-    the recipe's class is not a subclass of the standard class."""
+    """Returns the trainer class: the recipe's, or else the standard class for the configuration.
+
+    Raises:
+        UserError: if the recipe's class is not a subclass of the standard class.
+    """
     from trainer.agentic.agent_trainer import AgentTrainer
     from trainer.ray_trainer import RayPPOTrainer
 

@@ -12,13 +12,17 @@ import pdb
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.cli import command
 from verl_lite.errors import UserError, printable
 
 if TYPE_CHECKING:
     from trainer.checkpoint.crash_dump import FailedStep
+    from trainer.data.preferences import Pair
+    from trainer.data.sft_dataset import Example
+    from trainer.observe.tracking import Tracking
+    from trainer.supervised.loop import SupervisedTrainer
 
 IN_THIS_PROCESS = """
     trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
@@ -66,7 +70,7 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
         replays_steps = False
 
         @contextmanager
-        def build(self, tracking: Any) -> Iterator[Any]:
+        def build(self, tracking: "Tracking") -> Iterator["SupervisedTrainer[Example | Pair]"]:
             with super().build(tracking) as trainer:
                 # the workers have the schedule of the whole run
                 trainer.steps.total = failed.step

@@ -33,7 +33,12 @@ Arguments = KeywordArguments
 
 
 def render(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, is_question: bool, arguments: Arguments
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    is_question: bool,
+    arguments: Arguments,
 ) -> str:
     """Returns the text of a chat under the chat template.
 
@@ -128,12 +133,14 @@ def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
 
 
 def _without_tools(arguments: Arguments) -> Arguments:
+    """Returns the arguments of the template without `tools`."""
     arguments_without_tools = dict(arguments)
     arguments_without_tools.pop("tools", None)
     return arguments_without_tools
 
 
 def _without_calls(message: Message) -> Message:
+    """Returns a message without its tool calls."""
     message_without_calls = dict(message)
     message_without_calls.pop("tool_calls", None)
     # a template may refuse a null without tool calls
@@ -200,7 +207,11 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
 
 
 def end_of_answer(
-    tokens: Sequence[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase, arguments: Arguments
+    tokens: Sequence[int],
+    start: int,
+    stop: int,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Arguments,
 ) -> int | None:
     """Returns the index after the token that ends an answer, or None if there is no such token.
 
@@ -229,7 +240,11 @@ def end_of_answer(
 
 
 def _last_special(
-    tokens: Sequence[int], start: int, stop: int, special: Collection[int], tokenizer: PreTrainedTokenizerBase
+    tokens: Sequence[int],
+    start: int,
+    stop: int,
+    special: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> int | None:
     """Returns the index of the last special token in tokens[start:stop], or None if other text follows it.
 

@@ -241,20 +241,11 @@ class SamplerBatches(BatchOrder):
         sampler: The sampler, see `Sampler`.
         positions: Prompts of the dataset, which the sampler may repeat or leave out.
         batch_size: Prompts per batch.
-        seed, fingerprint, shuffle: See `BatchOrder`.
+        seed, fingerprint: See `BatchOrder`.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        positions: int,
-        batch_size: int,
-        *,
-        seed: int,
-        fingerprint: str,
-        shuffle: bool = True,
-    ) -> None:
-        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
+    def __init__(self, sampler: Sampler, positions: int, batch_size: int, *, seed: int, fingerprint: str) -> None:
+        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint)
         self.sampler = sampler
         self.positions = positions
         self.name = type(sampler).__name__
@@ -285,6 +276,7 @@ class SamplerBatches(BatchOrder):
             yield [int(position) for position in batch]
 
     def _is_position(self, value: object) -> bool:
+        """Returns True for an integer that is the position of a prompt."""
         if not isinstance(value, int | np.integer):
             return False
         return bool(0 <= value < self.positions)
@@ -332,7 +324,7 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     # a sampler replaces data.shuffle
     if options.sampler.class_path is not None:
         sampler = _make_sampler(data, replace(options, seed=seed))
-        order = SamplerBatches(sampler, len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
+        order = SamplerBatches(sampler, len(data), batch_size, seed=seed, fingerprint=fingerprint)
     elif weights:
         positions = data.positions_by_source()
         _check_weights(weights, positions, options)
@@ -387,6 +379,7 @@ def _make_sampler(data: PromptDataset, options: DataConfig) -> Sampler:
 
 
 def _is_sampler(value: object) -> TypeGuard[Sampler]:
+    """Returns True if an object has the methods of `Sampler`."""
     methods = ("__len__", "__iter__", "state_dict", "load_state_dict")
     return all(hasattr(value, method) for method in methods)
 

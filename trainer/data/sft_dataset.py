@@ -132,7 +132,11 @@ def load_examples(
 
 
 def row_report(
-    option: str, rows: Sequence[TrainingRow], read: int, cut: int, config: SFTDataConfig | PreferenceDataConfig
+    option: str,
+    rows: Sequence[TrainingRow],
+    read: int,
+    cut: int,
+    config: SFTDataConfig | PreferenceDataConfig,
 ) -> str:
     """Returns a sentence on the rows of an option's files: number, tokens, share in the loss, and dropped and cut rows.
 
@@ -207,7 +211,11 @@ def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataCo
 
 
 def template_arguments(
-    row: Row, tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig, chat: Chat, where: str
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SupervisedDataConfig,
+    chat: Chat,
+    where: str,
 ) -> Arguments:
     """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, and its tools.
 

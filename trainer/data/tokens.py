@@ -241,6 +241,7 @@ def _render(
 
 
 def _with_tools(kwargs: KeywordArguments, tools: str | None) -> KeywordArguments:
+    """Returns the arguments of the template with the tools of a prompt, given as json text."""
     if tools is None:
         return kwargs
     return {**kwargs, "tools": json.loads(tools)}
@@ -299,6 +300,7 @@ def _has_results(prompt: Prompt) -> bool:
 
 
 def _first_prompt(prompts: Sequence[Prompt], has_part: Callable[[Prompt], bool]) -> Prompt | None:
+    """Returns the first prompt for which `has_part` is true; None without one."""
     for prompt in prompts:
         if has_part(prompt):
             return prompt
@@ -306,7 +308,11 @@ def _first_prompt(prompts: Sequence[Prompt], has_part: Callable[[Prompt], bool])
 
 
 def _check_part_shown(
-    part: str, prompt: Prompt, prompt_without: Prompt, tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments
+    part: str,
+    prompt: Prompt,
+    prompt_without: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: KeywordArguments,
 ) -> None:
     """Raises UserError if the template gives the same text with and without a part of the prompt.
 

@@ -45,7 +45,12 @@ def check_context(config: PPOConfig) -> None:
 def launch_table(
     config: PPOConfig, slots: int, total_steps: int | None = None, expected: Sequence[PlanRow] = ()
 ) -> str:
-    """Returns the plan of a run as aligned text; see `launch_rows`. expected: rows appended at the end."""
+    """Returns the plan of a run as aligned text.
+
+    Args:
+        config, slots, total_steps: See `launch_rows`.
+        expected: Rows that are appended at the end.
+    """
     rows = launch_rows(config, slots, total_steps)
     return aligned([*rows, *expected])
 
@@ -146,6 +151,7 @@ def _passes_row(config: PPOConfig) -> PlanRow:
 
 
 def _engine_row(config: PPOConfig, slots: int) -> PlanRow:
+    """Returns the number and the kind of the rollout engines, and their devices if these are not the trainer's."""
     engine = resolve_engine_name(config.rollout.name)
     options = "rollout.name"
     if not config.hybrid_engine:
@@ -215,7 +221,9 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
 
 
 def _critic_row(config: PPOConfig) -> PlanRow:
+    """Returns the optimizer steps of the critic in a training step."""
     critic = config.critic
+    # null options of the critic are those of the actor
     mini_batch = critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
     epochs = critic.ppo_epochs or config.actor.ppo_epochs
     optimizer_steps = _mini_batches(mini_batch, config.data.train_batch_size) * epochs
@@ -228,7 +236,13 @@ def _critic_row(config: PPOConfig) -> PlanRow:
 
 def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterator[PlanRow]:
     """Yields the rows and the micro-batches of a mini-batch on each device, or on each group of devices that share
-    their sequences. mini_batch_rows: samples of a mini-batch."""
+    their sequences.
+
+    Args:
+        config: Options of the run.
+        slots: Number of devices of the whole run.
+        mini_batch_rows: Samples of a mini-batch.
+    """
     sharing = config.sequence_parallel_size("actor")
     groups = slots // sharing
     rows = math.ceil(mini_batch_rows / groups)

@@ -230,6 +230,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        """Runs an operation and counts the storages that it allocates."""
         # a view, and the result of an operation in place, have the storage of an argument, which is counted already
         argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
@@ -514,7 +515,11 @@ class _StepBytes:
 
 
 def _constant_bytes(
-    config: RewardFlowConfig, shape: PipelineShape, slots: int, size: int, step: _StepBytes
+    config: RewardFlowConfig,
+    shape: PipelineShape,
+    slots: int,
+    size: int,
+    step: _StepBytes,
 ) -> dict[str, float]:
     """Returns the bytes of the trained expert and of the VAE, which are on the device in every phase.
 

@@ -43,7 +43,11 @@ Changes = dict[str, object]  # values by key
 
 
 def decide_sharding(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float | None,
 ) -> str:
     """Sets `fsdp_size` (if the actor's is null), `reduce_every_micro_batch` and `gradient_checkpointing_layers` where
     they are null. Returns a sentence about each decision, or an empty string.
@@ -60,7 +64,11 @@ def decide_sharding(
 
 
 def _decide_reduction(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float | None,
 ) -> str:
     """Sets `fsdp_size` and `reduce_every_micro_batch` as in `decide_sharding`."""
     actor = config.actor.fsdp_config
@@ -102,7 +110,11 @@ def _decide_reduction(
 
 
 def _decide_recomputed(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_bytes: float
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_bytes: float,
 ) -> list[str]:
     """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Returns sentences."""
     sentences = []
@@ -163,7 +175,11 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
 
 
 def find_fit(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float,
 ) -> tuple[Changes | None, MemoryPlan]:
     """Finds the cheapest changes with which a run fits a GPU.
 
@@ -317,7 +333,12 @@ def _command_line(options: Sequence[str]) -> str:
 
 
 def fit_table(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float, given: Sequence[str]
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float,
+    given: Sequence[str],
 ) -> tuple[bool, list[str]]:
     """Finds the cheapest changes for several sizes of a device.
 

@@ -399,7 +399,14 @@ class _TrainPhases:
         yield _Phase("update", "actor", parts, is_update=True)
 
     def _forward(self, role: str, stage: str, *, entropy: bool = False, topk: int = 0) -> Parts:
-        """Returns the bytes of a pass without gradients. topk: number of most probable tokens that it returns."""
+        """Returns the bytes of a pass without gradients.
+
+        Args:
+            role: Role of the network.
+            stage: Stage of the step, as `requirements.micro_batching` names it.
+            entropy: Whether the entropy is computed.
+            topk: Number of most probable tokens that the pass returns at each position.
+        """
         config = self.config
         network = self.networks[role]
         rows = rows_per_step(config)
@@ -416,7 +423,15 @@ class _TrainPhases:
         return parts
 
     def _update(self, role: str, stage: str, size: int, model: NetworkConfig, *, entropy: bool = False) -> Parts:
-        """Returns the bytes of an update. size: prompts of a mini-batch, as configured."""
+        """Returns the bytes of an update. Sets the number of micro-batches of the plan.
+
+        Args:
+            role: Role of the network.
+            stage: Stage of the step, as `requirements.micro_batching` names it.
+            size: Prompts of a mini-batch, as configured.
+            model: Options of the network.
+            entropy: Whether the entropy is computed.
+        """
         config = self.config
         plan = self.plan
         network = self.networks[role]

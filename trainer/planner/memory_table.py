@@ -105,7 +105,12 @@ class MemoryPlan:
                 yield f"  {name:<42}{parts[name] / GIB:8.2f}   {remedy.format(cache=cache)}"
 
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
-        """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
+        """Yields the plan as lines of text.
+
+        Args:
+            device: Name of the device.
+            memory_gib: Memory of one device, to compare with; None: no comparison.
+        """
         where = f"device ({device})" if self.base is None else "process"
         yield f"always on each {where} (GiB, calculated)"
         for name, value in self.always.items():

@@ -157,9 +157,21 @@ class ModelShape:
 
 
 def _config(
-    family: JsonObject, *, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, tied: bool = False
+    family: JsonObject,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    tied: bool = False,
 ) -> JsonObject:
-    """Returns the config.json of a model of a family. family: the entries that its models share."""
+    """Returns the config.json of a model.
+
+    Args:
+        family: Entries that all models of its family share.
+        hidden, layers, heads, kv_heads, inner, tied: See `ModelShape`.
+    """
     config = family | {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

@@ -225,8 +225,16 @@ def held_network(
     adapter: int = 0,
     optimizer: str = "adamw",
 ) -> HeldNetwork:
-    """Returns a network in an FSDP engine with these options. trained, adapter: see `HeldNetwork`."""
+    """Returns a network in an FSDP engine.
+
+    Args:
+        slots: Number of devices of the run.
+        device: Kind of the devices.
+        shape, fsdp, trained, adapter: See `HeldNetwork`.
+        optimizer: Value of the option `optimizer`, such as "adamw" or "muon".
+    """
     matrices = 0
+    # all parameters of an adapter are matrices
     if optimizer == "muon":
         matrices = adapter or shape.matrix_parameters
     return HeldNetwork(

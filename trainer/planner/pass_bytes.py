@@ -145,7 +145,12 @@ def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
 
 
 def training_pass(
-    network: HeldNetwork, run: Pass, micro_batches: int, *, recomputed: int, offload: bool = False
+    network: HeldNetwork,
+    run: Pass,
+    micro_batches: int,
+    *,
+    recomputed: int,
+    offload: bool = False,
 ) -> dict[str, float]:
     """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
 

@@ -15,7 +15,7 @@ from trainer.planner.accelerators import ACCELERATORS, Accelerator, with_measure
 from trainer.planner.batch import aligned, check_context, launch_table
 from trainer.planner.fit import BUDGET, decide_sharding, fewer_processes, fit_table
 from trainer.planner.memory import memory_plan
-from trainer.planner.memory_table import GIB
+from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape, config_like
 from trainer.planner.networks import BF16, FP32, Networks, read_networks
 from trainer.planner.step_time import Lengths, time_lines
@@ -122,8 +122,8 @@ def print_supervised_plan(arguments: argparse.Namespace, words: list[str], optio
         rows = supervised_rows(config, slots, config.trainer.total_training_steps, [longest])
         print(f"\n{aligned(rows)}\n")
         plan = supervised_plan(config, network, slots, device, longest)
-        print("\n".join(plan.lines(device.name, memory_gib)))
-        return int(memory_gib is not None and not plan.fits(memory_gib * GIB))
+        fits = _print_lines(plan, device.name, memory_gib)
+        return int(not fits)
 
 
 def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -155,9 +155,10 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     memory_gib = arguments.memory_gb
     if memory_gib is None and arguments.device is not None:
         memory_gib = ACCELERATORS[arguments.device].memory_gib
-    print(f"clip {clip}; {slots} device{'s' * (slots > 1)}\n")
-    print("\n".join(expected.lines(arguments.device or "GPU", memory_gib)))
-    return int(memory_gib is not None and not expected.fits(memory_gib * GIB))
+    devices = "device" if slots == 1 else "devices"
+    print(f"clip {clip}; {slots} {devices}\n")
+    fits = _print_lines(expected, arguments.device or "GPU", memory_gib)
+    return int(not fits)
 
 
 def _device(arguments: argparse.Namespace) -> Accelerator:
@@ -217,15 +218,24 @@ def _make_room_for_longest_row(config: PPOConfig, longest: Lengths) -> list[str]
 
 
 def _print_memory(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float | None,
 ) -> bool:
     """Prints the memory of each phase. Returns True if the run fits, or if the memory is unknown."""
     plan = memory_plan(config, networks, slots, device)
-    print("\n".join(plan.lines(device.name, memory_gib)))
-    if memory_gib is None or plan.fits(memory_gib * GIB):
-        return True
-    print(fewer_processes(config, networks, slots, device, memory_gib))
-    return False
+    fits = _print_lines(plan, device.name, memory_gib)
+    if memory_gib is not None and not fits:
+        print(fewer_processes(config, networks, slots, device, memory_gib))
+    return fits
+
+
+def _print_lines(plan: MemoryPlan, device: str, memory_gib: float | None) -> bool:
+    """Prints a plan for a device of this name. Returns True if the run fits, or if the memory is unknown."""
+    print("\n".join(plan.lines(device, memory_gib)))
+    return memory_gib is None or plan.fits(memory_gib * GIB)
 
 
 def _write_config_like(config: PPOConfig | SupervisedConfig, like: str, folder: str) -> None:
@@ -240,7 +250,11 @@ def _write_config_like(config: PPOConfig | SupervisedConfig, like: str, folder: 
 
 
 def _print_model(
-    shape: ModelShape, config: RunOptions, slots: int, device: Accelerator, arguments: argparse.Namespace
+    shape: ModelShape,
+    config: RunOptions,
+    slots: int,
+    device: Accelerator,
+    arguments: argparse.Namespace,
 ) -> None:
     """Prints the size of the model and the devices that the plan is for."""
     nodes = config.trainer.nnodes

@@ -146,10 +146,26 @@ class Spread:
 
 
 def reduction_seconds(
-    whole: float, trained: int, spread: Spread, device: Accelerator, micro_batches: int, reductions: int
+    whole: float,
+    trained: int,
+    spread: Spread,
+    device: Accelerator,
+    micro_batches: int,
+    reductions: int,
 ) -> float:
-    """Returns the time to gather `whole` bytes of weights for forward and backward of each micro-batch and to sum fp32
-    gradients `reductions` times. The traffic overlaps with arithmetic, so the longer of the two is the lower bound."""
+    """Returns the time of the communication in an update: gathering weights and summing fp32 gradients.
+
+    The weights are gathered for forward and backward of each micro-batch. The traffic overlaps with arithmetic, so the
+    longer of the two is the lower bound.
+
+    Args:
+        whole: Bytes of all weights.
+        trained: Number of trained parameters.
+        spread: Placement of the network.
+        device: Kind of the devices.
+        micro_batches: Number of micro-batches.
+        reductions: Number of times that the gradients are summed.
+    """
     gather = spread.gather_seconds(whole, device)
     gradient_bytes = 4.0 * trained
     reduce_scatter = spread.gather_seconds(gradient_bytes, device)
@@ -158,7 +174,11 @@ def reduction_seconds(
 
 
 def step_stages(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    mean: Lengths,
 ) -> dict[str, Stage]:
     """Returns the stages of a training step by name."""
     plan = memory_plan(config, networks, slots, device)
@@ -196,9 +216,23 @@ def step_stages(
 
 
 def _generation(
-    config: PPOConfig, policy: ModelShape, slots: int, device: Accelerator, mean: Lengths, sequences: int
+    config: PPOConfig,
+    policy: ModelShape,
+    slots: int,
+    device: Accelerator,
+    mean: Lengths,
+    sequences: int,
 ) -> tuple[Stage, Stage]:
-    """Returns the prefill and decode stages of a step. sequences: number that an engine can decode at a time."""
+    """Returns the prefill and decode stages of a step.
+
+    Args:
+        config: Options of the run.
+        policy: Shape of the policy.
+        slots: Number of devices.
+        device: Kind of the devices.
+        mean: Mean lengths.
+        sequences: Number of answers that an engine can decode at a time.
+    """
     rollout = config.rollout
     # the answers of a step are divided equally among the engines
     engines = num_engines(config, slots)
@@ -238,7 +272,15 @@ class _Passes:
 
     @classmethod
     def of_run(cls, config: PPOConfig, slots: int, device: Accelerator, mean: Lengths, micro_batches: int) -> _Passes:
-        """Returns the passes of a run. micro_batches: number of micro-batches of a mini-batch on each device."""
+        """Returns the passes of a run.
+
+        Args:
+            config: Options of the run.
+            slots: Number of devices.
+            device: Kind of the devices.
+            mean: Mean lengths.
+            micro_batches: Number of micro-batches of a mini-batch on each device.
+        """
         actor = config.actor
         answers = rows_per_step(config)
         prompts = mini_batch_prompts(config, -1)
@@ -314,11 +356,20 @@ class _Passes:
 
 
 def _traffic(
-    config: PPOConfig, policy: ModelShape, slots: int, device: Accelerator, trained: int, micro_batches: int
+    config: PPOConfig,
+    policy: ModelShape,
+    slots: int,
+    device: Accelerator,
+    trained: int,
+    micro_batches: int,
 ) -> tuple[Stage, Stage]:
     """Returns the time of an update's communication, and of the weight update.
 
     Args:
+        config: Options of the run.
+        policy: Shape of the policy.
+        slots: Number of devices.
+        device: Kind of the devices.
         trained: Number of trained parameters.
         micro_batches: Number of micro-batches of a mini-batch on each device.
     """
@@ -383,7 +434,11 @@ def _shown(seconds: float) -> str:
 
 
 def _generation_advice(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    mean: Lengths,
 ) -> Iterator[str]:
     """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
     rollout = config.rollout

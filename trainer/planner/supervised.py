@@ -140,7 +140,11 @@ def supervised_plan(
 
 
 def _largest_micro_batch(
-    config: SupervisedConfig, network: HeldNetwork, slots: int, batch: Batch, on_cpu: bool
+    config: SupervisedConfig,
+    network: HeldNetwork,
+    slots: int,
+    batch: Batch,
+    on_cpu: bool,
 ) -> Pass:
     """Returns the part of the largest micro-batch that one of the ranks of a sequence group has."""
     ranks = config.ulysses_sequence_parallel_size
@@ -164,7 +168,14 @@ def _largest_micro_batch(
 def supervised_rows(
     config: SupervisedConfig, slots: int, total_steps: int | None, steps: Sequence[Batch]
 ) -> list[PlanRow]:
-    """Returns the plan of batches of a run. steps: sizes of some of its steps."""
+    """Returns the plan of the batches of a run.
+
+    Args:
+        config: Options of the run.
+        slots: Number of devices.
+        total_steps: Number of training steps, if it is known.
+        steps: Sizes of some of the run's steps.
+    """
     largest = max(steps, key=lambda step: step.tokens)
     most, _ = micro_batches(config, slots, largest)
 
