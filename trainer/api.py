@@ -316,6 +316,7 @@ def _folder_problems(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file = Path(str(error.filename))
+        # a parent folder, too, may forbid writing
         if not (file.is_relative_to(folder) or folder.is_relative_to(file)):
             raise
         raise UserError(

@@ -122,6 +122,7 @@ def prompt_rows(prompts: Prompts) -> list[JsonObject]:
             messages = [dict(message) for message in prompt]
         else:
             raise UserError(_not_a_prompt(f"prompts: entry {index}", prompt))
+        # a row must have a data source, even if no reward reads it
         rows.append({"prompt": messages, "data_source": "generate"})
     return rows
 

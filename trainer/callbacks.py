@@ -379,6 +379,7 @@ def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
                 f"{key}: {callback!r:.200} is not a callback; expected an object of a subclass of Callback "
                 "(trainer/callbacks.py)"
             )
+        # compared by identity, because two objects of one class are allowed
         if any(callback is other for other in seen):
             raise UserError(f"{key}: the same {type(callback).__name__} object is in the list twice; remove one")
         _require_hooks(type(callback), key)
@@ -422,6 +423,7 @@ def _callback_at(entry: str) -> Callback:
     if not (inspect.isclass(kind) and issubclass(kind, Callback)):
         raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of Callback (trainer/callbacks.py)")
     _require_hooks(kind, KEY)
+    # before the call, so that a TypeError of the constructor's own code is not taken for one of its arguments
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
@@ -438,6 +440,7 @@ def _named(code: str) -> Iterator[None]:
     """Adds the name of the called code to an exception, which passes through."""
     try:
         yield
+    # its message says what to do
     except UserError:
         raise
     except Exception as error:

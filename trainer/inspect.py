@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(argv)
     folder = options.run.expanduser()
+    # the file metrics.jsonl names its run, too
     if folder.is_file():
         folder = folder.parent
     run = read_run(folder)
@@ -219,6 +220,7 @@ def _answer_panel(answer: RecordedAnswer) -> Panel:
     ]
     contents: list[RenderableType] = []
     for name, text in named_texts:
+        # a sample may have no images, no ground truth and no parts of the reward
         if text:
             contents.append(Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)))
     if answer.requests:

@@ -46,6 +46,7 @@ def write_recipe(name: str, folder: Path) -> Path:
         raise UserError(f"{folder} already exists and is not overwritten: choose another NAME or --out FOLDER")
     if not folder.parent.is_dir():
         raise UserError(f"--out {folder}: the folder {folder.parent} does not exist; create it first")
+    # fails if another process has created the folder meanwhile, whose files stay as they are
     folder.mkdir()
     for file in FILES:
         template_file = TEMPLATE / f"{file}.txt"

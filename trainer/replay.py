@@ -48,6 +48,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
     arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
     if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
+    # last, because they replace the others
     arguments += overrides
 
     heading = f"Step {failed.step}, which failed in {failed.phase}"

@@ -142,6 +142,7 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     paths = [path.expanduser() for path in options.runs]
+    # the file metrics.jsonl names its run, too
     folders = [path.parent if path.is_file() else path for path in paths]
     out = options.out
     if out is None:

@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
 
     options = read_options(argv)
     study = asked_study(options)
+    # device and umask of the first trial count for all
     first_parameters = next(combinations(study.spec.space, corners=True))
     trainer = load(study.spec, first_parameters).trainer
     # imports Ray and Tune, which takes seconds, after the cheap checks

@@ -180,6 +180,7 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
         question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
         messages = [*question, *messages]
 
+    # masks of earlier messages change nothing, because the loss covers only the answer
     may_be_learnt, chat = split_loss_mask(messages, column)
     if not may_be_learnt[-1]:
         raise UserError(
@@ -229,6 +230,7 @@ def encode_answer(
         UserError: if the chat template refuses the chat, leaves out its tool calls, or renders the question differently
             when the answer follows.
     """
+    # with the generation prompt, after which a policy samples its answer
     question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
@@ -238,6 +240,7 @@ def encode_answer(
             f"{where}: the chat template renders the question differently when an answer follows, so training "
             "would use other tokens than generation; use another template"
         )
+    # cut where the answer begins, so that no token belongs to both
     tokens, [start] = encode_and_cut(whole, [len(question)], tokenizer)
     prompt = tokens[:start]
     response = tokens[start:]

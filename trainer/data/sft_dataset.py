@@ -376,6 +376,7 @@ def encode_chat(
     may_be_learnt, chat = split_loss_mask(chat, where)
     chat_text = ChatText(chat, tokenizer, where, arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
+    # positions in the text, which is cut there before it is tokenized
     answers = []
     left_out = []
     for index, message in enumerate(chat):

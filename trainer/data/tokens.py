@@ -125,6 +125,7 @@ def _encode_with_cache(
         features=datasets.Features({"tokens": token_list}),
         new_fingerprint=cache_file.stem,  # otherwise `datasets` would pickle and hash the tokenizer
     )
+    # None tokenizes in this process
     num_processes = workers if workers > 1 else None
     datasets.disable_progress_bars()
     try:

@@ -90,6 +90,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
     rows.append(steps_row(config.trainer, total_steps))
     rows.append(_engine_row(config, slots))
     top_k = config.rollout.top_k
+    # -1 samples from all tokens, and stores no candidates
     if top_k > 0:
         tokens = rows_per_step(config) * config.data.max_response_length
         megabytes = tokens * top_k * 4 / 1e6
@@ -101,6 +102,7 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
 def steps_row(trainer: RunConfig, total_steps: int | None) -> PlanRow:
     """Returns the number of training steps, and the option that limits it."""
     number = "?" if total_steps is None else f"{total_steps}"
+    # as in verl, a number of steps has priority over the epochs
     limit = f"trainer.total_training_steps={trainer.total_training_steps}"
     if trainer.total_training_steps is None:
         limit = f"trainer.total_epochs={trainer.total_epochs}"
@@ -155,6 +157,7 @@ def _engine_row(config: PPOConfig, slots: int) -> PlanRow:
     engine = resolve_engine_name(config.rollout.name)
     options = "rollout.name"
     if not config.hybrid_engine:
+        # in addition to `slots`, which are those of the training alone
         devices = rollout_devices(config, slots)
         devices_text = "1 device" if devices == 1 else f"{devices} devices"
         options += f"; hybrid_engine=false: on {devices_text} besides the trainer's {slots}"
@@ -283,6 +286,7 @@ def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
     agentic = config.agentic
     envs = agentic.train_env_manager
     groups_of_tag = envs.num_groups_partition
+    # an empty option means equal shares
     if not groups_of_tag:
         equal_share = envs.num_env_groups // len(envs.tags)
         groups_of_tag = [equal_share] * len(envs.tags)

@@ -136,6 +136,7 @@ class MemoryPlan:
             yield self.images
         if memory_gib is not None:
             yield "\n".join(["", *self.notes])
+            # with notes and enough memory, the notes above are the reason
             if self.fits(memory_gib * GIB):
                 yield f"fits {memory_gib:.1f} GiB"
             elif self.engine_bytes > memory_gib * GIB:

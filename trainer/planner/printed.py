@@ -104,6 +104,7 @@ def print_supervised_plan(arguments: argparse.Namespace, words: list[str], optio
     longest = longest_step(config)
 
     problems = list(section_problems(config))
+    # a run compares its longest row, which a plan does not know
     if config.data.max_token_len_per_gpu < longest.longest:
         problems.append(
             f"data.max_token_len_per_gpu={config.data.max_token_len_per_gpu}: a row may have {longest.longest} tokens, "
@@ -143,6 +144,7 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     if arguments.like is not None:
         shape = published_shape(arguments.like)
     else:
+        # creates the model of a recipe that makes one
         prepare_recipe(config)
         if config.model.path is None:
             raise UserError(f"model.path=null: expected the folder of a pipeline, or --like {' | '.join(PUBLISHED)}")

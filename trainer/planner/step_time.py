@@ -193,6 +193,7 @@ def step_stages(
     if needs_reference(config):
         stages["reference log-probs"] = passes.forward(networks.policy)
     for teacher in config.distillation.named_teachers():
+        # a teacher behind a URL computes on its own server; one without a model is the policy
         if not teacher.url:
             shape = networks.teachers.get(teacher.name, networks.policy)
             stages[f"teacher {teacher.name}: log-probs"] = passes.forward(shape)

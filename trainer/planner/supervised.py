@@ -179,6 +179,7 @@ def supervised_rows(
     largest = max(steps, key=lambda step: step.tokens)
     most, _ = micro_batches(config, slots, largest)
 
+    # sums, because the shares of tokens are those of all steps, not means of the steps' shares
     total_tokens = 0
     total_predicted = 0
     total_micro_batches = 0

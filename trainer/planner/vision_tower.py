@@ -112,6 +112,7 @@ class TowerShape:
         """Returns the operations of a forward pass over the images of `prompts` prompts of `tokens` tokens: two per
         weight and patch (of the mergers: and token), plus attention."""
         patches = tokens * self.per_token
+        # attention does not extend over several images
         patches_of_image = patches
         if self.largest_image is not None:
             patches_of_image = min(patches, self.largest_image)

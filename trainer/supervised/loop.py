@@ -203,7 +203,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         self.group = group
         self.run_dir = run_dir
         self.model = SavedByWorkers(group)
-        saver = Saver(run_dir, config, {"model": self.model}, 0, tracking.note)
+        saver = Saver(run_dir, config, {"model": self.model}, expected_bytes=0, log=tracking.note)
         super().__init__(config.trainer, steps, tracking, saver, Trained())
         self.unlogged: list[dict[str, float]] = []  # metrics of each step since the last logged line
 
@@ -390,8 +390,10 @@ class SupervisedJob(Job[Options]):
     def check_models(self) -> None:
         model = self.config.model
         check_network(model, self.build_policy, trains=True, chat_template=self.config.data.chat_template)
-        check_sequence_parallel(model, "", self.config.ulysses_sequence_parallel_size)
-        for note in (packing_note(model), base_note(model), output_layer_note(model)):
+        # the option is in no section, unlike that of the roles in main_ppo
+        check_sequence_parallel(model, role="", size=self.config.ulysses_sequence_parallel_size)
+        notes = [packing_note(model), base_note(model), output_layer_note(model)]
+        for note in notes:
             if note:
                 self.console.note(note)
 
@@ -403,8 +405,8 @@ class SupervisedJob(Job[Options]):
         self.task = self.read_task()
         self.device = launch_device(self.config)
         data: SupervisedDataConfig = self.config.data
-        lengths = [len(row) for row in (*self.task.train, *self.task.val)]
-        longest = max(lengths)
+        all_rows = [*self.task.train, *self.task.val]
+        longest = max(len(row) for row in all_rows)
         # a row is never divided between micro-batches
         if longest > data.max_token_len_per_gpu:
             raise UserError(
@@ -586,6 +588,7 @@ def train_within(
     job.check_models()
     console.start(job.read_data())
     job.run_dir.mkdir(parents=True, exist_ok=True)
+    # the guard ends the workers, even if this process is killed
     with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:
         result = trainer.fit()
     # the workers must have ended, see `export`

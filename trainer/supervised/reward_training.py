@@ -158,5 +158,6 @@ def pair_task(
         train=train_pairs,
         val=val_pairs,
         collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
+        # each row is a pair, the unit of the loss
         count=lambda batch: torch.ones(len(batch), dtype=torch.long),
     )

@@ -82,5 +82,6 @@ class SFTJob(SupervisedJob[SFTConfig]):
             train=train_examples,
             val=val_examples,
             collate=partial(collate, pad_token_id=tokenizer.pad_token_id),
+            # the trained tokens, the unit of the loss
             count=lambda batch: batch.batch["response_mask"].sum(1),
         )
