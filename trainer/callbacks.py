@@ -154,6 +154,7 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.greater_is_better = greater_is_better
         self.threshold = threshold
+        self.best_value: float | None
         self._warned = False
         self._begin_anew()
 
@@ -204,7 +205,7 @@ class EarlyStopping(Callback):
 
     def _begin_anew(self) -> None:
         """Forgets all values."""
-        self.best_value: float | None = None
+        self.best_value = None
         self.best_step = 0
         self.num_without_improvement = 0
         self.last_step = -1  # the step of the newest value; a step can be seen twice: validated and logged

@@ -546,8 +546,7 @@ def read_tools(tools: object, where: str) -> list[ToolSchema]:
             else:
                 schemas.append(without_nulls(tool))
         tools = schemas
-    are_schemas = isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools)
-    if not are_schemas:
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
         raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")
     return tools

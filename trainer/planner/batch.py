@@ -33,7 +33,7 @@ def check_context(config: PPOConfig) -> None:
     context = longest_context(load_model_config(config.model))
     prompt = config.data.max_prompt_length
     answer = config.data.max_response_length
-    longest = prompt + answer
+    longest = config.longest_sample
     if context is not None and longest > context:
         raise UserError(
             f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {longest} tokens are more "
@@ -266,8 +266,7 @@ def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterato
         return
 
     # an upper bound of full rows, because the lengths are not known yet
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    full_rows_together = max(1, limits.max_token_len * sharing // longest)
+    full_rows_together = max(1, limits.max_token_len * sharing // config.longest_sample)
     most = math.ceil(rows / full_rows_together)
     ranks = f" on each of {sharing} ranks" if sharing > 1 else ""
     options = f"actor.ppo_max_token_len_per_gpu={limits.max_token_len} tokens{ranks}; {most} if every row is full"
@@ -297,12 +296,11 @@ def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
     redundancy = envs.group_size_redundancy
     if redundancy > 0:
         size_options += f" ({redundancy} more are started, and the last {redundancy} to end are dropped)"
-    longest = config.data.max_prompt_length + config.data.max_response_length
 
     yield PlanRow("episodes per training step", f"{agentic.rollout_batch_size}", "agentic.rollout_batch_size")
     yield PlanRow("in groups of", f"{envs.group_size}", size_options)
     yield PlanRow("groups at one time", f"{envs.num_env_groups}", " + ".join(shares))
-    yield PlanRow("a row has at most", f"{longest}", "tokens")
+    yield PlanRow("a row has at most", f"{config.longest_sample}", "tokens")
 
     epochs = config.actor.ppo_epochs
     mini_batch = config.actor.ppo_mini_batch_size

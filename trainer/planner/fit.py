@@ -296,21 +296,20 @@ def _one_row_changes(config: PPOConfig) -> Changes:
     """Returns the changes with which a micro-batch has one row, even if all rows have the maximal length."""
     if not config.actor.use_dynamic_bsz:
         return {"actor.ppo_micro_batch_size_per_gpu": 1}
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return {BUDGET: math.ceil(longest / config.actor.ulysses_sequence_parallel_size)}
+    budget = math.ceil(config.longest_sample / config.actor.ulysses_sequence_parallel_size)
+    return {BUDGET: budget}
 
 
 def _sequence_parallel_changes(config: PPOConfig, shape: ModelShape, slots: int) -> list[Changes]:
     """Returns changes to more ranks that share each sequence; none if the network does not run packed."""
     if not shape.is_packed or not config.model.use_remove_padding:
         return []
-    longest = config.data.max_prompt_length + config.data.max_response_length
     alternatives = []
     for size in _dividing_sizes(shape, slots):
         # each rank gets whole heads of keys and values, or several ranks get copies of one
         splits_heads = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
         if size > config.actor.ulysses_sequence_parallel_size and splits_heads:
-            budget = math.ceil(longest / size)
+            budget = math.ceil(config.longest_sample / size)
             alternatives.append(_one_row_changes(config) | {RANKS: size, BUDGET: budget})
     return alternatives
 

@@ -92,15 +92,11 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
         plan.phases[phase.name] = idle_engine | loaded | phase.parts
 
     bucket_bytes = rollout.bucket_megabytes(on_cpu) << 20
-    awake_engine: Parts = {}
-    if config.hybrid_engine:
-        # only the weights are awake, and whatever an idle engine keeps anyway
-        awake_engine = {"engine: weights": engine["engine: weights"]} | idle_engine
-        awake_engine.pop(ENGINE_STEP, None)
-        # an update of the weights discards their copies
-        awake_engine.pop(ENGINE_COPIES, None)
     bucket = sync_bytes(held["actor"], bucket_bytes, on_cpu=on_cpu)
-    plan.phases["weight sync"] = awake_engine | weights["actor"] | {"bucket": bucket}
+    sync = weights["actor"] | {"bucket": bucket}
+    if config.hybrid_engine:
+        sync = _held_by_receiving_engine(engine, idle_engine) | sync
+    plan.phases["weight sync"] = sync
 
     # engines on devices of their own get the weights bucket by bucket
     if not config.hybrid_engine:
@@ -172,8 +168,7 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
     tower = networks.policy.tower
     if tower is not None:
         longest = config.data.max_prompt_length
-        prompts = math.ceil(mini_batch_prompts(config, -1) / slots)
-        image_tokens = longest * prompts
+        image_tokens = longest * _prompts_of_device(config, slots)
         columns["images of the batch"] = tower.pixel_bytes(image_tokens, actor.compute)
         plan.images = (
             f"assumed: all {longest} tokens of a prompt (data.max_prompt_length) are images, which have "
@@ -207,6 +202,21 @@ def _held_by_idle_engine(config: PPOConfig, engine: Mapping[str, float], on_cpu:
     return {name: size for name, size in engine.items() if name not in freed}
 
 
+def _held_by_receiving_engine(engine: Mapping[str, float], idle_engine: Mapping[str, float]) -> Parts:
+    """Returns the parts of a rollout engine's memory while it receives new weights.
+
+    Args:
+        engine: All parts of the engine.
+        idle_engine: Those that it keeps while networks compute.
+    """
+    # only the weights are awake, and whatever an idle engine keeps anyway
+    parts = {"engine: weights": engine["engine: weights"], **idle_engine}
+    parts.pop(ENGINE_STEP, None)
+    # an update of the weights discards their copies
+    parts.pop(ENGINE_COPIES, None)
+    return parts
+
+
 def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, plan: MemoryPlan, slots: int) -> Parts:
     """Returns the bytes of the rollout engine by name.
 
@@ -218,14 +228,14 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     size = compute_size(rollout.dtype, device)
     parallel = rollout.tensor_model_parallel_size
     weights = size * shape.parameters / parallel
-    context = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    context = rollout.max_model_len or config.longest_sample
     kv_per_sequence = kv_bytes_per_token(shape, size, parallel) * context
 
     images = 0.0
     if shape.tower is not None:
         # equal prompts are prefilled once
-        prompts = math.ceil(mini_batch_prompts(config, -1) / slots)
-        prefilled_tokens = min(rollout.max_num_batched_tokens, data.max_prompt_length * prompts)
+        prompt_tokens = data.max_prompt_length * _prompts_of_device(config, slots)
+        prefilled_tokens = min(rollout.max_num_batched_tokens, prompt_tokens)
         images = shape.tower.prefill_bytes(prefilled_tokens, size)
 
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
@@ -280,7 +290,9 @@ def rows_per_step(config: PPOConfig) -> int:
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     """Returns the prompts (agentic runs: episodes) of an optimizer step.
 
-    size: the configured size of a mini-batch; -1 means the whole batch.
+    Args:
+        config: Options of the run.
+        size: The configured size of a mini-batch; -1 means the whole batch.
     """
     prompts_of_step = config.agentic.rollout_batch_size
     if config.reads_prompts:
@@ -288,6 +300,12 @@ def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     if size == -1:
         return prompts_of_step
     return min(prompts_of_step, size)
+
+
+def _prompts_of_device(config: PPOConfig, slots: int) -> int:
+    """Returns the prompts of a whole step on one device."""
+    prompts_of_step = mini_batch_prompts(config, -1)
+    return math.ceil(prompts_of_step / slots)
 
 
 def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: int) -> int:
@@ -469,7 +487,7 @@ class _TrainPhases:
         network = self.networks[role]
         on_cpu = self.plan.base is not None
         ranks = config.sequence_parallel_size(_section_of(role))
-        longest = data.max_prompt_length + data.max_response_length
+        longest = config.longest_sample
 
         # the micro-batches of an optimizer step are distributed over groups of ranks that share their sequences
         rows_of_group = max(1, math.ceil(rows * ranks / self.slots))
