@@ -486,7 +486,11 @@ def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: Pr
 
 
 def _token_ends(
-    text: str, tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, is_continuation: bool
+    text: str,
+    tokens: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_continuation: bool,
 ) -> list[int] | None:
     """Returns the position at which each token ends, in ascending order, or None if the tokenizer does not tell.
 

@@ -170,7 +170,10 @@ class PromptDataset:
         return uids
 
     def _image_inputs(
-        self, processor: ImageProcessor, index: np.ndarray, rows: Sequence[PromptRow]
+        self,
+        processor: ImageProcessor,
+        index: np.ndarray,
+        rows: Sequence[PromptRow],
     ) -> list[ImageInputs | None]:
         """Returns the model's inputs for the images of each row; None for a row without images."""
         # by row number, so that a row that is repeated is processed once

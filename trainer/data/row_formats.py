@@ -82,7 +82,11 @@ class RowSchema:
     """
 
     def __init__(
-        self, config: DataConfig, split: str, needs_ground_truth: bool = True, accepts_images: bool = False
+        self,
+        config: DataConfig,
+        split: str,
+        needs_ground_truth: bool = True,
+        accepts_images: bool = False,
     ) -> None:
         self._config = config
         self._option = f"data.{split}_files"

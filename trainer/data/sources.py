@@ -106,7 +106,11 @@ def _with_columns(row: Row, columns: Sequence[str]) -> Row:
 
 
 def open_sources(
-    entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
+    entries: Sequence[str],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str,
 ) -> list[RowTable]:
     """Opens the entries of an option without checking their rows.
 
@@ -385,7 +389,10 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
 
 
 def _rows_of_class(
-    entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
+    entries: Sequence[str],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
 ) -> RowTable:
     """Returns the rows of data.custom_cls, which is constructed with those of verl's arguments that it accepts.
 

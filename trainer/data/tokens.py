@@ -85,7 +85,10 @@ class _PromptColumns(TypedDict):
 
 
 def _encode_with_cache(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments, workers: int
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: KeywordArguments,
+    workers: int,
 ) -> list[np.ndarray]:
     """Returns the token ids of each prompt from the cache file, which this call writes if it is missing.
 
@@ -211,7 +214,10 @@ def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwarg
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: KeywordArguments
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[list[dict[str, str]]],
+    tools: str | None,
+    kwargs: KeywordArguments,
 ) -> list[str]:
     """Returns the texts of chats with the same tools.
 
@@ -249,7 +255,10 @@ def _with_tools(kwargs: KeywordArguments, tools: str | None) -> KeywordArguments
 
 
 def _check_shown(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: KeywordArguments
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    kwargs: KeywordArguments,
 ) -> None:
     """Checks that the template shows all parts of prompts, with the first prompt that has such a part.
 

@@ -43,7 +43,10 @@ def check_context(config: PPOConfig) -> None:
 
 
 def launch_table(
-    config: PPOConfig, slots: int, total_steps: int | None = None, expected: Sequence[PlanRow] = ()
+    config: PPOConfig,
+    slots: int,
+    total_steps: int | None = None,
+    expected: Sequence[PlanRow] = (),
 ) -> str:
     """Returns the plan of a run as aligned text.
 

@@ -283,7 +283,10 @@ def _fused_kernels() -> Iterator[None]:
         return outputs[0]
 
     def norm(
-        x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+        x: torch.Tensor,
+        shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
     ) -> torch.Tensor:
         outputs = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
         return outputs[0]
@@ -393,7 +396,10 @@ def _empty_latents(policy: RewardFlowPolicy, video: torch.Tensor) -> torch.Tenso
 
 
 def bytes_of_steps(
-    policy: RewardFlowPolicy, video: torch.Tensor, condition: torch.Tensor, tokens: int
+    policy: RewardFlowPolicy,
+    video: torch.Tensor,
+    condition: torch.Tensor,
+    tokens: int,
 ) -> dict[str, float]:
     """Returns the peak of live bytes in each phase of the denoising steps.
 

@@ -122,7 +122,10 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
 
 
 def memory_rows(
-    config: PPOConfig | SupervisedConfig, plan: Callable[[], MemoryPlan], total_steps: int | None, samples_max_mb: int
+    config: PPOConfig | SupervisedConfig,
+    plan: Callable[[], MemoryPlan],
+    total_steps: int | None,
+    samples_max_mb: int,
 ) -> list[PlanRow]:
     """Returns the rows of the launch table with the memory of the fullest phase and the disk space.
 

@@ -250,7 +250,10 @@ def held_network(
 
 
 def held_networks(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
 ) -> Iterator[tuple[str, HeldNetwork]]:
     """Yields the role and the network of each FSDP engine in the run."""
     held = partial(held_network, slots, device)

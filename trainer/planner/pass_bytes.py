@@ -227,7 +227,11 @@ def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
 
 
 def tower_parts(
-    network: HeldNetwork, run: Pass, parts: Mapping[str, float], *, is_recomputed: bool = False
+    network: HeldNetwork,
+    run: Pass,
+    parts: Mapping[str, float],
+    *,
+    is_recomputed: bool = False,
 ) -> dict[str, float]:
     """Returns the bytes by name that a vision tower adds to a pass; none without a vision tower.
 

@@ -166,7 +166,10 @@ def _largest_micro_batch(
 
 
 def supervised_rows(
-    config: SupervisedConfig, slots: int, total_steps: int | None, steps: Sequence[Batch]
+    config: SupervisedConfig,
+    slots: int,
+    total_steps: int | None,
+    steps: Sequence[Batch],
 ) -> list[PlanRow]:
     """Returns the plan of the batches of a run.
 

@@ -27,7 +27,10 @@ from workers.policy.causal_lm import causal_lm
 
 
 def dpo_step_loss(
-    data: DataProto, outputs: dict[str, torch.Tensor], beta: float, label_smoothing: float
+    data: DataProto,
+    outputs: dict[str, torch.Tensor],
+    beta: float,
+    label_smoothing: float,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
 

@@ -300,7 +300,10 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         return self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size
 
     def _dispatch(
-        self, call: Callable[[DataProto], list[DataProto]], plan: BatchPlan, batch: DataProto
+        self,
+        call: Callable[[DataProto], list[DataProto]],
+        plan: BatchPlan,
+        batch: DataProto,
     ) -> dict[str, float]:
         """Runs a method of the workers on all ranks, and returns their combined metrics."""
         planned_batch = plan.apply(batch)

@@ -31,7 +31,10 @@ from workers.policy.tokenizer import load_tokenizer
 
 
 def bradley_terry(
-    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center_coefficient: float
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margin: torch.Tensor,
+    center_coefficient: float,
 ) -> torch.Tensor:
     """Returns -log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2 per pair, (n,).
 
