@@ -209,7 +209,7 @@ class ImageProcessor:
         """
         is_image = token_ids == self._image_token
         are_adjacent = is_image[1:] & is_image[:-1]
-        ends_with_image = counts and is_image[-1]
+        ends_with_image = is_image[-1:].any()
         if is_image.sum() != len(counts) or are_adjacent.any() or ends_with_image:
             raise UserError(
                 f"{where}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected "
