@@ -68,7 +68,8 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
         raise UserError(
             f"{name}: found {data!r:.100}, expected rows (dictionaries of columns) or the paths of files"
         ) from None
-    if entries and all(isinstance(entry, str | Path) for entry in entries):
+    are_files = all(isinstance(entry, str | Path) for entry in entries)
+    if entries and are_files:
         return [str(entry) for entry in entries]
     rows = []
     for index, entry in enumerate(entries):
@@ -90,7 +91,8 @@ def write_rows(rows: Sequence[JsonObject], folder: Path, name: str) -> str:
         raise UserError(f"{name}: there are no rows; expected at least one")
     text = "".join(json.dumps(row) + "\n" for row in rows)
     file = folder / f"{name}.jsonl"
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    has_other_rows = file.exists() and file.read_text(encoding="utf-8") != text
+    if has_other_rows:
         file = folder / f"{name}-{digest_of(rows)}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")

@@ -391,7 +391,10 @@ def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
 def _require_hooks(kind: type[Callback], key: str) -> None:
     """Raises UserError if a class defines a hook that no run calls, or one with other arguments."""
     for name in dir(kind):
-        if not name.startswith("on_") or not callable(getattr(kind, name)):
+        if not name.startswith("on_"):
+            continue
+        attribute = getattr(kind, name)
+        if not callable(attribute):
             continue
         if name not in HOOKS:
             suggestion = did_you_mean(name, HOOKS)
@@ -404,7 +407,7 @@ def _require_hooks(kind: type[Callback], key: str) -> None:
         function = inspect.getattr_static(kind, name)
         # of these two, the attribute of the class takes no self
         num_arguments = 2 if isinstance(function, classmethod | staticmethod) else 3
-        require_call(getattr(kind, name), f"{name}(self, state, control)", *range(num_arguments))
+        require_call(attribute, f"{name}(self, state, control)", *range(num_arguments))
 
 
 def _early_stopping(metric: str, options: EarlyStoppingConfig) -> EarlyStopping:

@@ -129,7 +129,9 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     def run(argv: list[str] | None = None) -> int:
         def prepared_main() -> int:
             prepare_driver()
-            return main(sys.argv[1:] if argv is None else argv)
+            if argv is None:
+                return main(sys.argv[1:])
+            return main(argv)
 
         return run_command(prepared_main)
 
@@ -340,6 +342,8 @@ def _traceback_below_launcher(error: BaseException) -> str:
     """Returns the driver's traceback without notes and without the calls that only lead to the training loop."""
     driver_trace = traceback.TracebackException.from_exception(error)
     driver_trace.__notes__ = None
-    while len(driver_trace.stack) > 1 and _LAUNCHER.search(driver_trace.stack[0].filename):
-        del driver_trace.stack[0]
+    frames = driver_trace.stack
+    # the last one stays, because it raised the error
+    while len(frames) > 1 and _LAUNCHER.search(frames[0].filename):
+        del frames[0]
     return "".join(driver_trace.format()).rstrip()

@@ -220,11 +220,13 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def _save_last_step(self) -> None:
         """Saves the last completed step, if this process has one, before a step ends the run."""
         self.saver.finish()
-        # before step 1 nothing is trained, and after a resume the checkpoint of the last step exists already
-        if self.steps.global_step > 1 and self.config.trainer.save_freq != 0:
-            self.steps.give_up_step(self.step_data)
-            if self.steps.global_step not in saved_steps(self.run_dir):
-                self.save_checkpoint(self.callbacks.readable_states())
+        # before step 1, nothing is trained
+        if self.steps.global_step <= 1 or self.config.trainer.save_freq == 0:
+            return
+        self.steps.give_up_step(self.step_data)
+        # after a resume, the checkpoint of the last step exists already
+        if self.steps.global_step not in saved_steps(self.run_dir):
+            self.save_checkpoint(self.callbacks.readable_states())
 
     def model_update(self) -> Metrics:
         """Gives the trained weights to the rollout engines. `WeightSync` decides whether they receive them now."""
@@ -461,10 +463,11 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         # during trainer.critic_warmup the actor is not updated
         if self.update_work is None or "update_actor" not in self.timing:
             return {}
+        work = self.update_work
         lengths = step_metrics.sequence_lengths(batch)
-        flops = self.update_work.flops(lengths)
+        flops = work.flops(lengths)
         seconds = self.timing["update_actor"]
-        return step_metrics.compute_mfu(flops, seconds, self.actor.world_size, self.update_work.peak_flops)
+        return step_metrics.compute_mfu(flops, seconds, self.actor.world_size, work.peak_flops)
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's samples to files."""

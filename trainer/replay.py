@@ -46,6 +46,7 @@ def replay(folder: Path, overrides: list[str]) -> int:
     failed = read_dump(folder)
     arguments = ["--config", str(folder / "config.yaml"), *IN_THIS_PROCESS]
     arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
+    # the checkpoint may have been deleted since; then the run starts from the model
     if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
     # last, because they replace the others

@@ -253,7 +253,8 @@ def _last_special(
     for index in range(stop - 1, start - 1, -1):
         if tokens[index] in special:
             return index
-        if str(tokenizer.decode([tokens[index]])).strip():
+        text = str(tokenizer.decode([tokens[index]]))
+        if text.strip():
             return None
     return None
 
@@ -525,10 +526,11 @@ def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[
     if not text:
         return []
     anchor = tokenizer.eos_token
+    anchor_token = tokenizer.eos_token_id
     # the special token is usable only if it remains one token, and if the text behind it keeps its characters
-    if anchor is not None and encode_text(anchor, tokenizer) == [tokenizer.eos_token_id]:
-        tokens = encode_text(anchor + text, tokenizer)
-        decoded = str(tokenizer.decode(tokens[1:], clean_up_tokenization_spaces=False))
-        if tokens[0] == tokenizer.eos_token_id and decoded.strip() == text.strip():
-            return tokens[1:]
+    if anchor is not None and encode_text(anchor, tokenizer) == [anchor_token]:
+        first_token, *tokens = encode_text(anchor + text, tokenizer)
+        decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        if first_token == anchor_token and decoded.strip() == text.strip():
+            return tokens
     return encode_text(text, tokenizer)

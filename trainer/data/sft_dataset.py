@@ -206,8 +206,14 @@ def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataCo
         return encode_plain_text(row[TEXT], tokenizer, f"{where}, column {TEXT!r}")
 
     chat, first = read_chat(row, config, where)
-    arguments = template_arguments(row, tokenizer, config, chat, where)
-    return encode_chat(chat, tokenizer, where, first, assistant_only=config.assistant_only_loss, arguments=arguments)
+    return encode_chat(
+        chat,
+        tokenizer,
+        where,
+        first,
+        assistant_only=config.assistant_only_loss,
+        arguments=template_arguments(row, tokenizer, config, chat, where),
+    )
 
 
 def template_arguments(

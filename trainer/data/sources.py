@@ -271,7 +271,8 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         return [RowTable(text, dataset, data_source=base)]
 
     # `save_to_disk` writes the first file for a DatasetDict, and the second for a single dataset
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    descriptions = (path / "dataset_dict.json", path / "state.json")
+    if any(file.is_file() for file in descriptions):
         dataset = _load_saved(base, where, splits)
         return [RowTable(text, dataset)]
     # a copy of a hub repository, whose README lists the files of each config
@@ -439,4 +440,7 @@ def _rows_of_class(
 
 def _has_tensor(row: Row) -> bool:
     """Returns True if a column of the row is a tensor, as in datasets that tokenize their prompts themselves."""
-    return any(isinstance(value, torch.Tensor) for value in row.values())
+    for value in row.values():
+        if isinstance(value, torch.Tensor):
+            return True
+    return False

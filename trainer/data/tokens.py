@@ -66,8 +66,9 @@ def encode_prompts(
     kwargs = dict(config.apply_chat_template_kwargs)
     # the tokenizers of base models have no template
     if tokenizer.chat_template is None:
-        if any(prompt.tools or len(prompt.messages) > 1 for prompt in prompts):
-            raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
+        for prompt in prompts:
+            if prompt.tools or len(prompt.messages) > 1:
+                raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
         kwargs["chat_template"] = plain_template(tokenizer)
 
     _check_shown(prompts, tokenizer, config, kwargs)

@@ -73,7 +73,8 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
     # a backward pass costs two forward passes, or one if it computes no gradients of the full weights
     passes_per_epoch = 2 if config.model.lora_rank else 3
     passes = config.actor.ppo_epochs * passes_per_epoch
-    return UpdateWork(partial(update_flops, shape, passes), peaks[0])
+    flops_of_update = partial(update_flops, shape, passes)
+    return UpdateWork(flops_of_update, peaks[0])
 
 
 def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> float:

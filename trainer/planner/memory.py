@@ -85,7 +85,8 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
         plan.phases["rollout"] = engine
     # engines of the training and of the rollout share the device in turns (`PhaseManager`)
     idle_engine = _held_by_idle_engine(config, engine, on_cpu, is_vllm)
-    for phase in _TrainPhases(config, held, slots, plan).phases():
+    training = _TrainPhases(config, held, slots, plan)
+    for phase in training.phases():
         loaded = weights[phase.role]
         if phase.is_update:
             loaded = loaded | moments[phase.role]

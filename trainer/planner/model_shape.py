@@ -86,9 +86,10 @@ class ModelShape:
 
         # gate, up and down projection
         mlp = 3 * self.hidden * self.inner
+        mlps = max(1, self.experts) * mlp
         router = self.experts * self.hidden
         layer_norms = 2 * self.hidden
-        return attention + max(1, self.experts) * mlp + router + layer_norms
+        return attention + mlps + router + layer_norms
 
     @property
     def matrix_parameters(self) -> int:

@@ -213,7 +213,9 @@ def training_pass(
         "one layer": first_layer + temporary,
         SHARD: shard,
     }
-    return max(at_start, at_end, key=lambda moment: sum(moment.values()))
+    if sum(at_end.values()) > sum(at_start.values()):
+        return at_end
+    return at_start
 
 
 def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
@@ -257,7 +259,10 @@ def tower_parts(
     held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
     later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
     exceeding_work = max(0.0, work - later_bytes)
-    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept_bytes + exceeding_work}
+    return {
+        "pixels": tower.pixel_bytes(run.images, run.size),
+        TOWER: kept_bytes + exceeding_work,
+    }
 
 
 def _temporary_bytes(shape: ModelShape, run: Pass) -> float:

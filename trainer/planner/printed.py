@@ -81,7 +81,8 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         mean = Lengths(mean_prompt, mean_response)
         # only the times need the rate, whose measurement takes time
         measured_device = with_measured_rate(device)
-        print("", *time_lines(config, networks, slots, measured_device, mean), sep="\n")
+        lines_of_times = time_lines(config, networks, slots, measured_device, mean)
+        print("", *lines_of_times, sep="\n")
         if arguments.fit and memory_gib is not None:
             fits, lines = fit_table(undecided, networks, slots, device, memory_gib, words_of_fit)
             print("", *lines, sep="\n")

@@ -136,7 +136,8 @@ class Spread:
         """Returns the time to sum a rank's part of `whole` bytes over the copies."""
         bytes_both_ways = 2.0 * whole / self.ranks
         received = bytes_both_ways * (self.copies - 1) / self.copies
-        return received / self._bandwidth(device, self.ranks * self.copies)
+        all_ranks = self.ranks * self.copies
+        return received / self._bandwidth(device, all_ranks)
 
     def _bandwidth(self, device: Accelerator, ranks: int) -> float:
         """Returns the bandwidth of the slowest connection among this many adjacent ranks."""
@@ -213,7 +214,9 @@ def step_stages(
         has_adapter=adapter > 0,
     )
     wire, sync = _traffic(config, networks.policy, slots, device, trained, plan.micro_batches)
-    return stages | {"update": max(arithmetic, wire), "weight sync": sync}
+    stages["update"] = max(arithmetic, wire)
+    stages["weight sync"] = sync
+    return stages
 
 
 def _generation(

@@ -493,7 +493,8 @@ class SupervisedJob(Job[Options]):
         slots_here = max(1, self.slots // self.config.trainer.nnodes)
         memory_gib = device_memory_gib(self.device, slots_here)
         lines = memory.lines(self.device.name, memory_gib)
-        return "\n".join([plan, *lines]), memory.fits(memory_gib * GIB)
+        text = "\n".join([plan, *lines])
+        return text, memory.fits(memory_gib * GIB)
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[TrainingLoop[EpochSteps, Trained]]:
