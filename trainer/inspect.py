@@ -128,7 +128,9 @@ def _heading(run: RecordedRun) -> Text:
     seconds_ago = max(0.0, time.time() - run.modified)
     facts += f", {format_seconds(run.seconds())} in steps, last written {format_seconds(seconds_ago)} ago"
     facts += f"\n{run.folder}"
-    return Text.assemble((title, "bold"), "  ", (run.state, style), "  ", facts)
+    styled_title = (title, "bold")
+    styled_state = (run.state, style)
+    return Text.assemble(styled_title, "  ", styled_state, "  ", facts)
 
 
 def _curves(run: RecordedRun, width: int) -> Table:
@@ -222,7 +224,8 @@ def _answer_panel(answer: RecordedAnswer) -> Panel:
     for name, text in named_texts:
         # a sample may have no images, no ground truth and no parts of the reward
         if text:
-            contents.append(Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)))
+            styled_name = (f"{name}: ", "bold")
+            contents.append(Text.assemble(styled_name, shortened(text, _MOST_CHARACTERS)))
     if answer.requests:
         contents.append(_request_tree(answer, score))
     title = shortened(f"{answer.kind}, {answer.uid}")

@@ -127,7 +127,8 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     if not config.recipe:
         return standard
     trainer_class = getattr(load_recipe(config.recipe), "trainer_class", standard)
-    if not (inspect.isclass(trainer_class) and issubclass(trainer_class, standard)):
+    is_trainer = inspect.isclass(trainer_class) and issubclass(trainer_class, standard)
+    if not is_trainer:
         raise UserError(
             f"recipe={config.recipe!r}: its trainer_class is {trainer_class!r}; these settings require a subclass of "
             f"{standard.__module__}.{standard.__name__}"

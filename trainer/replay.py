@@ -31,6 +31,7 @@ IN_THIS_PROCESS = """
     ~trainer.resume_from_path ~trainer.resume_allow ~trainer.callbacks ~trainer.early_stopping
 """.split()
 ONE_DEVICE = ["rollout.tensor_model_parallel_size=1", "hybrid_engine=true", "rollout.nnodes=0"]
+# without processes of their own, environments have no time limit
 EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s"]
 
 

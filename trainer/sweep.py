@@ -88,7 +88,8 @@ def summary(study: Study, go_on: str) -> str:
     failed = [trial for trial in study.trials if trial.state == "failed"]
     spec = study.spec
     names = [parameter.name for parameter in spec.space]
-    table = Table("trial", f"{spec.metric} ({spec.mode})", *names, box=None)
+    metric = f"{spec.metric} ({spec.mode})"
+    table = Table("trial", metric, *names, box=None)
     trials_with_values = [*finished, *pruned]
     for trial in trials_with_values[:_MOST_ROWS]:
         table.add_row(*_table_row(trial, names))

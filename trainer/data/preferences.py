@@ -103,7 +103,8 @@ def load_pairs(
         chosen = encode_answer(chosen_chat, tokenizer, score_at, where, arguments)
         rejected = encode_answer(rejected_chat, tokenizer, score_at, where, arguments)
         # tokens are compared, because a template can write different messages alike
-        if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
+        chosen_tokens = chosen.prompt + chosen.response
+        if chosen_tokens == rejected.prompt + rejected.response:
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
         pair = Pair(chosen, rejected, _margin(row, where))
         check(pair, where)

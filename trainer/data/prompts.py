@@ -194,7 +194,8 @@ class PromptDataset:
         size = batch_size or len(self)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
-            yield self.__getitems__(range(start, stop))
+            positions = range(start, stop)
+            yield self.__getitems__(positions)
 
     def row(self, position: int) -> PromptRow:
         """Returns the row of the prompt at a position, converted to a `PromptRow`."""

@@ -300,9 +300,10 @@ def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Pat
         raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
 
     unnamed = files_by_split.get("", [])
-    if unnamed and len(files_by_split) == 1 and len(splits) > 1:
+    some_are_named = len(files_by_split) > 1
+    if unnamed and not some_are_named and len(splits) > 1:
         return unnamed
-    if unnamed and len(files_by_split) > 1:
+    if unnamed and some_are_named:
         raise UserError(
             f"{where}: some files of the folder are named after a split, but {unnamed[0].name} is not; list the "
             "intended files instead of the folder"

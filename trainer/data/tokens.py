@@ -156,6 +156,7 @@ def _cache_file(identity: Sequence[str], columns: _PromptColumns) -> Path:
     """
     content = json.dumps([identity, columns])
     digest = hashlib.blake2b(content.encode(), digest_size=16)
+    # the folder that also has the files of recipes
     cache = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
     folder = Path(cache).expanduser().absolute() / "tokens"
     return folder / f"{digest.hexdigest()}.arrow"
@@ -280,7 +281,8 @@ def _check_shown(
     for example in (with_calls, with_results):
         if example is not None:
             arguments = _with_tools(kwargs, example.tools)
-            check_calls_shown(example.messages, tokenizer, f"The prompt {example.messages!r:.200}", arguments)
+            where = f"The prompt {example.messages!r:.200}"
+            check_calls_shown(example.messages, tokenizer, where, arguments)
 
     with_tools = _first_prompt(prompts, lambda prompt: prompt.tools is not None)
     if with_tools is not None:

@@ -408,14 +408,15 @@ def bytes_of_steps(
     """
     trained_expert = policy.model
     noise = _empty_latents(policy, video)
-    prompts = torch.empty(len(video), tokens, trained_expert.config.text_dim, device="meta")
+    clips = len(video)
+    prompts = torch.empty(clips, tokens, trained_expert.config.text_dim, device="meta")
     inputs = FlowInputs(
         noise=noise,
         condition=condition,
         prompts=prompts,
         references=[],
         places=torch.empty(0),
-        rows=len(video),
+        rows=clips,
         is_counting=True,
     )
 

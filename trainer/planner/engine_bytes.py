@@ -55,7 +55,8 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     if the dtype differs.
     """
     shape = network.shape
-    largest_tensor = float(network.compute * max(shape.embedding, shape.layer_parameters))
+    largest_parameters = max(shape.embedding, shape.layer_parameters)
+    largest_tensor = float(network.compute * largest_parameters)
     if network.ranks == 1:
         # an adapter is trained on weights that are in the compute dtype already
         is_converted = network.compute != FP32 and not network.adapter

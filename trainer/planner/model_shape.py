@@ -192,9 +192,24 @@ _QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, _POSITIONS: 32768}
 _LARGE_QWEN2 = _QWEN2 | {"vocab_size": 152064, _POSITIONS: 131072}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, _POSITIONS: 131072}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIONS: 40960}
-_128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_TOWER = {"hidden_size": 1280, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-_VISION = {"model_type": "qwen2_5_vl", _POSITIONS: 128000, "vision_config": _TOWER | {"intermediate_size": 3420}}
+_128_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_TOWER = {
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_VISION = {
+    "model_type": "qwen2_5_vl",
+    _POSITIONS: 128000,
+    "vision_config": _TOWER,
+}
 _VISION_3B = _VISION | {"vocab_size": 151936}
 _VISION_7B = _VISION | {"vocab_size": 152064}
 _CONFIGS: dict[str, JsonObject] = {

@@ -90,7 +90,8 @@ def read_network(config: SupervisedConfig, slots: int, device: Accelerator) -> H
     if not isinstance(config, SFTConfig):
         shape = shape.as_scorer()
     trained, adapter = trained_parameters(config.model, shape, freezes_tower=True)
-    return held_network(slots, device, shape, config.fsdp_config, trained, adapter, config.optim.optimizer)
+    optimizer = config.optim.optimizer
+    return held_network(slots, device, shape, config.fsdp_config, trained, adapter, optimizer)
 
 
 def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[int, int]:

@@ -504,7 +504,8 @@ class SupervisedJob(Job[Options]):
             roles = {"model": ClassWithInitArgs(self.task.worker, config, self.steps.total)}
             log_folder = self.run_dir / "logs"
             groups = start_workers(config, roles, recipe_modules(config), log_folder, stack)
-            yield SupervisedTrainer(config, self.task, self.steps, groups["model"], tracking, self.run_dir)
+            group = groups["model"]
+            yield SupervisedTrainer(config, self.task, self.steps, group, tracking, self.run_dir)
 
     def report(self, trainer: object, result: Trained) -> Report:
         """Exports the model after a complete run, and returns the lines and commands at the end of the output."""
