@@ -93,7 +93,8 @@ class TrainResult:
 
         from trainer.observe.tracking import read_metrics
 
-        table = pandas.DataFrame.from_dict(read_metrics(self.run_dir / "metrics.jsonl"), orient="index")
+        metrics_by_step = read_metrics(self.run_dir / "metrics.jsonl")
+        table = pandas.DataFrame.from_dict(metrics_by_step, orient="index")
         return table.rename_axis("step")
 
     @property
@@ -102,7 +103,8 @@ class TrainResult:
         from trainer.observe.health import findings_of
         from trainer.observe.run_data import read_run
 
-        return findings_of(read_run(self.run_dir))
+        run = read_run(self.run_dir)
+        return findings_of(run)
 
     def samples(self, step: int | None = None) -> pandas.DataFrame:
         """Returns the answers that a step was trained on, with their scores.
@@ -121,19 +123,29 @@ class TrainResult:
 
         from trainer.observe.run_data import groups
 
-        by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
-        sampled_step = max(by_step, default=0) if step is None else step
+        by_step = {}
+        for group in groups(self.run_dir):
+            # others are samples of validations
+            if group.kind == "train":
+                by_step[group.step] = group
+        sampled_step = step
+        if sampled_step is None:
+            sampled_step = max(by_step, default=0)
         if sampled_step not in by_step:
-            steps = f"samples of the steps {min(by_step)} to {max(by_step)}" if by_step else "no samples"
+            existing = "no samples"
+            if by_step:
+                existing = f"samples of the steps {min(by_step)} to {max(by_step)}"
             raise UserError(
-                f"step: found {step}, but {self.run_dir} has {steps}. "
+                f"step: found {step}, but {self.run_dir} has {existing}. "
                 "Beyond trainer.samples_max_mb a run deletes the samples of every other step"
             )
         group = by_step[sampled_step]
+        all_answers = range(len(group.uids))
         rows = []
-        for answer in group.read(range(len(group.uids))):
+        for answer in group.read(all_answers):
+            _, last_message = answer.prompt[-1]
             row: dict[str, object] = {
-                "prompt": answer.prompt[-1][1],
+                "prompt": last_message,
                 "answer": answer.output,
                 "ground_truth": answer.gts,
                 "score": answer.score,
@@ -141,6 +153,7 @@ class TrainResult:
                 "finish_reason": answer.finish_reason,
             }
             rows.append(row | answer.parts)
+        # None becomes NaN
         return pandas.DataFrame(rows).astype({"score": float})
 
     @property
@@ -154,6 +167,7 @@ class TrainResult:
         if checkpoint is None:
             raise UserError(f"{self.run_dir} has no checkpoint; train with trainer.save_freq=-1 or above 0")
         folder = checkpoint / "hf"
+        # an export writes the config last, so that an interrupted one is repeated
         if not (folder / "config.json").is_file():
             export(str(checkpoint / "actor"), str(folder))
         return folder
@@ -182,11 +196,15 @@ class TrainResult:
         options = ["~data.columns", *_words(sampling | _flat(keywords))]
         # equal calls share a folder, so that an interrupted one continues
         folder = self.run_dir / "generate" / digest_of([rows, options])
+        answers_file = folder / "answers.parquet"
         with _as_caller_expects({}), _removed_if_refused(folder):
-            options.append(f"data.val_files=[{json.dumps(write_rows(rows, folder, 'prompts'))}]")
-            _require_success(generate(str(self.run_dir), folder / "answers.parquet", options), "generate")
-        rows_of_answers = read_rows(str(folder / "answers.parquet"), "answers")
+            prompts_file = write_rows(rows, folder, "prompts")
+            options.append(f"data.val_files=[{json.dumps(prompts_file)}]")
+            status = generate(str(self.run_dir), answers_file, options)
+            _require_success(status, "generate")
+        rows_of_answers = read_rows(str(answers_file), "answers")
         answers = [row["output"] for row in rows_of_answers]
+        # the answers to one prompt follow each other
         return [answers[start : start + n] for start in range(0, len(answers), n)]
 
     def evaluate(self, data: Rows | None = None, **keywords: object) -> dict[str, float]:
@@ -251,19 +269,27 @@ def train(
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
     caller_options = _flat(options or {}) | _flat(keywords)
     try:
+        # BaseException, because an interrupt before the start must leave no files either
         with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
             from trainer.launch.ppo_job import run_ppo
 
-            named_callbacks = [callback for callback in callbacks if isinstance(callback, str)]
-            callback_objects = [callback for callback in callbacks if not isinstance(callback, str)]
+            named_callbacks: list[str] = []
+            callback_objects: list[Callback] = []
+            for callback in callbacks:
+                if isinstance(callback, str):
+                    named_callbacks.append(callback)
+                else:
+                    callback_objects.append(callback)
             own_callbacks = require_callbacks(callback_objects, "callbacks")
             with _folder_problems(folder):
                 settings = _settings(model, data, val_data, reward, folder, caller_options)
             if named_callbacks:
                 settings["trainer.callbacks"] = named_callbacks
+            words = _words(settings | caller_options)
             with _live_curve(folder):
-                status = run_ppo(_words(settings | caller_options), callbacks=own_callbacks, is_command=False)
+                status = run_ppo(words, callbacks=own_callbacks, is_command=False)
+            # an interrupted run ended with a checkpoint, and `is_stopped` tells the caller
             if status != INTERRUPTED:
                 _require_success(status, "train")
     except FinishedRunError as finished:
@@ -277,8 +303,10 @@ def _folder_of(run_dir: object) -> Path:
     """Returns the run folder of the argument `run_dir`."""
     if run_dir is not None and not isinstance(run_dir, str | Path):
         raise UserError(f"run_dir: found {run_dir!r:.200}; expected the path of a folder")
-    folder = Path(run_dir or f"runs/train-{time.strftime('%Y%m%d-%H%M%S')}")
-    return folder.expanduser().absolute()
+    if not run_dir:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        run_dir = f"runs/train-{now}"
+    return Path(run_dir).expanduser().absolute()
 
 
 @contextmanager
@@ -288,6 +316,7 @@ def _folder_problems(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file = Path(str(error.filename))
+        # a parent folder, too, may forbid writing
         if not (file.is_relative_to(folder) or folder.is_relative_to(file)):
             raise
         raise UserError(
@@ -317,10 +346,12 @@ def _settings(
     if data is not None:
         files = data_files(data, inputs, "train")
         settings["data.train_files"] = files
+        # files of the caller come with their own options; rows get the name and the sizes that `_SETS` describes
         has_rows = Path(files[0]).parent == inputs
         if has_rows:
-            num_rows = Path(files[0]).read_text(encoding="utf-8").count("\n")
-            batch_size = min(_BATCH, num_rows)
+            # jsonl: one line for each row
+            text = Path(files[0]).read_text(encoding="utf-8")
+            batch_size = min(_BATCH, text.count("\n"))
             settings |= {"data.data_source": "data", "data.train_batch_size": batch_size, "rollout.n": 8}
             settings["actor.ppo_mini_batch_size"] = caller_options.get("data.train_batch_size", batch_size)
     if val_data is not None:
@@ -351,6 +382,7 @@ def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
         try:
             yield
         except UserError as error:
+            # the caller has neither a command line nor --help-config
             text = str(error).replace(" (command line)", "")
             text = text.replace("--help-config lists", "python -m trainer.main_ppo --help-config lists")
             origins = [f"{key} comes from {argument}" for key, argument in sets.items() if key in text]
@@ -372,8 +404,13 @@ def _removed_if_refused(folder: Path, errors: type[BaseException] = UserError) -
     """
     parent_existed = folder.parent.exists()
     existed = folder.exists()
-    inputs = folder if folder.name == "inputs" else folder / "inputs"
-    contents = {file: file.read_bytes() for file in inputs.glob("*") if file.is_file()}
+    inputs = folder
+    if folder.name != "inputs":
+        inputs = folder / "inputs"
+    contents = {}
+    for file in inputs.glob("*"):
+        if file.is_file():
+            contents[file] = file.read_bytes()
     started_before = _start_time(folder)
     try:
         yield
@@ -399,12 +436,15 @@ def _removed_if_refused(folder: Path, errors: type[BaseException] = UserError) -
 def _start_time(folder: Path) -> int | None:
     """Returns when a run has started in the folder last, which writes config.yaml; None if none has."""
     file = folder / "config.yaml"
-    return file.stat().st_mtime_ns if file.is_file() else None
+    if not file.is_file():
+        return None
+    return file.stat().st_mtime_ns
 
 
-def _require_success(status: int, what: str) -> None:
+def _require_success(status: int, call: str) -> None:
+    """Raises RuntimeError, which names the call, for an exit status other than 0."""
     if status:
-        raise RuntimeError(f"{what} ended with exit status {status}; its output has the reason")
+        raise RuntimeError(f"{call} ended with exit status {status}; its output has the reason")
 
 
 def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
@@ -423,13 +463,22 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
 
 
 def _words(options: Mapping[str, object]) -> list[str]:
-    return [f"{key}={json.dumps(value, default=str)}" for key, value in options.items()]
+    """Returns options as words of a command line, key=value."""
+    words = []
+    for key, value in options.items():
+        # json, which the command line reads as yaml; paths become texts
+        value_text = json.dumps(value, default=str)
+        words.append(f"{key}={value_text}")
+    return words
 
 
 @contextmanager
 def _live_curve(run_dir: Path) -> Iterator[None]:
     """In a notebook, shows the curve of the run below the cell and redraws it while the block runs."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = None
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+    # IPython in a terminal has no kernel, and cannot replace a picture that it has shown
     if shell is None or not hasattr(shell, "kernel"):
         yield
         return

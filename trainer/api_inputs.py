@@ -55,10 +55,12 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
     if isinstance(data, str | Path):
         return [str(data)]
     if isinstance(data, Mapping):
+        first_keys = [str(key) for key in list(data)[:5]]
         raise UserError(
-            f"{name}: found a dictionary with the keys {', '.join(map(str, list(data)[:5]))}; expected rows, that is, "
+            f"{name}: found a dictionary with the keys {', '.join(first_keys)}; expected rows, that is, "
             "a list of dictionaries of columns such as prompt, or a DataFrame or dataset"
         )
+    # iterating over a DataFrame yields the names of its columns
     is_frame = hasattr(data, "to_dict") and hasattr(data, "iloc")
     try:
         entries: list[object] = list(data.to_dict("records") if is_frame else data)  # type: ignore[union-attr]
@@ -66,7 +68,8 @@ def data_files(data: Rows, folder: Path, name: str) -> list[str]:
         raise UserError(
             f"{name}: found {data!r:.100}, expected rows (dictionaries of columns) or the paths of files"
         ) from None
-    if entries and all(isinstance(entry, str | Path) for entry in entries):
+    are_files = all(isinstance(entry, str | Path) for entry in entries)
+    if entries and are_files:
         return [str(entry) for entry in entries]
     rows = []
     for index, entry in enumerate(entries):
@@ -88,7 +91,8 @@ def write_rows(rows: Sequence[JsonObject], folder: Path, name: str) -> str:
         raise UserError(f"{name}: there are no rows; expected at least one")
     text = "".join(json.dumps(row) + "\n" for row in rows)
     file = folder / f"{name}.jsonl"
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    has_other_rows = file.exists() and file.read_text(encoding="utf-8") != text
+    if has_other_rows:
         file = folder / f"{name}-{digest_of(rows)}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
@@ -97,7 +101,9 @@ def write_rows(rows: Sequence[JsonObject], folder: Path, name: str) -> str:
 
 def digest_of(content: object) -> str:
     """Returns a short hash of JSON values."""
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
+    text = json.dumps(content)
+    digest = hashlib.blake2b(text.encode(), digest_size=6)
+    return digest.hexdigest()
 
 
 def prompt_rows(prompts: Prompts) -> list[JsonObject]:
@@ -118,6 +124,7 @@ def prompt_rows(prompts: Prompts) -> list[JsonObject]:
             messages = [dict(message) for message in prompt]
         else:
             raise UserError(_not_a_prompt(f"prompts: entry {index}", prompt))
+        # a row must have a data source, even if no reward reads it
         rows.append({"prompt": messages, "data_source": "generate"})
     return rows
 
@@ -130,7 +137,8 @@ def reward_settings(reward: RewardFunction | str | None, folder: Path) -> dict[s
         file, _, name = reward.partition(":")
         if not file.endswith(".py"):
             return {"reward.functions": {"reward": {"reward": reward}}}
-        settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(Path(file).expanduser().absolute())}
+        path = Path(file).expanduser().absolute()
+        settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(path)}
         if name:
             settings[f"{_CUSTOM_FUNCTION}.name"] = name
         return settings
@@ -164,6 +172,7 @@ def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
     (folder / "reward.pkl").write_bytes(code)
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
     settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(folder / "reward.py")}
+    # a name that only TRL's functions have
     if _has_parameter(reward, "completions"):
         settings[f"{_CUSTOM_FUNCTION}.style"] = "trl"
     return settings
@@ -172,18 +181,24 @@ def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
 def _module_to_copy(reward: RewardFunction) -> ModuleType | None:
     """Returns the module of a function if reward processes may be unable to import it, else None."""
     function: object = reward
+    # the module of a partial function itself is functools
     while isinstance(function, functools.partial):
         function = function.func
-    module = sys.modules.get(getattr(function, "__module__", "") or "")
+    module_name = getattr(function, "__module__", "") or ""
+    module = sys.modules.get(module_name)
     # cloudpickle copies functions of __main__ by itself
     if module is None or module.__name__ == "__main__":
         return None
-    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    top_package, _, _ = module.__name__.partition(".")
+    is_of_python = top_package in sys.stdlib_module_names
     is_installed = "site-packages" in str(getattr(module, "__file__", None))
-    return None if is_of_python or is_installed else module
+    if is_of_python or is_installed:
+        return None
+    return module
 
 
 def _has_parameter(function: RewardFunction, name: str) -> bool:
+    """Returns True if the function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except ValueError:
@@ -195,7 +210,10 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     """True for a list of messages with roles."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
-    return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    for message in prompt:
+        if not isinstance(message, Mapping) or "role" not in message:
+            return False
+    return True
 
 
 def _not_a_prompt(place: str, prompt: object) -> str:
@@ -222,14 +240,18 @@ def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
     names = []
     for number, image in enumerate(images or []):
         content = read_image(image, Path.cwd(), f"{place}, image {number}")
+        digest = hashlib.blake2b(content, digest_size=8)
         # named after the content, so that other rows never overwrite an image that a run refers to
-        name = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}.image"
+        name = f"{digest.hexdigest()}.image"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         names.append(name)
-    values = plain_value({key: value for key, value in row.items() if key not in ("image", "images")})
+    other_columns = {key: value for key, value in row.items() if key not in ("image", "images")}
+    values = plain_value(other_columns)
     if "reward_model" not in values:
-        if values.setdefault("ground_truth", "") is None:
+        # rows of a run with rewards must have one, also if the reward does not read it
+        ground_truth = values.setdefault("ground_truth", "")
+        if ground_truth is None:
             raise UserError(
                 f"{place} has a column ground_truth without a value; give each row one, or no row such a column"
             )

@@ -79,7 +79,9 @@ class RunState:
     val_only: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", MappingProxyType(dict(self.metrics)))
+        read_only = MappingProxyType(dict(self.metrics))
+        # the dataclass is frozen, and forbids a plain assignment
+        object.__setattr__(self, "metrics", read_only)
 
     @cached_property
     def samples(self) -> Sequence[Sample]:
@@ -152,11 +154,9 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.greater_is_better = greater_is_better
         self.threshold = threshold
-        self.best_value: float | None = None
-        self.best_step = 0
-        self.num_without_improvement = 0
-        self.last_step = -1  # the step of the newest value; a step can be seen twice: validated and logged
+        self.best_value: float | None
         self._warned = False
+        self._begin_anew()
 
     @property
     def is_exhausted(self) -> bool:
@@ -164,6 +164,7 @@ class EarlyStopping(Callback):
         return self.num_without_improvement >= self.patience
 
     def on_run_begin(self, state: RunState, control: RunControl) -> None:
+        # a run that only validates has no step that could end it
         if state.val_only:
             return
         # the object has followed another run, or later steps than those that are restored
@@ -203,10 +204,11 @@ class EarlyStopping(Callback):
         self.last_step = state["last_step"]
 
     def _begin_anew(self) -> None:
+        """Forgets all values."""
         self.best_value = None
         self.best_step = 0
         self.num_without_improvement = 0
-        self.last_step = -1
+        self.last_step = -1  # the step of the newest value; a step can be seen twice: validated and logged
 
     @property
     def _is_of_validation(self) -> bool:
@@ -237,7 +239,9 @@ class EarlyStopping(Callback):
             return
         self.num_without_improvement += 1
         if self.is_exhausted:
-            best = "never finite" if self.best_value is None else f"best at step {self.best_step} ({self.best_value:g})"
+            best = "never finite"
+            if self.best_value is not None:
+                best = f"best at step {self.best_step} ({self.best_value:g})"
             state.note(
                 f"{self.metric} was {best}, and {self.num_without_improvement} later values are not better "
                 "(trainer.early_stopping)"
@@ -245,11 +249,14 @@ class EarlyStopping(Callback):
             control.should_training_stop = True
 
     def _is_improvement(self, value: float) -> bool:
+        """Returns True if a value is better than the best one so far by more than the threshold."""
         if not math.isfinite(value):
             return False
         if self.best_value is None:
             return True
-        gain = value - self.best_value if self.greater_is_better else self.best_value - value
+        gain = value - self.best_value
+        if not self.greater_is_better:
+            gain = -gain
         return gain > self.threshold
 
     def _report_missing(self, state: RunState) -> None:
@@ -279,9 +286,14 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.by_name: dict[str, Callback] = {}
         for callback in callbacks:
-            name = type(callback).__qualname__
-            same_class = sum(type(other).__qualname__ == name for other in self.by_name.values())
-            self.by_name[f"{name}#{same_class + 1}" if same_class else name] = callback
+            class_name = type(callback).__qualname__
+            name = class_name
+            number = 1
+            # equal in each run with these callbacks, because a checkpoint has their states by name
+            while name in self.by_name:
+                number += 1
+                name = f"{class_name}#{number}"
+            self.by_name[name] = callback
         self.control = RunControl()
         self.stopped_by = ""
 
@@ -291,9 +303,11 @@ class Callbacks:
     def call(self, event: str, state: RunState) -> None:
         """Calls one hook, such as "on_step_end", of all callbacks, and collects their requests."""
         for name, callback in self.by_name.items():
+            # each callback gets requests of its own, so that the one that made a request can be named
             requests = RunControl()
+            hook = getattr(callback, event)
             with _named(f"{name}.{event}"):
-                getattr(callback, event)(state, requests)
+                hook(state, requests)
             if requests.should_evaluate and not state.validates:
                 raise UserError(
                     f"callback {name}.{event} requests a validation, and the run has no validation data: set "
@@ -366,6 +380,7 @@ def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
                 f"{key}: {callback!r:.200} is not a callback; expected an object of a subclass of Callback "
                 "(trainer/callbacks.py)"
             )
+        # compared by identity, because two objects of one class are allowed
         if any(callback is other for other in seen):
             raise UserError(f"{key}: the same {type(callback).__name__} object is in the list twice; remove one")
         _require_hooks(type(callback), key)
@@ -376,20 +391,27 @@ def require_callbacks(callbacks: Sequence[object], key: str) -> list[Callback]:
 def _require_hooks(kind: type[Callback], key: str) -> None:
     """Raises UserError if a class defines a hook that no run calls, or one with other arguments."""
     for name in dir(kind):
-        if not name.startswith("on_") or not callable(getattr(kind, name)):
+        if not name.startswith("on_"):
+            continue
+        attribute = getattr(kind, name)
+        if not callable(attribute):
             continue
         if name not in HOOKS:
-            here = f"; here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else did_you_mean(name, HOOKS)
+            suggestion = did_you_mean(name, HOOKS)
+            if name in _OTHER_NAMES:
+                suggestion = f"; here it is {_OTHER_NAMES[name]}"
             raise UserError(
-                f"{key}: {kind.__qualname__}.{name} is no hook, so no run would call it{here}. "
+                f"{key}: {kind.__qualname__}.{name} is no hook, so no run would call it{suggestion}. "
                 f"The hooks are {', '.join(HOOKS)}; name other methods without on_"
             )
         function = inspect.getattr_static(kind, name)
+        # of these two, the attribute of the class takes no self
         num_arguments = 2 if isinstance(function, classmethod | staticmethod) else 3
-        require_call(getattr(kind, name), f"{name}(self, state, control)", *range(num_arguments))
+        require_call(attribute, f"{name}(self, state, control)", *range(num_arguments))
 
 
 def _early_stopping(metric: str, options: EarlyStoppingConfig) -> EarlyStopping:
+    """Creates the callback of the section trainer.early_stopping."""
     return EarlyStopping(metric, options.patience, options.greater_is_better, options.threshold)
 
 
@@ -398,11 +420,14 @@ def _callback_at(entry: str) -> Callback:
     path, separator, name = entry.rpartition(":")
     if not separator or not name or not path:
         raise UserError(f"{KEY}: {entry!r} has no class; expected FILE.py:CLASS or package.module:CLASS")
-    module = path if path.endswith(".py") or path.startswith(MODULE_PREFIX) else f"{MODULE_PREFIX}{path}"
+    module = path
+    if not path.endswith(".py") and not path.startswith(MODULE_PREFIX):
+        module = f"{MODULE_PREFIX}{path}"
     kind = load_object(module, name, KEY, KEY)
     if not (inspect.isclass(kind) and issubclass(kind, Callback)):
         raise UserError(f"{KEY}: {entry} is {kind!r:.200}; expected a subclass of Callback (trainer/callbacks.py)")
     _require_hooks(kind, KEY)
+    # before the call, so that a TypeError of the constructor's own code is not taken for one of its arguments
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
@@ -419,6 +444,7 @@ def _named(code: str) -> Iterator[None]:
     """Adds the name of the called code to an exception, which passes through."""
     try:
         yield
+    # its message says what to do
     except UserError:
         raise
     except Exception as error:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from verl_lite.errors import ClusterLostError, UserError, circumstances, printable
 from verl_lite.machine.launcher import refuse_launcher
@@ -36,8 +36,12 @@ MOST_DEFAULT_CPU_SLOTS = 2
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; a closed terminal
 WORKERS = {
-    **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1"),
-    **dict.fromkeys(("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"),
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # the engine lives in the worker's process
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -47,7 +51,7 @@ WORKERS = {
 }
 _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|main_\w+|launch/\w+|evaluate/\w+)\.py$")
 """Files above the training loop."""
-Handler = Callable[[int, FrameType | None], Any] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 # vLLM 0.26 reads only the second
@@ -73,20 +77,28 @@ def worker_environment(cpu: bool, threads: int, *, sleeps: bool = True) -> dict[
     environment = {**WORKERS, "OMP_NUM_THREADS": str(threads)}
     if cpu:
         environment["TORCHDYNAMO_DISABLE"] = "1"
-        if not any(name in os.environ for name in SPINNING):
+        is_set_by_user = any(name in os.environ for name in SPINNING)
+        if not is_set_by_user:
             # threads that spin while they wait for each other stop a worker almost completely if others use the cores,
             # too
             environment[SPINNING[0]] = "1000"
-    elif not sleeps and not any(name in os.environ for name in ALLOCATOR):
+        return environment
+
+    is_set_by_user = any(name in os.environ for name in ALLOCATOR)
+    if not sleeps and not is_set_by_user:
         environment |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
     return environment
 
 
 def prepare_driver() -> None:
-    """Sets the environment variables of the driver process that the user has not set. Raises UserError under a launcher
-    that starts the command several times."""
+    """Sets the environment variables of the driver process that the user has not set.
+
+    Raises:
+        UserError: under a launcher that starts the command several times, such as torchrun.
+    """
     refuse_launcher(os.environ)
-    for name, value in (WORKERS | DRIVER).items():
+    variables = WORKERS | DRIVER
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -117,7 +129,9 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     def run(argv: list[str] | None = None) -> int:
         def prepared_main() -> int:
             prepare_driver()
-            return main(sys.argv[1:] if argv is None else argv)
+            if argv is None:
+                return main(sys.argv[1:])
+            return main(argv)
 
         return run_command(prepared_main)
 
@@ -129,7 +143,8 @@ def out_as_word(argv: list[str], key: str) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", action="append", default=[])
     options, other_words = parser.parse_known_args(argv)
-    return [*other_words, *(f"{key}={file}" for file in options.out)]
+    words_of_out = [f"{key}={file}" for file in options.out]
+    return other_words + words_of_out
 
 
 def leave(status: int) -> NoReturn:
@@ -174,7 +189,8 @@ def run_command(command: Callable[[], int]) -> int:
             number = received[0] if received else signal.SIGINT
             sys.stdout.flush()
             print(f"\nStopped by {number.name}; all processes of the run have ended.", file=sys.stderr)
-            print("".join(f"{note}\n" for note in getattr(stopped, "__notes__", ())), end="", file=sys.stderr)
+            for note in getattr(stopped, "__notes__", ()):
+                print(note, file=sys.stderr)
             return 128 + number
         except ClusterLostError as error:
             print_failure(type(error), error, error.__traceback__)
@@ -241,7 +257,10 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
     def stop_at_first_signal(number: int, frame: FrameType | None) -> None:
         # first, so that a second signal interrupts the run even while the message is shown
         for handled_number, handler in replaced_handlers.items():
-            signal.signal(handled_number, handler if callable(handler) else signal.default_int_handler)
+            # SIG_DFL would end the process instead of raising KeyboardInterrupt
+            if not callable(handler):
+                handler = signal.default_int_handler
+            signal.signal(handled_number, handler)
         name = signal.Signals(number).name
         tell(f"{name}: stopping after this step, with a checkpoint; repeat it to stop at once, without a checkpoint")
         stop()
@@ -288,9 +307,11 @@ def _discard_terminal_output() -> None:
 
 
 def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints `failure_text` of an uncaught exception. Installed as `sys.excepthook`."""
+    """Prints `failure_text` of an uncaught exception. Installed as `sys.excepthook`, which determines its arguments."""
+    # what the run has printed comes before its error
     sys.stdout.flush()
-    print(failure_text(error), file=sys.stderr, flush=True)
+    text = failure_text(error)
+    print(text, file=sys.stderr, flush=True)
 
 
 def failure_text(error: BaseException) -> str:
@@ -304,7 +325,9 @@ def failure_text(error: BaseException) -> str:
     if origin.traceback is not None:
         # the driver's own traceback only shows where it waited for the failed process
         parts = [f"The first cause, {origin}:\n{origin.traceback.rstrip()}"]
-        parts += [note for note in notes if origin.traceback not in note and note not in origin.traceback]
+        for note in notes:
+            if origin.traceback not in note and note not in origin.traceback:
+                parts.append(note)
     else:
         parts = [_traceback_below_launcher(error), *notes]
 
@@ -319,6 +342,8 @@ def _traceback_below_launcher(error: BaseException) -> str:
     """Returns the driver's traceback without notes and without the calls that only lead to the training loop."""
     driver_trace = traceback.TracebackException.from_exception(error)
     driver_trace.__notes__ = None
-    while len(driver_trace.stack) > 1 and _LAUNCHER.search(driver_trace.stack[0].filename):
-        del driver_trace.stack[0]
+    frames = driver_trace.stack
+    # the last one stays, because it raised the error
+    while len(frames) > 1 and _LAUNCHER.search(frames[0].filename):
+        del frames[0]
     return "".join(driver_trace.format()).rstrip()

@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         damage = damage_of(run)
         if damage:
             raise UserError(f"{run} is damaged: {damage}")
+    # a global_step_N folder contains no checkpoints, and is one itself
     checkpoint = next(whole_steps(run, print), run)
     if options.critic and not (checkpoint / "critic").is_dir():
         raise UserError(
@@ -59,10 +60,15 @@ def main(argv: list[str]) -> int:
         network = "actor"
     source = str(checkpoint / network)
     if options.adapter:
-        target = options.out or checkpoint / "adapter"
+        default_name = "adapter"
+    elif options.critic:
+        default_name = "hf_critic"
+    else:
+        default_name = "hf"
+    target = options.out or checkpoint / default_name
+    if options.adapter:
         export_adapter(source, str(target))
     else:
-        target = options.out or checkpoint / ("hf_critic" if options.critic else "hf")
         export(source, str(target), options.dtype, trust_remote_code=options.trust_remote_code)
     print(f"wrote {target} from {checkpoint}")
     return 0

@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(argv)
     folder = options.run.expanduser()
+    # the file metrics.jsonl names its run, too
     if folder.is_file():
         folder = folder.parent
     run = read_run(folder)
@@ -63,7 +65,9 @@ def main(argv: list[str]) -> int:
         order = "worst"
     if order or options.grep:
         answers, total = chosen(folder, order, options.grep or "", options.count)
-        console.print(*map(_answer_panel, answers), f"{len(answers)} of {total:,} matching samples")
+        for answer in answers:
+            console.print(_answer_panel(answer))
+        console.print(f"{len(answers)} of {total:,} matching samples")
     elif options.follow:
         _follow(run, console)
     else:
@@ -75,9 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="Shows a run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--best", action="store_true", help="show the samples with the highest scores, newest first")
-    mode.add_argument("--worst", action="store_true", help="show failed samples and those with the lowest scores")
-    mode.add_argument("--follow", action="store_true", help="redraw the overview while the run continues")
+    add_flag = partial(mode.add_argument, action="store_true")
+    add_flag("--best", help="show the samples with the highest scores, newest first")
+    add_flag("--worst", help="show failed samples and those with the lowest scores")
+    add_flag("--follow", help="redraw the overview while the run continues")
     parser.add_argument("--grep", metavar="TEXT", help="samples with this text in prompt, answer, ground truth or uid")
     parser.add_argument("--count", type=int, default=10, metavar="N", help="number of samples to show (10)")
     return parser
@@ -85,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _follow(run: RecordedRun, console: Terminal) -> None:
     """Redraws the overview until the run ends. Ctrl-C ends this command, not the run."""
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    # longer than the terminal, the overview could not be redrawn in place
+    screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+    with suppress(KeyboardInterrupt), screen as live:
         live.update(overview(run, console.width), refresh=True)
         while run.is_running:
             time.sleep(EVERY_S)
@@ -98,34 +105,48 @@ def overview(run: RecordedRun, width: int) -> RenderableType:
     parts: list[RenderableType] = [_heading(run)]
     validated_steps = [step for step, metrics in run.steps.items() if validation_means(metrics)]
     if validated_steps:
-        first = min(validated_steps)
-        last = max(validated_steps)
-        parts.append(validation_table({f"step {first}": run.steps[first], f"step {last}": run.steps[last]}))
-    parts += [_curves(run, width), _stage_times(run)]
+        compared = {}
+        for step in (min(validated_steps), max(validated_steps)):
+            compared[f"step {step}"] = run.steps[step]
+        parts.append(validation_table(compared))
+    parts.append(_curves(run, width))
+    parts.append(_stage_times(run))
+
     with_space_below = [Padding(part, (0, 0, 1, 0)) for part in parts]
-    return Group(*with_space_below, findings_table(findings_of(run)))
+    findings = findings_table(findings_of(run))
+    return Group(*with_space_below, findings)
 
 
 def _heading(run: RecordedRun) -> Text:
+    """Returns the title of a run, its state, its step and its times."""
+    [title] = run_titles([run])
     style = _STATE_STYLES.get(run.state, "bold yellow")
-    total_steps_text = "" if run.total_steps is None else f" of {run.total_steps}"
+    facts = f"step {run.last_step}"
+    if run.total_steps is not None:
+        facts += f" of {run.total_steps}"
     # the clock of another machine may be ahead
     seconds_ago = max(0.0, time.time() - run.modified)
-    facts = f"step {run.last_step}{total_steps_text}, {format_seconds(run.seconds())} in steps, "
-    facts += f"last written {format_seconds(seconds_ago)} ago\n{run.folder}"
-    return Text.assemble((run_titles([run])[0], "bold"), "  ", (run.state, style), "  ", facts)
+    facts += f", {format_seconds(run.seconds())} in steps, last written {format_seconds(seconds_ago)} ago"
+    facts += f"\n{run.folder}"
+    styled_title = (title, "bold")
+    styled_state = (run.state, style)
+    return Text.assemble(styled_title, "  ", styled_state, "  ", facts)
 
 
 def _curves(run: RecordedRun, width: int) -> Table:
     """Returns the curves of the metrics that have a chart on the report page, with their first and last values."""
     table = _table("Curves")
+    # the other columns of the table take the rest
+    curve_width = max(10, min(60, width - 62))
     series = run.series()
     for panel in panels_of(series):
         for name in panel.labels:
             values = [value for _, value in series.get(name, ())]
             if len(values) > 1:
-                curve = Text(sparkline(values, max(10, min(60, width - 62))), style="cyan")
-                table.add_row(name, number(values[0]), curve, Text(number(values[-1]), style="bold"))
+                first_value = number(values[0])
+                last_value = Text(number(values[-1]), style="bold")
+                curve = Text(sparkline(values, curve_width), style="cyan")
+                table.add_row(name, first_value, curve, last_value)
     return table
 
 
@@ -136,8 +157,11 @@ def _stage_times(run: RecordedRun) -> Table:
     # one bar of the chart stands for the whole run
     seconds_by_stage = {stage: seconds_of_bars[0] for stage, seconds_of_bars in bars.items()}
     total = sum(seconds_by_stage.values())
-    for stage, seconds in sorted(seconds_by_stage.items(), key=lambda item: -item[1]):
-        bar = Text("█" * round(40 * seconds / total), style="cyan")
+    longest_first = sorted(seconds_by_stage, key=lambda stage: -seconds_by_stage[stage])
+    for stage in longest_first:
+        seconds = seconds_by_stage[stage]
+        bar_width = round(40 * seconds / total)
+        bar = Text("█" * bar_width, style="cyan")
         table.add_row(stage, f"{seconds:.3g} s", f"{seconds / total:.0%}", bar)
     return table
 
@@ -145,27 +169,38 @@ def _stage_times(run: RecordedRun) -> Table:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws a series as at most `width` block characters, each for the mean of its share of the values."""
     count = min(width, len(values))
-    edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for index in range(count):
+        start = round(index * len(values) / count)
+        stop = round((index + 1) * len(values) / count)
         means.append(sum(values[start:stop]) / (stop - start))
 
     low = min(means)
     # of a constant series: any height, because all values are at the bottom
     height = max(means) - low or 1.0
+    highest_level = len(_BARS) - 1
     curve = ""
     for mean in means:
         level = int((mean - low) / height * len(_BARS))
         # the largest value would be one level above the last bar
-        curve += _BARS[min(level, len(_BARS) - 1)]
+        curve += _BARS[min(level, highest_level)]
     return curve
 
 
 def _table(title: str) -> Table:
-    return Table(box=None, padding=(0, 1), title=title, show_header=False, title_justify="left", title_style="bold")
+    """Returns a table with this title and without lines."""
+    return Table(
+        box=None,
+        padding=(0, 1),
+        title=title,
+        show_header=False,
+        title_justify="left",
+        title_style="bold",
+    )
 
 
 def _answer_panel(answer: RecordedAnswer) -> Panel:
+    """Returns a sample: its prompt, answer, score and reward, and the requests of an episode."""
     if answer.score is not None:
         score = number(answer.score)
     elif answer.timed_out:
@@ -175,7 +210,8 @@ def _answer_panel(answer: RecordedAnswer) -> Panel:
     heading = f"step {answer.step}, score {score}, {answer.response_length} tokens, {answer.finish_reason}"
     reward_parts = []
     for name, value in answer.parts.items():
-        reward_parts.append(f"{name} {number(value) if isinstance(value, float) else value}")
+        value_text = number(value) if isinstance(value, float) else value
+        reward_parts.append(f"{name} {value_text}")
 
     named_texts = [
         *answer.prompt,
@@ -186,11 +222,14 @@ def _answer_panel(answer: RecordedAnswer) -> Panel:
     ]
     contents: list[RenderableType] = []
     for name, text in named_texts:
+        # a sample may have no images, no ground truth and no parts of the reward
         if text:
-            contents.append(Text.assemble((f"{name}: ", "bold"), shortened(text, _MOST_CHARACTERS)))
+            styled_name = (f"{name}: ", "bold")
+            contents.append(Text.assemble(styled_name, shortened(text, _MOST_CHARACTERS)))
     if answer.requests:
         contents.append(_request_tree(answer, score))
-    return Panel(Group(*contents), title=Text(shortened(f"{answer.kind}, {answer.uid}")), title_align="left")
+    title = shortened(f"{answer.kind}, {answer.uid}")
+    return Panel(Group(*contents), title=Text(title), title_align="left")
 
 
 def _request_tree(answer: RecordedAnswer, score: str) -> Tree:
@@ -200,6 +239,7 @@ def _request_tree(answer: RecordedAnswer, score: str) -> Tree:
     # the path to the newest request: the tree, then one request of each depth
     path = [tree]
     for request in requests:
+        # ends with the parent of the request
         del path[request.depth + 1 :]
         node = path[-1].add(_request_label(request))
         path.append(node)
@@ -210,6 +250,7 @@ def _request_tree(answer: RecordedAnswer, score: str) -> Tree:
 
 
 def _request_label(request: RecordedRequest) -> Text:
+    """Returns the number of a request, its facts, and the beginnings of its messages, one on each line."""
     # escaped here, because rich would measure the lines of the tree before Terminal escapes them
     start = f"#{request.number} {request.start}".strip()
     label = Text.assemble((start, "bold"), f" {printable(request.facts)}")

@@ -25,7 +25,8 @@ def main(argv: list[str]) -> int:
     from trainer.evaluate.evaluation import evaluate_all
     from trainer.evaluate.targets import split_arguments
 
-    names, options = split_arguments([item for item in argv if item != ALL_CHECKPOINTS])
+    other_words = [item for item in argv if item != ALL_CHECKPOINTS]
+    names, options = split_arguments(other_words)
     if not names:
         raise UserError(USAGE)
     return evaluate_all(names, options, all_checkpoints=ALL_CHECKPOINTS in argv)

@@ -28,12 +28,14 @@ def main(argv: list[str]) -> int:
 
     argv = out_as_word(argv, "output")
     outputs = [item.removeprefix(OUTPUT) for item in argv if item.startswith(OUTPUT)]
-    names, options = split_arguments([item for item in argv if not item.startswith(OUTPUT)])
+    other_words = [item for item in argv if not item.startswith(OUTPUT)]
+    names, options = split_arguments(other_words)
     if len(names) != 1:
         raise UserError(USAGE)
     if len(outputs) != 1 or not outputs[0].endswith(".parquet"):
         raise UserError(f"--out {','.join(outputs)}: expected exactly one output file, --out FILE.parquet")
-    return generate(names[0], Path(outputs[0]).expanduser().absolute(), options)
+    output = Path(outputs[0]).expanduser()
+    return generate(names[0], output.absolute(), options)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,24 @@ FILES = ("__init__.py", "recipe.py", "reward.py", "estimator.py", "run.sh", "REA
 
 
 def write_recipe(name: str, folder: Path) -> Path:
-    """Writes the recipe into a new folder and returns the folder's absolute path. Raises UserError if the folder exists
-    or Python cannot import a package of this name from there."""
+    """Writes the recipe into a new folder and returns the folder's absolute path.
+
+    Args:
+        name: Name of the recipe and of its advantage estimator.
+        folder: The new folder.
+
+    Raises:
+        UserError: if the folder exists, or if Python cannot import a package of this name from there.
+    """
     from verl_lite.core_algos import ADV_ESTIMATOR_REGISTRY
 
     folder = folder.expanduser().absolute()
-    are_words = _is_word(name) and _is_word(folder.name)
+    is_usable = _is_word(name) and _is_word(folder.name) and name not in ADV_ESTIMATOR_REGISTRY
+    is_top_folder = not (folder.parent / "__init__.py").exists()
     # a package of this name that is found first would be imported instead of the top folder of the recipe
-    is_hidden = are_words and not (folder.parent / "__init__.py").exists() and importlib.util.find_spec(folder.name)
-    if not are_words or name in ADV_ESTIMATOR_REGISTRY or is_hidden:
+    if is_usable and is_top_folder:
+        is_usable = importlib.util.find_spec(folder.name) is None
+    if not is_usable:
         raise UserError(
             f"NAME={name!r} in {folder}: NAME names an estimator, and the folder is a Python package: expected "
             "lower-case letters, digits and _, as in my_recipe, and no existing module, advantage estimator or keyword"
@@ -37,24 +46,31 @@ def write_recipe(name: str, folder: Path) -> Path:
         raise UserError(f"{folder} already exists and is not overwritten: choose another NAME or --out FOLDER")
     if not folder.parent.is_dir():
         raise UserError(f"--out {folder}: the folder {folder.parent} does not exist; create it first")
+    # fails if another process has created the folder meanwhile, whose files stay as they are
     folder.mkdir()
     for file in FILES:
-        template = (TEMPLATE / f"{file}.txt").read_text(encoding="utf-8")
-        text = template.replace("NAME", name).replace("PLACE", place_of(folder))
+        template_file = TEMPLATE / f"{file}.txt"
+        text = template_file.read_text(encoding="utf-8")
+        text = text.replace("NAME", name)
+        text = text.replace("PLACE", place_of(folder))
         (folder / file).write_text(text, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     return folder
 
 
 def _is_word(name: str) -> bool:
-    return re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None and not keyword.iskeyword(name)
+    """Returns True for a name that Python accepts for a package."""
+    if keyword.iskeyword(name):
+        return False
+    return re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
 
 
 def place_of(folder: Path) -> str:
     """Returns the value for `recipe=`: the folder's path, relative to the current folder if it is below it."""
-    if folder.is_relative_to(Path.cwd()):
+    current_folder = Path.cwd()
+    if folder.is_relative_to(current_folder):
         # with ./, so that it is read as a path and not as the name of a recipe
-        return f"./{folder.relative_to(Path.cwd())}"
+        return f"./{folder.relative_to(current_folder)}"
     return str(folder)
 
 
@@ -65,7 +81,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="name of the recipe: lower-case letters, digits and _")
     parser.add_argument("--out", "--to", type=Path, metavar="FOLDER", help="new folder for the recipe; default: ./NAME")
     options = parser.parse_args(argv)
-    folder = write_recipe(options.name, options.out or Path(options.name))
+    target = options.out or Path(options.name)
+    folder = write_recipe(options.name, target)
     print(f"wrote {folder}: {', '.join(FILES)}\n")
     print(f"  run it        python -m trainer.main_ppo recipe={place_of(folder)}")
     print("  change it     recipe.py has the settings; the guide is recipes/README.md of verl_lite")

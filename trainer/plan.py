@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     add("--fit", action="store_true", help="find the cheapest changes that fit 8, 16, 24, 80 GiB and the device")
     arguments, words = parser.parse_known_args(argv)
 
-    # its last version was 0.1
+    # its last version was 0.1; still accepted, so that its users read this instead of an error about an unknown option
     if arguments.placement:
         raise UserError(
             "--placement was removed, because its simulation was never compared with a GPU run: compare short runs "

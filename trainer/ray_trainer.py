@@ -220,11 +220,13 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def _save_last_step(self) -> None:
         """Saves the last completed step, if this process has one, before a step ends the run."""
         self.saver.finish()
-        # before step 1 nothing is trained, and after a resume the checkpoint of the last step exists already
-        if self.steps.global_step > 1 and self.config.trainer.save_freq != 0:
-            self.steps.give_up_step(self.step_data)
-            if self.steps.global_step not in saved_steps(self.run_dir):
-                self.save_checkpoint(self.callbacks.readable_states())
+        # before step 1, nothing is trained
+        if self.steps.global_step <= 1 or self.config.trainer.save_freq == 0:
+            return
+        self.steps.give_up_step(self.step_data)
+        # after a resume, the checkpoint of the last step exists already
+        if self.steps.global_step not in saved_steps(self.run_dir):
+            self.save_checkpoint(self.callbacks.readable_states())
 
     def model_update(self) -> Metrics:
         """Gives the trained weights to the rollout engines. `WeightSync` decides whether they receive them now."""
@@ -252,13 +254,17 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
         """Adds old_log_probs, the denominator of the policy ratio."""
-        return self.compare_rollout(batch | self.actor.compute_log_prob(batch))
+        batch |= self.actor.compute_log_prob(batch)
+        return self.compare_rollout(batch)
 
     def compare_rollout(self, batch: DataProto) -> DataProto:
         """Logs the difference between rollout_log_probs and old_log_probs. Returns the batch unchanged."""
         if self.config.rollout.calculate_log_probs:
+            columns = batch.batch
             self.metrics |= rollout_probs_diff(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+                columns["old_log_probs"],
+                columns["rollout_log_probs"],
+                columns["response_mask"],
             )
         return batch
 
@@ -292,7 +298,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def add_scalars(self, metrics: ScalarMetrics) -> None:
         """Adds numbers to the metrics of the step."""
-        self.metrics |= {name: Metric.last(value) for name, value in metrics.items()}
+        for name, value in metrics.items():
+            self.metrics[name] = Metric.last(value)
 
     def normalize_rewards(self, batch: DataProto) -> tuple[DataProto, ScalarMetrics]:
         """Adds response_level_rewards: the normalised and clipped score of each response."""
@@ -340,8 +347,9 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         drawn = compute_pf_ppo_reweight_data(batch, options.reweight_method, options.weight_pow, seed)
         # the drawn rows do not form complete groups, by which this column would cut the mini-batches
         drawn.batch.pop(ANSWERS, None)
-        num_distinct = len(set(drawn.non_tensor_batch["sample_id"]))
-        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(num_distinct, len(batch))
+
+        distinct_rows = set(drawn.non_tensor_batch["sample_id"])
+        self.metrics["pf_ppo/distinct_rows_frac"] = Metric.mean(len(distinct_rows), len(batch))
         return drawn
 
     # ------------------------------------------------------------------------------------------------- validation
@@ -358,8 +366,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         metrics: dict[str, float] = {}
         for sampling, samples in samples_by_sampling.items():
             metrics |= validation_metrics(samples, sampling.prefix)
-            self.samples.write_validation(samples, self.steps.global_step, sampling.prefix.strip("/"))
+            folder = sampling.prefix.strip("/")
+            self.samples.write_validation(samples, self.steps.global_step, folder)
 
+        # not those of greedy_too, whose samples follow
         first_samples = next(iter(samples_by_sampling.values()))
         result.samples = first_samples[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)
@@ -369,7 +379,8 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         """Generates and scores the validation prompts. The scores do not depend on data.val_batch_size."""
         assert self.val_data is not None
         store = self.answer_store()
-        num_rows = chunk_size(self.config, len(self.val_data), self.actor.num_engines, are_stored=store is not None)
+        num_prompts = len(self.val_data)
+        num_rows = chunk_size(self.config, num_prompts, self.actor.num_engines, are_stored=store is not None)
         return generate_in_chunks(
             self.val_data,
             val_samplings(self.config),
@@ -390,11 +401,13 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
         name = f"{sampling.purpose}/{self.steps.global_step}"
         # step 0 in every step: validations use equal random numbers, so that their results can be compared
         groups = prompt_groups(prompts, sampling.n, name, self.config.trainer.seed, step=0)
-        return self.scheduler.run(groups, sampling.params).select(meta_info_keys=[])
+        answers = self.scheduler.run(groups, sampling.params)
+        return answers.select(meta_info_keys=[])
 
     def score_for_validation(self, answers: DataProto) -> list[Sample]:
         """Waits for the scores of the responses and returns them as samples."""
-        scored = answers | self.rewards.score(answers).select(meta_info_keys=[])
+        scores = self.rewards.score(answers)
+        scored = answers | scores.select(meta_info_keys=[])
         return samples_of(scored, self.tokenizer, self.steps.global_step)
 
     # ---------------------------------------------------------------------------------------------- state, logging
@@ -402,7 +415,10 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the KL coefficient and the running moments."""
         states = {domain: moments.state_dict() for domain, moments in self.running_moments.items()}
-        return {"kl_coef": self.kl_ctrl.value, "running_moments": states}
+        return {
+            "kl_coef": self.kl_ctrl.value,
+            "running_moments": states,
+        }
 
     def save(self) -> None:
         """Writes a checkpoint of this step."""
@@ -437,19 +453,21 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
 
     def data_metrics(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics of the training batch. Also updates the data sampler."""
-        epoch = {"training/epoch": float(self.steps.epoch)}
-        batch_metrics = step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
-        return epoch | batch_metrics | self.steps.update(batch)
+        metrics = {"training/epoch": float(self.steps.epoch)}
+        metrics |= step_metrics.compute_data_metrics(batch, use_critic=self.critic is not None)
+        metrics |= self.steps.update(batch)
+        return metrics
 
     def mfu(self, batch: DataProto) -> dict[str, float]:
         """Returns perf/mfu/actor if the model's shape and the peak FLOP/s of the devices are known, else nothing."""
         # during trainer.critic_warmup the actor is not updated
         if self.update_work is None or "update_actor" not in self.timing:
             return {}
+        work = self.update_work
         lengths = step_metrics.sequence_lengths(batch)
-        flops = self.update_work.flops(lengths)
+        flops = work.flops(lengths)
         seconds = self.timing["update_actor"]
-        return step_metrics.compute_mfu(flops, seconds, self.actor.world_size, self.update_work.peak_flops)
+        return step_metrics.compute_mfu(flops, seconds, self.actor.world_size, work.peak_flops)
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes this step's samples to files."""

@@ -47,7 +47,9 @@ def load_recipe(name: str) -> ModuleType:
     else:
         module_name = _importable_module(name)
     if not module_name:
-        here = f" For the folder here write recipe=./{name}" if (Path(name) / RECIPE_FILE).is_file() else ""
+        here = ""
+        if (Path(name) / RECIPE_FILE).is_file():
+            here = f" For the folder here write recipe=./{name}"
         raise UserError(
             f"recipe={name!r}: no such folder of recipes/, and no such module (Python looks in the current folder, in "
             f"PYTHONPATH and among installed packages); recipes/ has {', '.join(built_in)}; or give {FORMS}.{here}"
@@ -63,7 +65,8 @@ def load_recipe(name: str) -> ModuleType:
 
 def built_in_recipes() -> list[str]:
     """Returns the names of the recipes in recipes/."""
-    return sorted(path.parent.name for path in BUILT_IN.glob(f"*/{RECIPE_FILE}"))
+    files = BUILT_IN.glob(f"*/{RECIPE_FILE}")
+    return sorted(file.parent.name for file in files)
 
 
 def recipe_overrides(name: str) -> Mapping[str, object]:
@@ -98,17 +101,25 @@ def worker_modules(config: PPOConfig) -> list[str]:
         GROUP_FILTERS.get(config.agentic.val_env_manager.group_filter_cls or ""),
     ]
     users_modules = foreign_modules(entry for entry in configured if entry is not None)
-    return list(dict.fromkeys([*recipe_modules(config), *users_modules]))
+    modules = [*recipe_modules(config), *users_modules]
+    # each once: the recipe itself can register them
+    return list(dict.fromkeys(modules))
 
 
 def recipe_modules(config: RunOptions) -> list[str]:
     """Returns the module name of the recipe as a list, which is empty without a recipe."""
-    return [] if config.recipe is None else [load_recipe(config.recipe).__name__]
+    if config.recipe is None:
+        return []
+    module = load_recipe(config.recipe)
+    return [module.__name__]
 
 
 def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
-    """Returns the trainer class: the recipe's, or else the standard class for the configuration. Raises UserError if
-    the recipe's class is not a subclass of the standard class."""
+    """Returns the trainer class: the recipe's, or else the standard class for the configuration.
+
+    Raises:
+        UserError: if the recipe's class is not a subclass of the standard class.
+    """
     from trainer.agentic.agent_trainer import AgentTrainer
     from trainer.ray_trainer import RayPPOTrainer
 
@@ -116,7 +127,8 @@ def trainer_of(config: PPOConfig) -> type[RayPPOTrainer]:
     if not config.recipe:
         return standard
     trainer_class = getattr(load_recipe(config.recipe), "trainer_class", standard)
-    if not (inspect.isclass(trainer_class) and issubclass(trainer_class, standard)):
+    is_trainer = inspect.isclass(trainer_class) and issubclass(trainer_class, standard)
+    if not is_trainer:
         raise UserError(
             f"recipe={config.recipe!r}: its trainer_class is {trainer_class!r}; these settings require a subclass of "
             f"{standard.__module__}.{standard.__name__}"
@@ -151,7 +163,8 @@ def _module_at(name: str) -> str:
         parts.insert(0, top.name)
         top = top.parent
     module_name = ".".join(parts)
-    if not all(parts) or any("." in part for part in parts):
+    are_names = all(part and "." not in part for part in parts)
+    if not are_names:
         raise UserError(f"recipe={name!r}: {file.parent.name or file.parent} cannot be a package's name; rename it")
     if str(top) not in sys.path:
         # at the end, so that no module of this folder replaces an installed one
@@ -177,7 +190,10 @@ def _file_of(module_name: str) -> Path | None:
             return None
         error.add_note(f"raised while the packages of {module_name} were imported")
         raise
-    return None if spec is None else Path(spec.origin or "")
+    if spec is None:
+        return None
+    # a folder without __init__.py is a package without a file
+    return Path(spec.origin or "")
 
 
 def _call_recipe(function: Callable[[], T], name: str) -> T:

@@ -12,13 +12,17 @@ import pdb
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.cli import command
 from verl_lite.errors import UserError, printable
 
 if TYPE_CHECKING:
     from trainer.checkpoint.crash_dump import FailedStep
+    from trainer.data.preferences import Pair
+    from trainer.data.sft_dataset import Example
+    from trainer.observe.tracking import Tracking
+    from trainer.supervised.loop import SupervisedTrainer
 
 IN_THIS_PROCESS = """
     trainer.backend=inline trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.logger=[console]
@@ -27,6 +31,7 @@ IN_THIS_PROCESS = """
     ~trainer.resume_from_path ~trainer.resume_allow ~trainer.callbacks ~trainer.early_stopping
 """.split()
 ONE_DEVICE = ["rollout.tensor_model_parallel_size=1", "hybrid_engine=true", "rollout.nnodes=0"]
+# without processes of their own, environments have no time limit
 EPISODES = ["agentic.env_pool.num_workers=0", "~agentic.env_pool.timeout_s"]
 
 
@@ -42,8 +47,10 @@ def replay(folder: Path, overrides: list[str]) -> int:
     failed = read_dump(folder)
     arguments = ["--config", str(folder / "config.yaml"), *IN_THIS_PROCESS]
     arguments.append(f"trainer.default_local_dir={folder / 'replay'}")
+    # the checkpoint may have been deleted since; then the run starts from the model
     if failed.checkpoint is not None and Path(failed.checkpoint).is_dir():
         arguments += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={failed.checkpoint}"]
+    # last, because they replace the others
     arguments += overrides
 
     heading = f"Step {failed.step}, which failed in {failed.phase}"
@@ -66,13 +73,14 @@ def _replay_supervised(failed: "FailedStep", arguments: list[str]) -> int:
         replays_steps = False
 
         @contextmanager
-        def build(self, tracking: Any) -> Iterator[Any]:
+        def build(self, tracking: "Tracking") -> Iterator["SupervisedTrainer[Example | Pair]"]:
             with super().build(tracking) as trainer:
                 # the workers have the schedule of the whole run
                 trainer.steps.total = failed.step
                 yield trainer
 
-    return run(ReplayJob, load_schema(arguments, failed.options), arguments)
+    loaded = load_schema(arguments, failed.options)
+    return run(ReplayJob, loaded, arguments)
 
 
 def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
@@ -92,24 +100,33 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
             self.steps.restrict_to_step(failed.step, failed.sampling)
 
         def collect_batch(self) -> DataProto:
-            return super().collect_batch() if failed.batch is None else failed.batch
+            if failed.batch is not None:
+                return failed.batch
+            return super().collect_batch()
 
         def score(self, batch: DataProto) -> DataProto:
-            return super().score(batch) if failed.batch is None else batch
+            # the batch of a dump has its scores
+            if failed.batch is not None:
+                return batch
+            return super().score(batch)
 
     # rewards or environments run in this process, where a debugger can stop in them
-    in_this_process = ["reward.num_workers=0"] if config.reads_prompts else EPISODES
+    in_this_process = EPISODES
+    if config.reads_prompts:
+        in_this_process = ["reward.num_workers=0"]
     words = [*saved_options, *ONE_DEVICE, *in_this_process, *arguments[2:]]
     return run_ppo(words, trainer_class=Replay)
 
 
 @command
 def main(argv: list[str]) -> int:
-    """The command; returns the exit status."""
+    """Runs the command and returns its exit status."""
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("usage: python -m trainer.replay RUN/crash/step_N [--pdb] [key=value ...]")
+    folder = Path(argv[0]).expanduser().absolute()
+    overrides = [word for word in argv[1:] if word != "--pdb"]
     try:
-        return replay(Path(argv[0]).expanduser().absolute(), [word for word in argv[1:] if word != "--pdb"])
+        return replay(folder, overrides)
     except UserError:
         # a wrong folder or option: there is nothing to debug
         raise

@@ -60,7 +60,8 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
         run_folders = study.pop("runs")
     runs = [read_run(folder) for folder in run_folders]
 
-    data = page_data(runs, study, PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES)
+    sample_bytes = PUBLIC_SAMPLE_BYTES if is_public else SAMPLE_BYTES
+    data = page_data(runs, study, sample_bytes)
     if is_public:
         folders_here = known_folders(runs)
         # texts of the data and of the model stay as they are
@@ -87,11 +88,14 @@ def document(title: str, data: object) -> str:
     """
     script = (FILES / "page.js").read_text(encoding="utf-8")
     library = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    packed_library = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
+    # without the time, so that equal runs have equal pages
+    compressed_library = gzip.compress(library.encode(), mtime=0)
+    packed_library = base64.b64encode(compressed_library).decode()
     # the browser runs only these two scripts, whatever the texts of a model contain
     script_sources = f"{_source_hash(script)} {_source_hash(library)}"
+    embedded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # without "<", the JSON cannot close the script element that contains it
-    embedded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    embedded = embedded.replace("<", "\\u003c")
     title = html.escape(title)
     text = f"""<!doctype html>
 <html lang="en">
@@ -120,8 +124,9 @@ def document(title: str, data: object) -> str:
 
 def _source_hash(script: str) -> str:
     """Returns a script's hash in the form of a Content-Security-Policy."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+    digest = hashlib.sha256(script.encode()).digest()
+    encoded_digest = base64.b64encode(digest).decode()
+    return f"'sha256-{encoded_digest}'"
 
 
 @command
@@ -137,10 +142,15 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     paths = [path.expanduser() for path in options.runs]
+    # the file metrics.jsonl names its run, too
     folders = [path.parent if path.is_file() else path for path in paths]
-    default_out = folders[0] / NAME if len(folders) == 1 else Path(NAME)
-    out = write_report(folders, options.out or default_out, is_public=options.public)
-    print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB; open it in a browser")
+    out = options.out
+    if out is None:
+        # the page of several runs is in none of their folders
+        out = folders[0] / NAME if len(folders) == 1 else Path(NAME)
+    write_report(folders, out, is_public=options.public)
+    megabytes = out.stat().st_size / 2**20
+    print(f"{out}: {megabytes:.1f} MiB; open it in a browser")
     return 0
 
 

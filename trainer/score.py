@@ -36,7 +36,9 @@ def main(argv: list[str]) -> int:
         raise UserError(USAGE)
     from trainer.evaluate.scoring import score
 
-    return score(Path(argv[0]).expanduser(), out_as_word(argv[1:], "out"))
+    source = Path(argv[0]).expanduser()
+    words = out_as_word(argv[1:], "out")
+    return score(source, words)
 
 
 if __name__ == "__main__":

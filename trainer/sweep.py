@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
 
     options = read_options(argv)
     study = asked_study(options)
+    # device and umask of the first trial count for all
     first_parameters = next(combinations(study.spec.space, corners=True))
     trainer = load(study.spec, first_parameters).trainer
     # imports Ray and Tune, which takes seconds, after the cheap checks
@@ -47,8 +48,10 @@ def main(argv: list[str]) -> int:
                 run_study(study, place, options, tell)
             finally:
                 study.write_csv()
-                print(f"\n{summary(study, shlex.join(['python', '-m', 'trainer.sweep', *argv]))}", flush=True)
-    return int(any(trial.state == "failed" for trial in study.trials))
+                same_command = shlex.join(["python", "-m", "trainer.sweep", *argv])
+                print(f"\n{summary(study, same_command)}", flush=True)
+    has_failures = any(trial.state == "failed" for trial in study.trials)
+    return int(has_failures)
 
 
 def asked_study(options: StudyOptions) -> Study:
@@ -57,11 +60,18 @@ def asked_study(options: StudyOptions) -> Study:
     from trainer.sweeps.study_spec import Search, read_files
 
     spec = options.spec
-    if spec is not None and not (options.folder / DESCRIPTION).exists():
+    is_new = not (options.folder / DESCRIPTION).exists()
+    if spec is not None and is_new:
         return Study(options.folder, spec, options.search or Search())
+
     study = Study.load(options.folder)
-    study.refuse_another(spec or dataclasses.replace(study.spec, files=read_files(study.spec.files)))
-    study.search = options.search or study.search
+    if spec is None:
+        # the files of the study may have changed since it began
+        files_now = read_files(study.spec.files)
+        spec = dataclasses.replace(study.spec, files=files_now)
+    study.refuse_another(spec)
+    if options.search is not None:
+        study.search = options.search
     return study
 
 
@@ -72,24 +82,30 @@ def summary(study: Study, go_on: str) -> str:
 
     from trainer.observe.console import Terminal
 
+    # the best trial first
     finished = study.finished()
     pruned = [trial for trial in study.trials if trial.state == "pruned"]
     failed = [trial for trial in study.trials if trial.state == "failed"]
     spec = study.spec
     names = [parameter.name for parameter in spec.space]
-    table = Table("trial", f"{spec.metric} ({spec.mode})", *names, box=None)
-    for trial in [*finished, *pruned][:_MOST_ROWS]:
+    metric = f"{spec.metric} ({spec.mode})"
+    table = Table("trial", metric, *names, box=None)
+    trials_with_values = [*finished, *pruned]
+    for trial in trials_with_values[:_MOST_ROWS]:
         table.add_row(*_table_row(trial, names))
     text = io.StringIO()
     Terminal(file=text, width=200).print(table)
 
     counts = Counter(trial.state for trial in study.trials)
-    lines = [", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials", ""]
-    lines += [line.rstrip() for line in text.getvalue().splitlines()]
+    counts_text = ", ".join(f"{count} {state}" for state, count in counts.items())
+    lines = [counts_text or "no trials", ""]
+    for line in text.getvalue().splitlines():
+        lines.append(line.rstrip())
     if finished:
         best = finished[0]
         lines += ["", f"To train trial {best.number} in full:"]
-        lines += [f"  {command_line}" for command_line in best.commands]
+        for command_line in best.commands:
+            lines.append(f"  {command_line}")
     for trial in failed[:_MOST_ROWS]:
         lines.append(f"trial {trial.number} failed: {trial.error}")
         lines.append(f"    its output is in {trial.folder}")
@@ -110,13 +126,17 @@ def _table_row(trial: Trial, names: list[str]) -> list[str]:
     row = [str(trial.number), value]
     for name in names:
         parameter = trial.parameters[name]
-        row.append(f"{parameter:.4g}" if isinstance(parameter, float) else str(parameter))
+        parameter_text = str(parameter)
+        if isinstance(parameter, float):
+            parameter_text = f"{parameter:.4g}"
+        row.append(parameter_text)
     return row
 
 
 def tell(text: str) -> None:
     """Prints a line with the time of day."""
-    print(f"{time.strftime('%H:%M:%S')} {printable(text)}", flush=True)
+    now = time.strftime("%H:%M:%S")
+    print(f"{now} {printable(text)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,12 @@ Arguments = KeywordArguments
 
 
 def render(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, *, is_question: bool, arguments: Arguments
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    is_question: bool,
+    arguments: Arguments,
 ) -> str:
     """Returns the text of a chat under the chat template.
 
@@ -55,7 +60,8 @@ def render(
             raise UserError(f"{where}: {NO_TEMPLATE.format('chats of several messages')}")
         template_arguments["chat_template"] = plain_template(tokenizer)
     try:
-        return render_chats(tokenizer, [chat], add_generation_prompt=is_question, **template_arguments)[0]
+        [text] = render_chats(tokenizer, [chat], add_generation_prompt=is_question, **template_arguments)
+        return text
     except ChatTemplateError as error:
         raise UserError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} (or data.chat_template) refuses this chat "
@@ -76,7 +82,8 @@ def check_tools_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
         UserError: if the text of the chat is the same without the tools.
     """
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
-    if whole == _text_if_accepted(chat, tokenizer, where, _without_tools(arguments)):
+    text_without_tools = _text_if_accepted(chat, tokenizer, where, _without_tools(arguments))
+    if whole == text_without_tools:
         raise UserError(
             f"{where}: the chat template of {tokenizer.name_or_path!r} does not show tools: set another template with "
             "data.chat_template, or leave the tools out (data.tools_key=null, data.tools_path=null)"
@@ -97,15 +104,17 @@ def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
     Raises:
         UserError: if the text of the chat is the same without its tool calls, or without its messages of tools.
     """
-    parts = {}
+    chats_without = {}
     if any("tool_calls" in message for message in chat):
-        parts["tool_calls of a message"] = [_without_calls(message) for message in chat]
-    if any(message["role"] == "tool" for message in chat):
-        parts["messages of the role tool"] = [message for message in chat if message["role"] != "tool"]
+        chats_without["tool_calls of a message"] = [_without_calls(message) for message in chat]
+    without_results = [message for message in chat if message["role"] != "tool"]
+    if len(without_results) < len(chat):
+        chats_without["messages of the role tool"] = without_results
 
-    for part, chat_without in parts.items():
+    for part, chat_without in chats_without.items():
         whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
-        if whole == _text_if_accepted(chat_without, tokenizer, where, arguments):
+        text_without = _text_if_accepted(chat_without, tokenizer, where, arguments)
+        if whole == text_without:
             raise UserError(
                 f"{where}: the chat template of {tokenizer.name_or_path!r} does not show the {part}: set another "
                 "template with data.chat_template, or write them as text into the content of the messages"
@@ -114,6 +123,7 @@ def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
 
 def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> str | None:
     """Returns the text of a chat from which a part was removed, or None if the template requires that part."""
+    # a template cannot render a chat without messages
     if not chat:
         return ""
     try:
@@ -123,21 +133,27 @@ def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
 
 
 def _without_tools(arguments: Arguments) -> Arguments:
-    return {name: value for name, value in arguments.items() if name != "tools"}
+    """Returns the arguments of the template without `tools`."""
+    arguments_without_tools = dict(arguments)
+    arguments_without_tools.pop("tools", None)
+    return arguments_without_tools
 
 
 def _without_calls(message: Message) -> Message:
-    result = {name: value for name, value in message.items() if name != "tool_calls"}
+    """Returns a message without its tool calls."""
+    message_without_calls = dict(message)
+    message_without_calls.pop("tool_calls", None)
     # a template may refuse a null without tool calls
-    result["content"] = message["content"] or ""
-    return result
+    message_without_calls["content"] = message["content"] or ""
+    return message_without_calls
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the token ids of a text, without the special tokens that a tokenizer adds by default."""
     if not text:
         return []
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    encoding = tokenizer(text, add_special_tokens=False)
+    return list(encoding["input_ids"])
 
 
 def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -159,8 +175,12 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
     start = 0
     while True:
         rest = text[start:]
-        new_tokens = encode_text(rest, tokenizer) if start == 0 else _encode_continuation(rest, tokenizer)
+        if start == 0:
+            new_tokens = encode_text(rest, tokenizer)
+        else:
+            new_tokens = _encode_continuation(rest, tokenizer)
         ends = _token_ends(rest, new_tokens, tokenizer, is_continuation=start > 0)
+
         crossed_cut = None
         num_exact = 0  # new tokens before the last cut that no token crosses
         last_exact_cut = start
@@ -187,7 +207,11 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
 
 
 def end_of_answer(
-    tokens: Sequence[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase, arguments: Arguments
+    tokens: Sequence[int],
+    start: int,
+    stop: int,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Arguments,
 ) -> int | None:
     """Returns the index after the token that ends an answer, or None if there is no such token.
 
@@ -216,7 +240,11 @@ def end_of_answer(
 
 
 def _last_special(
-    tokens: Sequence[int], start: int, stop: int, special: Collection[int], tokenizer: PreTrainedTokenizerBase
+    tokens: Sequence[int],
+    start: int,
+    stop: int,
+    special: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> int | None:
     """Returns the index of the last special token in tokens[start:stop], or None if other text follows it.
 
@@ -225,7 +253,8 @@ def _last_special(
     for index in range(stop - 1, start - 1, -1):
         if tokens[index] in special:
             return index
-        if str(tokenizer.decode([tokens[index]])).strip():
+        text = str(tokenizer.decode([tokens[index]]))
+        if text.strip():
             return None
     return None
 
@@ -250,9 +279,103 @@ def rewritten_length(last: str, earlier: str) -> int | None:
     return None
 
 
+class ChatText:
+    """Positions of the messages of a chat in its text.
+
+    A template renders only whole chats. The end of a message is therefore found by rendering the chat up to this
+    message, which has to be the beginning of the text of the whole chat.
+
+    Args:
+        chat: The checked messages.
+        tokenizer: The tokenizer, with its chat template.
+        where: Location of the row, for messages.
+        arguments: Arguments of the chat template.
+
+    Attributes:
+        whole: the text of the chat under the chat template.
+    """
+
+    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._where = where
+        self._arguments = arguments
+        self.whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
+
+    def answer_start(self, index: int) -> int:
+        """Returns the position at which the answer in message `index` begins: behind the generation prompt.
+
+        A greeting, which no prompt precedes, begins with its own content.
+        """
+        if index > 0:
+            return self._length(index, is_question=True)
+        # a template cannot render a chat without messages, so the content itself is searched
+        end = self.message_end(0)
+        content = self._chat[0]["content"] or ""
+        start = end
+        if content.strip():
+            start = self.whole.rfind(content.strip(), 0, end)
+        if start < 0:
+            raise UserError(
+                f"{self._where}: the chat begins with an answer, and the chat template does not write its content as "
+                "it is; begin the row with a question, or set data.completion_only_loss=true to train on the last "
+                "answer alone"
+            )
+        return start
+
+    def message_end(self, index: int) -> int:
+        """Returns the position at which a message ends; 0 for -1."""
+        if index < 0:
+            return 0
+        if index == len(self._chat) - 1:
+            return len(self.whole)
+        if index == 0 or self._chat[index]["role"] != "assistant":
+            return self._length(index + 1, is_question=False)
+
+        # a template may write an answer differently at the end of a chat, such as Qwen3 with an empty think block
+        start = self.answer_start(index)
+        text = self._text(index + 1, is_question=False)
+        length = rewritten_length(text[start:], self.whole[start:])
+        if length is None:
+            return self._length(index + 1, is_question=False)
+        return start + length
+
+    def message_start(self, index: int) -> int:
+        """Returns the position at which a message begins; for an answer, behind the generation prompt."""
+        if index == 0:
+            return 0
+        if self._chat[index]["role"] == "assistant":
+            return self.answer_start(index)
+        return self.message_end(index - 1)
+
+    def _length(self, count: int, *, is_question: bool) -> int:
+        """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
+        text = self._text(count, is_question=is_question)
+        if not self.whole.startswith(text):
+            raise UserError(
+                f"{self._where}: the chat template renders earlier turns differently when later turns follow, so one "
+                "row cannot train several turns; split the row into one row for each assistant message, or set "
+                "data.completion_only_loss=true to train on the last one"
+            )
+        return len(text)
+
+    def _text(self, count: int, *, is_question: bool) -> str:
+        """Returns the text of the first messages."""
+        chat = self._chat[:count]
+        text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
+        if self.whole.startswith(text):
+            return text
+        # some templates end every chat with the end-of-text token, as those of Phi-3; it is not part of the message
+        text_without_end = text.removesuffix(self._tokenizer.eos_token or "")
+        if self.whole.startswith(text_without_end):
+            return text_without_end
+        return text
+
+
 def _ends_with_next_message(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> bool:
     """Returns whether the template writes no end after an answer, so that the next message ends it (GLM)."""
-    return not _writes_end(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
+    template = str(tokenizer.chat_template)
+    return not _writes_end(tokenizer, template, _key_of(arguments))
 
 
 def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> list[int]:
@@ -263,7 +386,8 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
     Raises:
         UserError: if there is no such token.
     """
-    end_of_template = _end_of_turn(tokenizer, str(tokenizer.chat_template), _key_of(arguments))
+    template = str(tokenizer.chat_template)
+    end_of_template = _end_of_turn(tokenizer, template, _key_of(arguments))
     # the template's end comes first: the tokenizer's can differ, as that of Gemma, and the first one is what is added
     ends = []
     for token in (end_of_template, tokenizer.eos_token_id):
@@ -279,13 +403,18 @@ def ends_of_answers(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) ->
 
 def _key_of(arguments: Arguments) -> str:
     """Returns the arguments without tools as json text, because a cache needs a key that can be hashed."""
-    return json.dumps(_without_tools(arguments), sort_keys=True, default=str)
+    arguments_without_tools = _without_tools(arguments)
+    return json.dumps(arguments_without_tools, sort_keys=True, default=str)
 
 
 @functools.lru_cache(maxsize=16)
 def _writes_end(tokenizer: PreTrainedTokenizerBase, template: str, arguments: str) -> bool:
-    """Returns whether the template writes an end after an answer at the end of a chat."""
-    return writes_end_of_turn(tokenizer, json.loads(arguments))
+    """Returns whether the template writes an end after an answer at the end of a chat.
+
+    The parameters are those of `_end_of_turn`.
+    """
+    template_arguments = json.loads(arguments)
+    return writes_end_of_turn(tokenizer, template_arguments)
 
 
 @functools.lru_cache(maxsize=16)
@@ -297,7 +426,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, arguments: s
         template: its chat template, as a part of the cache's key, because it can be replaced.
         arguments: see `_key_of`.
     """
-    return end_of_turn(tokenizer, json.loads(arguments))
+    template_arguments = json.loads(arguments)
+    return end_of_turn(tokenizer, template_arguments)
 
 
 def _tokens_before(
@@ -324,10 +454,14 @@ def _tokens_before(
         if tokens[: len(prompt)] != prompt:
             return None
         return len(prompt)
+
     count = bisect_right(ends, cut)
     last_end = ends[count - 1] if count else 0
     # a blank that no token shows belongs to the next token, so the tokens before the cut must end exactly there
-    if last_end != cut or _splits_character(cut, text, tokens[:count][-MOST_BYTES:], tokenizer):
+    if last_end != cut:
+        return None
+    last_tokens = tokens[:count][-MOST_BYTES:]
+    if _splits_character(cut, text, last_tokens, tokenizer):
         return None
     return count
 
@@ -346,12 +480,18 @@ def _splits_character(cut: int, text: str, last_tokens: list[int], tokenizer: Pr
     """
     if cut < len(text) and unicodedata.combining(text[cut]):
         return True
-    ends_unfinished = str(tokenizer.decode(last_tokens)).endswith(UNFINISHED)
-    return ends_unfinished and text[cut - 1 : cut] != UNFINISHED
+    decoded = str(tokenizer.decode(last_tokens))
+    # the text itself may contain this character
+    last_character = text[cut - 1 : cut]
+    return decoded.endswith(UNFINISHED) and last_character != UNFINISHED
 
 
 def _token_ends(
-    text: str, tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, is_continuation: bool
+    text: str,
+    tokens: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_continuation: bool,
 ) -> list[int] | None:
     """Returns the position at which each token ends, in ascending order, or None if the tokenizer does not tell.
 
@@ -373,7 +513,8 @@ def _token_ends(
     if surplus < 0 or (surplus and not is_continuation):
         return None
     # a tokenizer may report a smaller end after a larger one, and the ends are searched by bisection
-    return list(itertools.accumulate(ends[surplus:], max))
+    ascending_ends = itertools.accumulate(ends[surplus:], max)
+    return list(ascending_ends)
 
 
 def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -385,10 +526,11 @@ def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[
     if not text:
         return []
     anchor = tokenizer.eos_token
+    anchor_token = tokenizer.eos_token_id
     # the special token is usable only if it remains one token, and if the text behind it keeps its characters
-    if anchor is not None and encode_text(anchor, tokenizer) == [tokenizer.eos_token_id]:
-        tokens = encode_text(anchor + text, tokenizer)
-        decoded = str(tokenizer.decode(tokens[1:], clean_up_tokenization_spaces=False))
-        if tokens[0] == tokenizer.eos_token_id and decoded.strip() == text.strip():
-            return tokens[1:]
+    if anchor is not None and encode_text(anchor, tokenizer) == [anchor_token]:
+        first_token, *tokens = encode_text(anchor + text, tokenizer)
+        decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        if first_token == anchor_token and decoded.strip() == text.strip():
+            return tokens
     return encode_text(text, tokenizer)

@@ -76,7 +76,7 @@ def read_image(entry: object, folder: Path | None, where: str) -> bytes:
         return entry
     if isinstance(entry, Image):
         return _encoded(entry, where)
-    if not isinstance(entry, str) or "://" in entry.removeprefix("file://") or entry.startswith("data:"):
+    if not isinstance(entry, str) or _is_url(entry):
         raise UserError(
             f"{where}: found {entry!r:.200}, expected the bytes or the path of an image file; download images before "
             "training"
@@ -84,6 +84,11 @@ def read_image(entry: object, folder: Path | None, where: str) -> bytes:
     if folder is None:
         raise UserError(f"{where}: found the path {entry!r}; set data.image_folder to the folder of the images")
     return _read_below(folder, entry, where)
+
+
+def _is_url(text: str) -> bool:
+    """True for an image that is not a file of this machine. The URL file:// stands for a path."""
+    return text.startswith("data:") or "://" in text.removeprefix("file://")
 
 
 def _encoded(image: Image, where: str) -> bytes:
@@ -174,7 +179,8 @@ class ImageProcessor:
             UserError: For an image that cannot be used.
         """
         # threads suffice, because PIL decodes without the interpreter's lock
-        return list(self._threads.map(self._tokens_of_row, rows, locations))
+        counts = self._threads.map(self._tokens_of_row, rows, locations)
+        return list(counts)
 
     def _tokens_of_row(self, files: Sequence[bytes], where: str) -> tuple[int, ...]:
         """Returns the number of tokens of each image of a row."""
@@ -203,7 +209,8 @@ class ImageProcessor:
         """
         is_image = token_ids == self._image_token
         are_adjacent = is_image[1:] & is_image[:-1]
-        if is_image.sum() != len(counts) or are_adjacent.any() or (counts and is_image[-1]):
+        ends_with_image = is_image[-1:].any()
+        if is_image.sum() != len(counts) or are_adjacent.any() or ends_with_image:
             raise UserError(
                 f"{where}: its tokens contain {int(is_image.sum())} image tokens for {len(counts)} images; expected "
                 "one for each image, with other tokens between and after them. The chat template of the model must "
@@ -219,31 +226,40 @@ class ImageProcessor:
         Args:
             rows: The image files of each prompt, and its token ids as `expand` returns them.
         """
-        return list(self._threads.map(lambda row: self._inputs_of_row(*row), rows))
+        inputs = self._threads.map(self._inputs_of_row, rows)
+        return list(inputs)
 
-    def _inputs_of_row(self, files: Sequence[bytes], token_ids: np.ndarray) -> ImageInputs:
+    def _inputs_of_row(self, row: tuple[Sequence[bytes], np.ndarray]) -> ImageInputs:
         """Returns the model's inputs for the images of one prompt."""
-        processed = self._processor(images=[open_image(data) for data in files], return_tensors="pt")
+        files, token_ids = row
+        images = [open_image(data) for data in files]
+        processed = self._processor(images=images, return_tensors="pt")
         grid = processed["image_grid_thw"].long()
-        positions, following = prompt_positions(self._network, torch.from_numpy(token_ids.astype(np.int64)), grid)
-
-        # a digest of digests, because files joined directly could be divided in another way
-        digests = b"".join(_digest(data) for data in files)
-        number = int.from_bytes(hashlib.blake2b(digests, digest_size=8).digest(), "big")
+        tokens = torch.from_numpy(token_ids.astype(np.int64))
+        positions, following = prompt_positions(self._network, tokens, grid)
         return ImageInputs(
             processed["pixel_values"].to(self._dtype),
             grid,
             positions,
             following,
-            number >> 1,  # 63 bits, which int64 can hold
+            _number_of(files),
             tuple(files),
         )
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _number_of(files: Sequence[bytes]) -> int:
+    """Returns a number that identifies the contents of the files and their order."""
+    # a digest of digests, because files joined directly could be divided in another way
+    digest = hashlib.blake2b(digest_size=8)
+    for data in files:
+        file_digest = hashlib.blake2b(data, digest_size=16)
+        digest.update(file_digest.digest())
+    number = int.from_bytes(digest.digest(), "big")
+    return number >> 1  # 63 bits, which int64 can hold
 
 
 def image_processor(model: ModelConfig, data: DataConfig, dtype: torch.dtype) -> ImageProcessor | None:
     """Returns the image processor of a vision-language model; None for a model of text."""
-    return ImageProcessor(model, data, dtype) if has_vision(load_model_config(model)) else None
+    if not has_vision(load_model_config(model)):
+        return None
+    return ImageProcessor(model, data, dtype)

@@ -98,22 +98,35 @@ class BatchOrder:
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         """Yields the batches after the first `self.served` rows. The caller updates `served` after each batch."""
-        order = self._shuffled(np.arange(self.rows), self.epoch)
+        positions = np.arange(self.rows)
+        order = self._shuffled(positions, self.epoch)
         for start in range(self.served, self.rows, self.batch_size):
-            yield order[start : start + self.batch_size].tolist()
+            batch = order[start : start + self.batch_size]
+            yield batch.tolist()
 
     def _shuffled(self, values: np.ndarray, *stream: int) -> np.ndarray:
+        """Returns the values in random order, or unchanged with shuffle=False.
+
+        Args:
+            values: What to shuffle, along its first dimension.
+            stream: Numbers that select the random generator, together with the seed.
+        """
         if not self.shuffle:
             return values
         # a separate generator for each stream, so that a resumed run need not repeat earlier shuffles
-        return np.random.default_rng([self.seed, *stream]).permutation(values)
+        generator = np.random.default_rng([self.seed, *stream])
+        return generator.permutation(values)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Receives a finished training batch; returns metrics to log."""
         return {}
 
     def state_dict(self) -> OrderState:
-        return {"epoch": self.epoch, "served": self.served, "dataset": [self.rows, self.fingerprint]}
+        return {
+            "epoch": self.epoch,
+            "served": self.served,
+            "dataset": [self.rows, self.fingerprint],
+        }
 
     def load_state_dict(self, state: OrderState) -> None:
         """Restores a state. Raises UserError if it belongs to another dataset, in which positions differ."""
@@ -162,18 +175,22 @@ class MixtureBatches(BatchOrder):
         # fractions, because the error of floating-point shares would add up over the batches
         exact_weights = {name: Fraction(str(weight)) for name, weight in weights.items() if weight}
         total_weight = sum(exact_weights.values())
+        self.shares: dict[str, Fraction] = {}
         # sorted by name, because of equally late sources the first is drawn, whatever the order of the options
-        self.shares = {name: exact_weights[name] / total_weight for name in sorted(exact_weights)}
+        for name in sorted(exact_weights):
+            self.shares[name] = exact_weights[name] / total_weight
         # by source: its share of all prompts so far, minus the prompts drawn from it
         self.behind = dict.fromkeys(self.shares, Fraction(0))
         self.drawn = dict.fromkeys(self.shares, 0)
         # the current pass of each source; other passes are never needed again
-        self._order_in_pass = functools.lru_cache(maxsize=len(self.shares))(self._shuffled_source)
+        cache = functools.lru_cache(maxsize=len(self.shares))
+        self._order_in_pass = cache(self._shuffled_source)
 
     def _shuffled_source(self, name: str, pass_number: int) -> np.ndarray:
         """Returns the positions of a source in the order of one pass over it."""
         # crc32 of the name, because Python's hash of a text differs between processes
-        return self._shuffled(self.positions[name], zlib.crc32(name.encode()), pass_number)
+        source_number = zlib.crc32(name.encode())
+        return self._shuffled(self.positions[name], source_number, pass_number)
 
     def _rest_of_epoch(self) -> Iterator[list[int]]:
         """Yields full batches whose slots the sources share; see the class."""
@@ -181,24 +198,32 @@ class MixtureBatches(BatchOrder):
             # all shares of the batch first, so that each slot sees how far a source is behind at the end of the batch
             for name, share in self.shares.items():
                 self.behind[name] += share * self.batch_size
-            batch = np.array([self._draw() for _ in range(self.batch_size)])
+            batch = [self._draw() for _ in range(self.batch_size)]
             # shuffled, because otherwise a mini-batch could consist of a single source
-            yield self._shuffled(batch, self.epoch, self.served).tolist()
+            shuffled_batch = self._shuffled(np.array(batch), self.epoch, self.served)
+            yield shuffled_batch.tolist()
 
     def _draw(self) -> int:
         """Returns the next position of the source that is furthest behind its share."""
         name = max(self.behind, key=self.behind.__getitem__)
-        pass_number, offset = divmod(self.drawn[name], len(self.positions[name]))
+        source_size = len(self.positions[name])
+        pass_number, offset = divmod(self.drawn[name], source_size)
+        order = self._order_in_pass(name, pass_number)
+
         self.behind[name] -= 1
         self.drawn[name] += 1
-        return int(self._order_in_pass(name, pass_number)[offset])
+        return int(order[offset])
 
     def state_dict(self) -> OrderState:
         sources = {}
         for name in self.shares:
-            # as text, which keeps a fraction exact
-            sources[name] = {"behind": str(self.behind[name]), "drawn": self.drawn[name]}
-        return super().state_dict() | {"sources": sources}
+            sources[name] = {
+                # as text, which keeps a fraction exact
+                "behind": str(self.behind[name]),
+                "drawn": self.drawn[name],
+            }
+        state = super().state_dict()
+        return state | {"sources": sources}
 
     def load_state_dict(self, state: OrderState) -> None:
         """Restores a state. A source that the state lacks starts from its first prompt."""
@@ -216,20 +241,11 @@ class SamplerBatches(BatchOrder):
         sampler: The sampler, see `Sampler`.
         positions: Prompts of the dataset, which the sampler may repeat or leave out.
         batch_size: Prompts per batch.
-        seed, fingerprint, shuffle: See `BatchOrder`.
+        seed, fingerprint: See `BatchOrder`.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        positions: int,
-        batch_size: int,
-        *,
-        seed: int,
-        fingerprint: str,
-        shuffle: bool = True,
-    ) -> None:
-        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
+    def __init__(self, sampler: Sampler, positions: int, batch_size: int, *, seed: int, fingerprint: str) -> None:
+        super().__init__(len(sampler), batch_size, seed=seed, fingerprint=fingerprint)
         self.sampler = sampler
         self.positions = positions
         self.name = type(sampler).__name__
@@ -247,8 +263,8 @@ class SamplerBatches(BatchOrder):
         while self.served < self.rows:
             count = min(self.batch_size, self.rows - self.served)
             batch = list(islice(positions, count))
-            # one more request at the end of an epoch detects surplus positions and runs the code after the last `yield`
             is_last = self.served + count == self.rows
+            # one more request at the end of an epoch detects surplus positions and runs the code after the last `yield`
             has_surplus = is_last and next(positions, None) is not None
             are_positions = all(self._is_position(value) for value in batch)
             if has_surplus or len(batch) < count or not are_positions:
@@ -260,18 +276,25 @@ class SamplerBatches(BatchOrder):
             yield [int(position) for position in batch]
 
     def _is_position(self, value: object) -> bool:
-        return isinstance(value, int | np.integer) and bool(0 <= value < self.positions)
+        """Returns True for an integer that is the position of a prompt."""
+        if not isinstance(value, int | np.integer):
+            return False
+        return bool(0 <= value < self.positions)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Passes a finished batch to the sampler, if it has `update`. Returns its numbers as sampler/<name>."""
         if not hasattr(self.sampler, "update"):
             return {}
-        metrics = self.sampler.update(batch) or {}
-        return {f"sampler/{name}": float(value) for name, value in metrics.items()}
+        numbers = self.sampler.update(batch) or {}
+        metrics = {}
+        for name, value in numbers.items():
+            metrics[f"sampler/{name}"] = float(value)
+        return metrics
 
     def state_dict(self) -> OrderState:
         # a copy, because the sampler may change its state before the checkpoint is written
-        return super().state_dict() | {"sampler": copy.deepcopy(self.sampler.state_dict())}
+        sampler_state = copy.deepcopy(self.sampler.state_dict())
+        return super().state_dict() | {"sampler": sampler_state}
 
     def load_state_dict(self, state: OrderState) -> None:
         super().load_state_dict(state)
@@ -286,26 +309,31 @@ def build_order(data: PromptDataset, config: PPOConfig) -> BatchOrder:
     """
     options = config.data
     batch_size = options.train_batch_size
-    seed = config.trainer.seed if options.seed is None else options.seed
+    seed = options.seed
+    if seed is None:
+        seed = config.trainer.seed
     fingerprint = data.fingerprint()
-    weights = {name: entry["weight"] for name, entry in options.sources.items() if entry.get("weight") is not None}
+    shuffle = options.shuffle
+
+    weights = {}
+    for name, source_options in options.sources.items():
+        if source_options.get("weight") is not None:
+            weights[name] = source_options["weight"]
 
     order: BatchOrder
     # a sampler replaces data.shuffle
     if options.sampler.class_path is not None:
         sampler = _make_sampler(data, replace(options, seed=seed))
-        order = SamplerBatches(
-            sampler, len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=options.shuffle
-        )
+        order = SamplerBatches(sampler, len(data), batch_size, seed=seed, fingerprint=fingerprint)
     elif weights:
         positions = data.positions_by_source()
         _check_weights(weights, positions, options)
         # not checked below: its epochs consist of full batches
         return MixtureBatches(
-            positions, weights, len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=options.shuffle
+            positions, weights, len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle
         )
     else:
-        order = BatchOrder(len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=options.shuffle)
+        order = BatchOrder(len(data), batch_size, seed=seed, fingerprint=fingerprint, shuffle=shuffle)
 
     # verl drops a short last batch, and refuses data of which nothing would be left
     if order.rows < batch_size and not config.trainer.val_only:
@@ -323,7 +351,9 @@ def _check_weights(weights: Mapping[str, float], positions: Mapping[str, np.ndar
     if not incomplete:
         return
     source = incomplete[0]
-    lacks = "no weight" if source in positions else f"no prompt of up to {options.max_prompt_length} tokens"
+    lacks = "no weight"
+    if source not in positions:
+        lacks = f"no prompt of up to {options.max_prompt_length} tokens"
     raise UserError(
         f"data.sources: each source needs a weight and prompts in train_files, and {source!r} has {lacks}: set "
         f"data.sources.{source}.weight (0 leaves it out), or leave the source out"
@@ -336,6 +366,7 @@ def _make_sampler(data: PromptDataset, options: DataConfig) -> Sampler:
     name = options.sampler.class_name or ""
     sampler_class = load_object(path, name, "data.sampler.class_path", "data.sampler.class_name")
     sampler = None
+    # the constructor's own errors propagate, so its parameters are checked before the call
     if accepts(sampler_class, "data_source") and accepts(sampler_class, "data_config"):
         sampler = sampler_class(data_source=data, data_config=options)
     if not _is_sampler(sampler):
@@ -348,7 +379,9 @@ def _make_sampler(data: PromptDataset, options: DataConfig) -> Sampler:
 
 
 def _is_sampler(value: object) -> TypeGuard[Sampler]:
-    return all(hasattr(value, method) for method in ("__len__", "__iter__", "state_dict", "load_state_dict"))
+    """Returns True if an object has the methods of `Sampler`."""
+    methods = ("__len__", "__iter__", "state_dict", "load_state_dict")
+    return all(hasattr(value, method) for method in methods)
 
 
 def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder | None = None) -> StatefulDataLoader:
@@ -362,12 +395,14 @@ def build_train_loader(data: PromptDataset, config: PPOConfig, order: BatchOrder
         config: Configuration of the run.
         order: Order of the prompts; None: the configured order.
     """
+    if order is None:
+        order = build_order(data, config)
     with warnings.catch_warnings():
         # torchdata itself calls a deprecated function
         warnings.simplefilter("ignore", UserWarning)
         return StatefulDataLoader(
             data,
-            batch_sampler=order or build_order(data, config),
+            batch_sampler=order,
             num_workers=0,
             collate_fn=lambda batch: batch,  # `__getitems__` already returns a batch
             generator=torch.Generator(),  # a separate one, so that new iterators draw nothing from the global generator

@@ -103,7 +103,8 @@ def load_pairs(
         chosen = encode_answer(chosen_chat, tokenizer, score_at, where, arguments)
         rejected = encode_answer(rejected_chat, tokenizer, score_at, where, arguments)
         # tokens are compared, because a template can write different messages alike
-        if chosen.prompt + chosen.response == rejected.prompt + rejected.response:
+        chosen_tokens = chosen.prompt + chosen.response
+        if chosen_tokens == rejected.prompt + rejected.response:
             raise UserError(f"{where}: both answers have the same tokens, so neither is better; remove such rows")
         pair = Pair(chosen, rejected, _margin(row, where))
         check(pair, where)
@@ -127,6 +128,7 @@ def load_pairs(
 def _margin(row: Row, where: str) -> float:
     """Returns the row's value in TRL's column `margin`, or 0 without that column."""
     margin = row.get(MARGIN, 0.0)
+    # Python counts a bool as an int
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
     # json and parquet can hold NaN and infinity, with which no loss is finite
     if not is_number or not math.isfinite(margin):
@@ -176,8 +178,10 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
     # text, or a list that continues the prompt; any other list is a complete chat
     if messages[0]["role"] == "assistant":
         prompt = _column(row, config.prompt_key, "prompt_key", where)
-        messages = [*question_of(prompt, f"{where}, column {config.prompt_key!r}"), *messages]
+        question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
+        messages = [*question, *messages]
 
+    # masks of earlier messages change nothing, because the loss covers only the answer
     may_be_learnt, chat = split_loss_mask(messages, column)
     if not may_be_learnt[-1]:
         raise UserError(
@@ -227,6 +231,7 @@ def encode_answer(
         UserError: if the chat template refuses the chat, leaves out its tool calls, or renders the question differently
             when the answer follows.
     """
+    # with the generation prompt, after which a policy samples its answer
     question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
@@ -236,6 +241,7 @@ def encode_answer(
             f"{where}: the chat template renders the question differently when an answer follows, so training "
             "would use other tokens than generation; use another template"
         )
+    # cut where the answer begins, so that no token belongs to both
     tokens, [start] = encode_and_cut(whole, [len(question)], tokenizer)
     prompt = tokens[:start]
     response = tokens[start:]
@@ -246,7 +252,8 @@ def encode_answer(
             response = response[:end]
         else:
             # the template writes no end, so it is added, as in `sft_dataset.encode_chat`
-            response = [*response, ends_of_answers(tokenizer, arguments)[0]]
+            ends = ends_of_answers(tokenizer, arguments)
+            response = [*response, ends[0]]
     return Example(prompt, response, [1] * len(response))
 
 
@@ -260,8 +267,11 @@ def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     for pair in pairs:
         texts += pair.texts
     batch = collate(texts, pad_token_id).batch  # (2n, L)
-    columns = {str(name): batch[name].reshape(len(pairs), -1) for name in batch.keys()}  # (n, 2L)
-    columns[MARGIN] = torch.tensor([pair.margin for pair in pairs])
+    columns: dict[str, torch.Tensor] = {}
+    for name in map(str, batch.keys()):
+        columns[name] = batch[name].reshape(len(pairs), -1)  # (n, 2L)
+    margins = [pair.margin for pair in pairs]
+    columns[MARGIN] = torch.tensor(margins)
     return DataProto.from_dict(columns)
 
 
@@ -282,4 +292,5 @@ def texts_of(data: DataProto) -> DataProto:
 
 def valid_pairs(data: DataProto) -> torch.Tensor:
     """Returns (n,) bool for the 2n sequences of `texts_of`: False for pairs that only pad the batch."""
-    return data.batch["response_mask"].any(1).view(-1, 2).all(1)
+    has_answer = data.batch["response_mask"].any(1)  # (2n,)
+    return has_answer.view(-1, 2).all(1)

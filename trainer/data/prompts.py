@@ -72,7 +72,9 @@ class PromptDataset:
         self._max_prompt_length = config.max_prompt_length
         max_samples = config.train_max_samples if split == "train" else config.val_max_samples
 
-        paths = [files] if isinstance(files, str) else list(files)
+        paths: Sequence[str] = files
+        if isinstance(files, str):
+            paths = [files]
         self._schema = RowSchema(config, split, needs_ground_truth, images is not None)
         self._files = open_sources(paths, config, tokenizer, split=split)
         self._schema.check_columns(self._files)
@@ -80,7 +82,7 @@ class PromptDataset:
         self._starts = np.cumsum([0, *file_sizes])  # number of each file's first row
         total = int(self._starts[-1])
         if total == 0:
-            raise UserError(f"data.{split}_files={paths}: the dataset has no rows; expected at least one")
+            raise UserError(f"data.{split}_files={list(paths)}: the dataset has no rows; expected at least one")
 
         # the first rows for training, which the order shuffles; a random subset for validation, below
         row_count = total
@@ -91,7 +93,8 @@ class PromptDataset:
         # before the lengths are checked, so that an image counts with all its tokens
         if images is not None:
             for row, tokens in enumerate(self._tokens):
-                self._tokens[row] = images.expand(tokens, self._image_tokens.get(row, ()), self._describe(row))
+                tokens_per_image = self._image_tokens.get(row, ())
+                self._tokens[row] = images.expand(tokens, tokens_per_image, self._describe(row))
 
         self._index, self.report = self._fit_to_limit(config)
         # after too long prompts are dropped, so that the number is exact
@@ -111,7 +114,8 @@ class PromptDataset:
     def __getitem__(self, position: int) -> DataProto:
         """Returns one prompt as a batch of one row."""
         # a range accepts negative positions and raises IndexError at the end, which stops iteration
-        return self.__getitems__([range(len(self))[position]])
+        positions = range(len(self))
+        return self.__getitems__([positions[position]])
 
     def __getitems__(self, positions: Sequence[int]) -> DataProto:
         """Returns a batch of the prompts at these positions. PyTorch data loaders call this method by its name.
@@ -128,7 +132,8 @@ class PromptDataset:
 
         # all batches have the same width, as in verl
         width = self._max_prompt_length
-        prompts = torch.full((len(index), width), self._pad_token_id, dtype=torch.long)
+        shape = (len(index), width)
+        prompts = torch.full(shape, self._pad_token_id, dtype=torch.long)
         prompt_mask = torch.zeros_like(prompts)
         for line, row_number in enumerate(index):
             tokens = torch.from_numpy(self._tokens[row_number].astype(np.int64))
@@ -148,7 +153,8 @@ class PromptDataset:
             "index": index,
         }
         if self._images is not None and self._image_tokens:
-            columns[MULTI_MODAL_INPUTS] = as_column(self._image_inputs(self._images, index, rows))
+            image_inputs = self._image_inputs(self._images, index, rows)
+            columns[MULTI_MODAL_INPUTS] = as_column(image_inputs)
         return DataProto.from_dict(tensors=tensors, non_tensors=columns)
 
     def _uids(self, index: np.ndarray) -> list[str]:
@@ -164,7 +170,10 @@ class PromptDataset:
         return uids
 
     def _image_inputs(
-        self, processor: ImageProcessor, index: np.ndarray, rows: Sequence[PromptRow]
+        self,
+        processor: ImageProcessor,
+        index: np.ndarray,
+        rows: Sequence[PromptRow],
     ) -> list[ImageInputs | None]:
         """Returns the model's inputs for the images of each row; None for a row without images."""
         # by row number, so that a row that is repeated is processed once
@@ -173,7 +182,9 @@ class PromptDataset:
             if row["images"]:
                 images_by_row[row_number] = row["images"]
 
-        images_and_tokens = [(images, self._tokens[row_number]) for row_number, images in images_by_row.items()]
+        images_and_tokens = []
+        for row_number, images in images_by_row.items():
+            images_and_tokens.append((images, self._tokens[row_number]))
         inputs = processor.inputs(images_and_tokens)
         inputs_by_row = dict(zip(images_by_row, inputs, strict=True))
         return [inputs_by_row.get(row_number) for row_number in index.tolist()]
@@ -183,11 +194,14 @@ class PromptDataset:
         size = batch_size or len(self)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
-            yield self.__getitems__(range(start, stop))
+            positions = range(start, stop)
+            yield self.__getitems__(positions)
 
     def row(self, position: int) -> PromptRow:
         """Returns the row of the prompt at a position, converted to a `PromptRow`."""
-        return self._rows(self._index[[position]])[0]
+        index = self._index[[position]]
+        [row] = self._rows(index)
+        return row
 
     def data_sources(self) -> list[str]:
         """Returns the sorted data sources of all rows, including dropped rows."""
@@ -207,13 +221,15 @@ class PromptDataset:
         """Returns a digest of the token ids of all prompts, in order. A checkpoint contains it."""
         digest = hashlib.blake2b(digest_size=8)
         for row_number in self._index:
+            digest.update(self._tokens[row_number].tobytes())
             # the separator makes tokens that move from one prompt to the next change the digest
-            digest.update(self._tokens[row_number].tobytes() + b"|")
+            digest.update(b"|")
         return digest.hexdigest()
 
     def largest_token(self) -> int:
         """Returns the largest token id in any prompt."""
-        return max(int(tokens.max()) for tokens in self._tokens)
+        largest_by_row = [tokens.max() for tokens in self._tokens]
+        return int(max(largest_by_row))
 
     def _read(self, row_count: int, config: DataConfig, answers: int | None) -> list[Prompt]:
         """Reads and checks the first rows of the files, and returns their prompts.
@@ -239,15 +255,15 @@ class PromptDataset:
                 if image_tokens:
                     self._image_tokens[row_number] = image_tokens
                 source = row["data_source"]
-                answers_of_source = config.sources.get(source, {}).get("n")
                 source_of_row[row_number] = source_codes.setdefault(source, len(source_codes))
+                source_options = config.sources.get(source, {})
                 # the number of the row has priority, then that of its source; 0 without a default
-                answers_of_row[row_number] = row["n"] or answers_of_source or answers or 0
+                answers_of_row[row_number] = row["n"] or source_options.get("n") or answers or 0
                 prompts.append(_prompt_of(row, has_images=bool(image_tokens)))
 
+        unknown = sorted(config.sources.keys() - source_codes.keys())
         # validation files may lack a source that data.sources configures for training
-        unknown = sorted(config.sources.keys() - source_codes.keys()) if self.split == "train" else []
-        if unknown:
+        if unknown and self.split == "train":
             raise UserError(
                 f"data.sources.{unknown[0]}: data.train_files has no row of that data source; found "
                 f"{', '.join(sorted(source_codes))}"
@@ -255,8 +271,9 @@ class PromptDataset:
         self._source_names = list(source_codes)
         self._source_of = source_of_row
         # without own numbers of answers, batches have no such column
-        has_own_answers = answers is not None and (answers_of_row != answers).any()
-        self._answers = answers_of_row if has_own_answers else None
+        self._answers: np.ndarray | None = None
+        if answers is not None and (answers_of_row != answers).any():
+            self._answers = answers_of_row
         return prompts
 
     def _measured(self, file: RowTable, row_count: int) -> Iterator[tuple[PromptRow, tuple[int, ...]]]:
@@ -265,14 +282,16 @@ class PromptDataset:
         first_row = 0
         # in chunks, whose images are decoded in parallel without holding those of the whole file in memory
         while chunk := list(itertools.islice(rows, _DECODED_AT_ONCE)):
+            stop_row = first_row + len(chunk)
             image_tokens: list[tuple[int, ...]] = [()] * len(chunk)
             if self._images is not None:
+                images = [row["images"] for row in chunk]
                 origins = []
-                for row_number in range(first_row, first_row + len(chunk)):
+                for row_number in range(first_row, stop_row):
                     origins.append(f"data.{self.split}_files: row {row_number} of {file.path}")
-                image_tokens = self._images.token_counts([row["images"] for row in chunk], origins)
+                image_tokens = self._images.token_counts(images, origins)
             yield from zip(chunk, image_tokens, strict=True)
-            first_row += len(chunk)
+            first_row = stop_row
 
     def _rows(self, index: np.ndarray) -> list[PromptRow]:
         """Returns the rows with these numbers, which count over all files."""
@@ -280,10 +299,12 @@ class PromptDataset:
         row_by_number: dict[int, PromptRow] = {}
         # each file is read once, because reading many rows at once is much faster than one at a time
         for file_number in np.unique(file_of_row):
+            file = self._files[file_number]
             row_numbers = index[file_of_row == file_number]
-            rows_in_file = (row_numbers - self._starts[file_number]).tolist()
-            rows = self._schema.rows(self._files[file_number], rows_in_file)
-            row_by_number.update(zip(row_numbers.tolist(), rows, strict=True))
+            rows_in_file = row_numbers - self._starts[file_number]
+            rows = self._schema.rows(file, rows_in_file.tolist())
+            for row_number, row in zip(row_numbers.tolist(), rows, strict=True):
+                row_by_number[row_number] = row
         return [row_by_number[row_number] for row_number in index.tolist()]
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
@@ -297,10 +318,11 @@ class PromptDataset:
         """
         limit = config.max_prompt_length
         lengths = np.array([len(tokens) for tokens in self._tokens])
-        if not lengths.min():
+        shortest = int(lengths.argmin())
+        if not lengths[shortest]:
             raise UserError(
-                f"data.{self.split}_files: {self._describe(int(lengths.argmin()))} has a prompt that the chat template "
-                "turns into no tokens, so there is nothing to sample from; remove such rows"
+                f"data.{self.split}_files: {self._describe(shortest)} has a prompt that the chat template turns into "
+                "no tokens, so there is nothing to sample from; remove such rows"
             )
 
         index = np.arange(len(lengths))  # the numbers of the remaining rows
@@ -313,23 +335,29 @@ class PromptDataset:
             index = index[lengths <= limit]
             return index, f"{report}; {len(overlong)} longer than {limit} were dropped, {len(index)} kept"
         if config.filter_overlong_prompts or config.truncation == "error":
+            first = int(overlong[0])
             raise UserError(
                 f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
-                f"({self._describe(int(overlong[0]))} has {lengths[overlong[0]]} tokens, the longest {lengths.max()}). "
+                f"({self._describe(first)} has {lengths[first]} tokens, the longest {lengths.max()}). "
                 f"{self._remedies(overlong, config.filter_overlong_prompts)}"
             )
 
+        with_images = []
+        without_images = []
+        for row in overlong.tolist():
+            if row in self._image_tokens:
+                with_images.append(row)
+            else:
+                without_images.append(row)
         # a cut prompt would lack a part of an image
-        with_images = [row for row in overlong.tolist() if row in self._image_tokens]
         if with_images:
             index = np.setdiff1d(index, with_images)
             report += f"; {len(with_images)} longer than {limit} have images and were dropped, {len(index)} kept"
         if not len(index):
             raise UserError(f"{report}: raise data.max_prompt_length, or lower data.max_pixels")
 
-        without_images = [row for row in overlong.tolist() if row not in self._image_tokens]
-        self._cut(without_images, limit, config.truncation)
         if without_images:
+            self._cut(without_images, limit, config.truncation)
             report += f"; {len(without_images)} longer than {limit} were cut (data.truncation={config.truncation})"
         return index, report
 
@@ -341,13 +369,19 @@ class PromptDataset:
             limit: Number of tokens that remain.
             truncation: The part that is removed: left, right or middle.
         """
-        head_size = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
+        if truncation == "left":
+            head_size = 0
+        elif truncation == "right":
+            head_size = limit
+        else:
+            head_size = limit // 2
         tail_size = limit - head_size
         for row_number in row_numbers:
             tokens = self._tokens[row_number]
+            head = tokens[:head_size]
             # not tokens[-tail_size:], which would be all tokens for a size of 0
             tail = tokens[len(tokens) - tail_size :]
-            self._tokens[row_number] = np.concatenate([tokens[:head_size], tail])
+            self._tokens[row_number] = np.concatenate([head, tail])
 
     def _remedies(self, overlong: np.ndarray, filters: bool) -> str:
         """Returns the options that help against these prompts.
@@ -364,29 +398,39 @@ class PromptDataset:
             remedies.append("lower data.max_pixels, so that images take fewer tokens")
         if not all(have_images):
             cut = "cut prompts without images" if any(have_images) else "cut them"
+            # the filter has priority over data.truncation
             unfiltered = "data.filter_overlong_prompts=false and " if filters else ""
             remedies.append(f"{cut} with {unfiltered}data.truncation=left|right|middle")
 
-        reason = "All prompts would be dropped, but at least one prompt must remain. " if filters else ""
-        return f"{reason}{', '.join(remedies[:-1])} or {remedies[-1]}."
+        text = f"{', '.join(remedies[:-1])} or {remedies[-1]}."
+        if filters:
+            text = f"All prompts would be dropped, but at least one prompt must remain. {text}"
+        return text
 
     def _describe(self, row_number: int) -> str:
         """Names a row by its file and its number in that file."""
         file_number = int(np.searchsorted(self._starts, row_number, side="right")) - 1
-        return f"row {row_number - self._starts[file_number]} of {self._files[file_number].path}"
+        row_in_file = row_number - self._starts[file_number]
+        return f"row {row_in_file} of {self._files[file_number].path}"
 
 
 def _prompt_of(row: PromptRow, *, has_images: bool) -> Prompt:
     """Returns the chat template's input for a row."""
-    # templates write their image tokens for typed parts only
-    messages = message_parts(row["prompt"]) if has_images else row["prompt"]
-    # json text, so that prompts with the same tools can be grouped by comparing it
-    tools = json.dumps(row["tools"]) if row["tools"] else None
+    messages = row["prompt"]
+    if has_images:
+        # templates write their image tokens for typed parts only
+        messages = message_parts(messages)
+
+    tools = None
+    if row["tools"]:
+        # json text, so that prompts with the same tools can be grouped by comparing it
+        tools = json.dumps(row["tools"])
     return Prompt(messages, tools)
 
 
 def _random_subset(index: np.ndarray, size: int) -> np.ndarray:
     """Returns `size` of the row numbers, in their order."""
     # drawn at random, because files are often sorted; with a fixed seed, so that runs can be compared
-    drawn = np.random.default_rng(_SUBSET_SEED).choice(len(index), size, replace=False)
+    generator = np.random.default_rng(_SUBSET_SEED)
+    drawn = generator.choice(len(index), size, replace=False)
     return index[np.sort(drawn)]

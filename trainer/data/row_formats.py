@@ -82,7 +82,11 @@ class RowSchema:
     """
 
     def __init__(
-        self, config: DataConfig, split: str, needs_ground_truth: bool = True, accepts_images: bool = False
+        self,
+        config: DataConfig,
+        split: str,
+        needs_ground_truth: bool = True,
+        accepts_images: bool = False,
     ) -> None:
         self._config = config
         self._option = f"data.{split}_files"
@@ -92,11 +96,16 @@ class RowSchema:
         if config.image_key == "images":
             self._image_columns.append("image")  # TRL reads both
         self._maps_prompt = config.columns.get("prompt") is not None
-        self._regex = None if config.ground_truth_regex is None else re.compile(config.ground_truth_regex)
+        self._regex: re.Pattern[str] | None = None
+        if config.ground_truth_regex is not None:
+            self._regex = re.compile(config.ground_truth_regex)
         self._tools = read_tools_file(config.tools_path)
 
         column_options = {"prompt": config.prompt_key} | config.columns
-        self._theirs = {name: _listed(column_options.get(name, name)) for name in _OURS}
+        # names of the user's columns by the schema's name
+        self._theirs: dict[str, list[str]] = {}
+        for name in _OURS:
+            self._theirs[name] = _listed(column_options.get(name, name))
 
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
@@ -104,13 +113,15 @@ class RowSchema:
         wanted = ["reward_model", *self._image_columns, *_MEDIA_COLUMNS, *table.media]
         for names in self._theirs.values():
             for name in names:
-                wanted.append(name)  # a dotted name can also be that of a column
-                wanted.append(name.partition(".")[0])
+                # a dotted name can be that of a column, or of an entry of a column
+                first_part, _, _ = name.partition(".")
+                wanted += [name, first_part]
         columns = [name for name in table.columns if name in wanted]
 
         for start in range(0, len(indices), _ROWS_AT_ONCE):
             chunk = indices[start : start + _ROWS_AT_ONCE]
-            for index, raw in zip(chunk, table.rows(chunk, columns), strict=True):
+            raw_rows = table.rows(chunk, columns)
+            for index, raw in zip(chunk, raw_rows, strict=True):
                 yield self._row(raw, table, f"{self._option}: row {index} of {table.path}")
 
     def check_columns(self, tables: Sequence[RowTable]) -> None:
@@ -118,7 +129,9 @@ class RowSchema:
         all_columns: set[str] = set()
         for table in tables:
             all_columns.update(table.columns)
-            if len(table) and _first_found(self._theirs["prompt"], table.columns) is None:
+            has_prompts = _first_found(self._theirs["prompt"], table.columns) is not None
+            # a file without rows may have no columns
+            if len(table) and not has_prompts:
                 raise self._not_understood(f"{self._option}: {table.path}", "prompt", table.columns)
 
         # validation files may have fewer columns
@@ -153,8 +166,10 @@ class RowSchema:
         # media that are not read would be missing in the prompt without an error
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name) and name not in self._image_columns:
-                remedy = f"if it has images, set data.image_key={name}"
-                raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL}); {remedy}")
+                raise UserError(
+                    f"{where}, column {name!r} is not empty ({_MULTIMODAL}); if it has images, set "
+                    f"data.image_key={name}"
+                )
 
         source = self._data_source(raw, table, where)
         images = self._images(raw)
@@ -208,8 +223,10 @@ class RowSchema:
         """Returns the entries of the row's image column."""
         for name in self._image_columns:
             entries = raw.get(name)
+            if isinstance(entries, list | tuple):
+                return list(entries)
             if entries is not None:
-                return list(entries) if isinstance(entries, list | tuple) else [entries]
+                return [entries]
         return []
 
     def _read_images(self, prompt: Chat, images: list[object], table: RowTable, where: str) -> list[bytes]:
@@ -231,10 +248,12 @@ class RowSchema:
                 raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
             return []
 
-        placeholders = sum((message["content"] or "").count(PLACEHOLDER) for message in prompt)
+        texts = [message["content"] or "" for message in prompt]
+        placeholders = sum(text.count(PLACEHOLDER) for text in texts)
         if images and not placeholders:
             user_messages = [message for message in prompt if message["role"] == "user"]
-            first = (user_messages or prompt)[0]
+            candidates = user_messages or prompt
+            first = candidates[0]
             first["content"] = PLACEHOLDER * len(images) + first["content"]
         elif placeholders != len(images):
             raise UserError(
@@ -243,7 +262,10 @@ class RowSchema:
             )
 
         folder = self._image_folder(table)
-        return [read_image(entry, folder, f"{where}, image {number}") for number, entry in enumerate(images)]
+        files = []
+        for number, entry in enumerate(images):
+            files.append(read_image(entry, folder, f"{where}, image {number}"))
+        return files
 
     def _image_folder(self, table: RowTable) -> Path | None:
         """Returns the folder to which paths of images refer.
@@ -256,7 +278,9 @@ class RowSchema:
         # a saved dataset must read only images in its own folder
         if source.is_dir():
             return source
-        return source.parent if source.is_file() else None
+        if source.is_file():
+            return source.parent
+        return None
 
     def _prompt(self, raw: Row, where: str, images: list[object]) -> tuple[Chat, str | None]:
         """Returns the prompt's messages, and the answer that ends a mapped chat, if there is one.
@@ -276,7 +300,9 @@ class RowSchema:
                 raise _wrong(column, value, "chat messages or plain text, not messages written as json text")
             template = self._config.prompt_template or "{prompt}"
             value = [{"role": "user", "content": template.replace("{prompt}", value)}]
-        chat = read_messages(value, column, images if self._accepts_images else None)
+        # without a list for the images, images in messages are refused
+        images_of_messages = images if self._accepts_images else None
+        chat = read_messages(value, column, images_of_messages)
 
         answer = None
         # a mapped column can hold whole conversations, whose last answer is the ground truth
@@ -354,7 +380,9 @@ def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:
 
     A pattern with alternatives has a group in each, of which only one takes part.
     """
-    matches = list(regex.finditer(text)) if isinstance(text, str) else []
+    matches: list[re.Match[str]] = []
+    if isinstance(text, str):
+        matches = list(regex.finditer(text))
     if matches:
         for group in matches[-1].groups():
             if group is not None:
@@ -377,11 +405,14 @@ def _text_of_parts(parts: list[object], images: list[object] | None, where: str)
     for part in parts:
         entries = part if isinstance(part, dict) else {}
         kind = entries.get("type")
-        text = entries.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
+        text = None
+        if kind in _TEXT_PARTS:
+            text = entries.get(_TEXT_PARTS[kind])
         if kind == "image":
             if images is None:
                 raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
             texts.append(PLACEHOLDER)
+            # a part without an image refers to the image column
             if entries.get("image") is not None:
                 images.append(entries["image"])
         elif isinstance(text, str):
@@ -424,8 +455,9 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
     """Returns a checked message; see `read_messages`."""
     if not isinstance(message, dict) or "role" not in message:
         raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-    further_entries = {key: value for key, value in message.items() if key not in ("role", "content", "refusal")}
-    others = without_nulls(further_entries)
+    others = without_nulls(message)
+    for key in ("role", "content", "refusal"):
+        others.pop(key, None)
     calls = others.pop("tool_calls", None)
     if calls:
         others["tool_calls"] = _read_tool_calls(calls, where)
@@ -440,7 +472,8 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
         content = message["refusal"]
     if content is None:
         has_other_output = any(others.get(name) for name in ("tool_calls", *_REASONING))
-        if role == "tool" or (role == "assistant" and has_other_output):
+        may_be_empty = role == "tool" or (role == "assistant" and has_other_output)
+        if may_be_empty:
             content = ""
         elif "content" not in message:
             raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
@@ -470,8 +503,10 @@ def _read_tool_calls(calls: object, where: str) -> list[ToolCall]:
     expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
     checked = []
     for call in calls:
-        # OpenAI's form has the function below a key; others have its name and arguments themselves
-        function = call.get("function", call) if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):
+            # OpenAI's form has the function below a key; others have its name and arguments themselves
+            function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(location, call, f"a call like {expected}")
         # a table has null for an empty dictionary, and some clients write an empty text
@@ -479,7 +514,8 @@ def _read_tool_calls(calls: object, where: str) -> list[ToolCall]:
         if not isinstance(arguments, dict | str):
             raise _wrong(f"{location}, arguments of {function['name']!r}", arguments, "a dict, or its JSON text")
         # all texts at once, at any depth
-        _checked_text(json.dumps([call, arguments], ensure_ascii=False, default=str), location)
+        all_texts = json.dumps([call, arguments], ensure_ascii=False, default=str)
+        _checked_text(all_texts, location)
 
         checked_call = function | {"arguments": arguments}
         if "function" in call:
@@ -539,7 +575,9 @@ def _listed(names: str | Sequence[str] | None) -> list[str]:
     """Returns the column names in a value of data.columns: one name, several, or null for none."""
     if names is None:
         return []
-    return [names] if isinstance(names, str) else list(names)
+    if isinstance(names, str):
+        return [names]
+    return list(names)
 
 
 def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
@@ -557,4 +595,6 @@ def value_at(raw: Row, name: str) -> object:
         return raw.get(name)
     column, _, name_inside = name.partition(".")
     value = raw.get(column)
-    return value_at(value, name_inside) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    return value_at(value, name_inside)

@@ -12,17 +12,17 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.chat_tokens import (
     Arguments,
+    ChatText,
     check_calls_shown,
     check_tools_shown,
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
-    render,
-    rewritten_length,
 )
 from trainer.data.row_formats import (
     Chat,
@@ -121,7 +121,9 @@ def load_examples(
         remaining = len(example.response) - surplus
         # a row that is cut within its prompt would have no token in the loss
         if config.truncation == "right" and remaining > 0:
-            examples.append(Example(example.prompt, example.response[:remaining], example.mask[:remaining]))
+            response = example.response[:remaining]
+            mask = example.mask[:remaining]
+            examples.append(Example(example.prompt, response, mask))
             rows_cut += 1
     if not examples:
         raise UserError(f"{option}={list(files)}: no rows are left; expected at least one")
@@ -130,7 +132,11 @@ def load_examples(
 
 
 def row_report(
-    option: str, rows: Sequence[TrainingRow], read: int, cut: int, config: SFTDataConfig | PreferenceDataConfig
+    option: str,
+    rows: Sequence[TrainingRow],
+    read: int,
+    cut: int,
+    config: SFTDataConfig | PreferenceDataConfig,
 ) -> str:
     """Returns a sentence on the rows of an option's files: number, tokens, share in the loss, and dropped and cut rows.
 
@@ -143,8 +149,10 @@ def row_report(
     """
     unit = "pairs" if len(rows[0].texts) == 2 else "rows"
     lengths = [len(row) for row in rows]
-    report = f"{option}: {len(rows):,} {unit} of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in total, "
-    report += f"{count_loss_tokens(rows) / sum(lengths):.1%} of them in the loss"
+    total = sum(lengths)
+    loss_share = count_loss_tokens(rows) / total
+    report = f"{option}: {len(rows):,} {unit} of {min(lengths)} to {max(lengths)} tokens, {total:,} in total, "
+    report += f"{loss_share:.1%} of them in the loss"
     dropped = read - len(rows)
     if dropped and config.truncation == "right":
         report += f"; dropped: {dropped:,} (no token in the loss is left within data.max_length={config.max_length})"
@@ -167,7 +175,8 @@ def count_loss_tokens(rows: Sequence[TrainingRow]) -> int:
 def rows_of(files: Sequence[str], option: str) -> Iterator[tuple[Row, str]]:
     """Yields each row of the files with its location for messages. Raises UserError for an unreadable file."""
     for path in files:
-        for index, row in enumerate(read_rows(path, option)):
+        rows = read_rows(path, option)
+        for index, row in enumerate(rows):
             where = f"{option}: row {index} of {path}"
             check_text_only(row, where)
             yield row, where
@@ -185,8 +194,10 @@ def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataCo
     Raises:
         UserError: If the row is unusable.
     """
-    has_chat = value_at(row, config.messages_key) is not None or value_at(row, config.prompt_key) is not None
-    if not has_chat and row.get(TEXT) is not None:
+    has_messages = value_at(row, config.messages_key) is not None
+    has_prompt = value_at(row, config.prompt_key) is not None
+    # the other forms have priority, so that their rows may have a column of this name
+    if row.get(TEXT) is not None and not has_messages and not has_prompt:
         if config.completion_only_loss:
             raise UserError(
                 f"{where}: plain text has no completion, so data.completion_only_loss=true leaves no token in the "
@@ -195,12 +206,22 @@ def read_example(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataCo
         return encode_plain_text(row[TEXT], tokenizer, f"{where}, column {TEXT!r}")
 
     chat, first = read_chat(row, config, where)
-    arguments = template_arguments(row, tokenizer, config, chat, where)
-    return encode_chat(chat, tokenizer, where, first, assistant_only=config.assistant_only_loss, arguments=arguments)
+    return encode_chat(
+        chat,
+        tokenizer,
+        where,
+        first,
+        assistant_only=config.assistant_only_loss,
+        arguments=template_arguments(row, tokenizer, config, chat, where),
+    )
 
 
 def template_arguments(
-    row: Row, tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig, chat: Chat, where: str
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SupervisedDataConfig,
+    chat: Chat,
+    where: str,
 ) -> Arguments:
     """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, and its tools.
 
@@ -215,7 +236,10 @@ def template_arguments(
         UserError: if the tools are invalid, or if the template does not show them.
     """
     arguments = dict(config.apply_chat_template_kwargs)
-    tools = row.get(config.tools_key) if config.tools_key else None
+    tools = None
+    if config.tools_key:
+        tools = row.get(config.tools_key)
+    # the row's own tools have priority over those of the file
     if tools:
         arguments["tools"] = read_tools(tools, f"{where}, column {config.tools_key!r}")
     elif config.tools_path is not None:
@@ -252,10 +276,13 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
             f"{where}: plain text ends with the end-of-text token, which the tokenizer of {tokenizer.name_or_path!r} "
             "lacks: set eos_token in its tokenizer_config.json"
         )
-    tokens = list(tokenizer(text)["input_ids"])
+    encoding = tokenizer(text)
+    tokens = list(encoding["input_ids"])
+    # some tokenizers add the end themselves, and it must not be learnt twice
     if tokens[-1] != tokenizer.eos_token_id:
         tokens.append(tokenizer.eos_token_id)
-    return Example(tokens[:1], tokens[1:], [1] * (len(tokens) - 1))
+    response = tokens[1:]
+    return Example(tokens[:1], response, [1] * len(response))
 
 
 def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
@@ -280,10 +307,11 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
         chat = _read_answer(row[config.messages_key], column, needs_assistant or config.completion_only_loss)
         if not config.completion_only_loss:
             return chat, 0
-        answers = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
-        return chat, answers[-1]
+        last_answer = max(index for index, message in enumerate(chat) if message["role"] == "assistant")
+        return chat, last_answer
 
     response_key = config.response_key
+    # the column of TRL is read without an option that names it
     if value_at(row, response_key) is None:
         response_key = COMPLETION
     prompt = value_at(row, config.prompt_key)
@@ -304,8 +332,10 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
     if isinstance(response, str):
         response = [{"role": "assistant", "content": response}]
     answer = _read_answer(response, f"{where}, column {response_key!r}", needs_assistant)
+    first = len(question)
     # `is False`, because None, the default, means the completion
-    first = 0 if config.completion_only_loss is False else len(question)
+    if config.completion_only_loss is False:
+        first = 0
     return [*question, *answer], first
 
 
@@ -355,24 +385,33 @@ def encode_chat(
             turns follow, or if no token is in the loss.
     """
     may_be_learnt, chat = split_loss_mask(chat, where)
-    chat_text = _ChatText(chat, tokenizer, where, arguments)
+    chat_text = ChatText(chat, tokenizer, where, arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
+    # positions in the text, which is cut there before it is tokenized
     answers = []
     left_out = []
     for index, message in enumerate(chat):
         if message["role"] == "assistant" and index >= first:
-            answers.append(_Span(chat_text.answer_start(index), chat_text.message_end(index), may_be_learnt[index]))
+            start = chat_text.answer_start(index)
+            stop = chat_text.message_end(index)
+            answers.append(_Span(start, stop, may_be_learnt[index]))
         # other messages need no border if only answers are learnt; many templates refuse a chat that ends there
         if not may_be_learnt[index] and not assistant_only:
-            left_out.append(_Span(chat_text.message_end(index - 1), chat_text.message_end(index), is_learnt=False))
-    learnt_from = len(chat_text.whole) if assistant_only else chat_text.message_start(first)
+            start = chat_text.message_end(index - 1)
+            stop = chat_text.message_end(index)
+            left_out.append(_Span(start, stop, is_learnt=False))
+    learnt_from = len(chat_text.whole)
+    if not assistant_only:
+        learnt_from = chat_text.message_start(first)
 
     tokens, mask = _encode_spans(chat_text.whole, learnt_from, answers, left_out, tokenizer, arguments)
-    # at least 1, because nothing predicts the first token
-    first_learnt = max(1, mask.index(1)) if 1 in mask else len(mask)
-    if first_learnt == len(mask):
+    border = len(mask)  # between prompt and response
+    if 1 in mask:
+        # at least 1, because nothing predicts the first token
+        border = max(1, mask.index(1))
+    if border == len(mask):
         raise UserError(f"{where}: no token is in the loss; remove such rows, or {ALL_TOKENS}")
-    return Example(tokens[:first_learnt], tokens[first_learnt:], mask[first_learnt:])
+    return Example(tokens[:border], tokens[border:], mask[border:])
 
 
 @dataclass(frozen=True)
@@ -413,7 +452,8 @@ def _encode_spans(
     tokens, counts = encode_and_cut(text, cuts, tokenizer)
     token_index = dict(zip(cuts, counts, strict=True))
     first_learnt = token_index[learnt_from]
-    mask = [0] * first_learnt + [1] * (len(tokens) - first_learnt)
+    num_learnt = len(tokens) - first_learnt
+    mask = [0] * first_learnt + [1] * num_learnt
 
     # an answer without its end would teach the model not to stop
     missing_ends: list[tuple[int, int]] = []  # the index of an end to be added, and its mask
@@ -434,98 +474,10 @@ def _encode_spans(
 
     # from the end, so that earlier indices stay valid
     for index, is_learnt in reversed(missing_ends):
-        tokens.insert(index, ends_of_answers(tokenizer, arguments)[0])
+        ends = ends_of_answers(tokenizer, arguments)
+        tokens.insert(index, ends[0])
         mask.insert(index, is_learnt)
     return tokens, mask
-
-
-class _ChatText:
-    """Positions of the messages of a chat in its text.
-
-    A template renders only whole chats. The end of a message is therefore found by rendering the chat up to this
-    message, which has to be the beginning of the text of the whole chat.
-
-    Args:
-        chat: The checked messages.
-        tokenizer: The tokenizer, with its chat template.
-        where: Location of the row, for messages.
-        arguments: Arguments of the chat template.
-
-    Attributes:
-        whole: the text of the chat under the chat template.
-    """
-
-    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> None:
-        self._chat = chat
-        self._tokenizer = tokenizer
-        self._where = where
-        self._arguments = arguments
-        self.whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
-
-    def answer_start(self, index: int) -> int:
-        """Returns the position at which the answer in message `index` begins: behind the generation prompt.
-
-        A greeting, which no prompt precedes, begins with its own content.
-        """
-        if index > 0:
-            return self._length(index, is_question=True)
-        # a template cannot render a chat without messages, so the content itself is searched
-        end = self.message_end(0)
-        content = (self._chat[0]["content"] or "").strip()
-        start = self.whole.rfind(content, 0, end) if content else end
-        if start < 0:
-            raise UserError(
-                f"{self._where}: the chat begins with an answer, and the chat template does not write its content as "
-                "it is; begin the row with a question, or set data.completion_only_loss=true to train on the last "
-                "answer alone"
-            )
-        return start
-
-    def message_end(self, index: int) -> int:
-        """Returns the position at which a message ends; 0 for -1."""
-        if index < 0:
-            return 0
-        if index == len(self._chat) - 1:
-            return len(self.whole)
-        if index == 0 or self._chat[index]["role"] != "assistant":
-            return self._length(index + 1, is_question=False)
-
-        # a template may write an answer differently at the end of a chat, such as Qwen3 with an empty think block
-        start = self.answer_start(index)
-        text = self._text(index + 1, is_question=False)
-        length = rewritten_length(text[start:], self.whole[start:])
-        if length is None:
-            return self._length(index + 1, is_question=False)
-        return start + length
-
-    def message_start(self, index: int) -> int:
-        """Returns the position at which a message begins; for an answer, behind the generation prompt."""
-        if index == 0:
-            return 0
-        if self._chat[index]["role"] == "assistant":
-            return self.answer_start(index)
-        return self.message_end(index - 1)
-
-    def _length(self, count: int, *, is_question: bool) -> int:
-        """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
-        text = self._text(count, is_question=is_question)
-        if not self.whole.startswith(text):
-            raise UserError(
-                f"{self._where}: the chat template renders earlier turns differently when later turns follow, so one "
-                "row cannot train several turns; split the row into one row for each assistant message, or set "
-                "data.completion_only_loss=true to train on the last one"
-            )
-        return len(text)
-
-    def _text(self, count: int, *, is_question: bool) -> str:
-        """Returns the text of the first messages."""
-        chat = self._chat[:count]
-        text = render(chat, self._tokenizer, self._where, is_question=is_question, arguments=self._arguments)
-        if self.whole.startswith(text):
-            return text
-        # some templates end every chat with the end-of-text token, as those of Phi-3; it is not part of the message
-        text_without_end = text.removesuffix(self._tokenizer.eos_token or "")
-        return text_without_end if self.whole.startswith(text_without_end) else text
 
 
 def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
@@ -536,13 +488,17 @@ def split_loss_mask(chat: Chat, where: str) -> tuple[list[bool], Chat]:
     may_be_learnt = []
     messages = []
     for message in chat:
-        values = [message[name] for name in LOSS_MASKS if name in message]
-        other_values = [value for value in values if value not in (0, 1)]
-        if other_values:
-            raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {other_values[0]!r}; expected 0 or 1")
-        may_be_learnt.append(all(value == 1 for value in values))
         # without the entry, because a template could write it
-        messages.append({name: value for name, value in message.items() if name not in LOSS_MASKS})
+        message = dict(message)
+        is_learnt = True
+        for name in LOSS_MASKS:
+            value = message.pop(name, 1)
+            if value not in (0, 1):
+                raise UserError(f"{where}: a message has {'/'.join(LOSS_MASKS)} {value!r}; expected 0 or 1")
+            if value == 0:
+                is_learnt = False
+        may_be_learnt.append(is_learnt)
+        messages.append(message)
     return may_be_learnt, messages
 
 
@@ -560,17 +516,25 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> DataProto:
     responses = [example.response for example in examples]
     prompt_ids = _padded(prompts, pad_token_id, "left")
     response_ids = _padded(responses, pad_token_id, "right")
-    is_prompt = _padded([[1] * len(prompt) for prompt in prompts], 0, "left")
-    is_response = _padded([[1] * len(response) for response in responses], 0, "right")
+    input_ids = torch.cat([prompt_ids, response_ids], dim=1)
+
+    # not compared with the padding token, which may also be a token of the text
+    prompt_ones = [[1] * len(prompt) for prompt in prompts]
+    response_ones = [[1] * len(response) for response in responses]
+    is_prompt = _padded(prompt_ones, 0, "left")
+    is_response = _padded(response_ones, 0, "right")
     attention_mask = torch.cat([is_prompt, is_response], dim=1)
     # positions count from the first token that is not padding
+    positions = attention_mask.cumsum(1) - 1
+
+    masks = [example.mask for example in examples]
     return DataProto.from_dict(
         {
-            "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
+            "input_ids": input_ids,
             "attention_mask": attention_mask,
             "responses": response_ids,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "response_mask": _padded([example.mask for example in examples], 0, "right"),
+            "position_ids": positions.clamp(min=0),
+            "response_mask": _padded(masks, 0, "right"),
         }
     )
 
@@ -584,4 +548,4 @@ def _padded(rows: Sequence[Sequence[int]], value: int, side: str) -> torch.Tenso
         side: "left" or "right", the side on which it is added.
     """
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

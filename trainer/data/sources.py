@@ -71,7 +71,9 @@ class RowTable:
         if not isinstance(rows, pyarrow.Table):
             from datasets.features.features import require_decoding
 
-            self.media = [name for name, feature in rows.features.items() if require_decoding(feature)]
+            for name, feature in rows.features.items():
+                if require_decoding(feature):
+                    self.media.append(name)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,21 +88,29 @@ class RowTable:
         rows = self._rows
         if isinstance(rows, list):
             return [_with_columns(rows[index], columns) for index in indices]
+
         if isinstance(rows, pyarrow.Table):
-            table = rows.select(list(columns)).take(pyarrow.array(indices, type=pyarrow.int64()))
+            arrow_indices = pyarrow.array(indices, type=pyarrow.int64())
+            table = rows.select(list(columns)).take(arrow_indices)
         else:
             # in arrow format, because `datasets` would decode images to PIL
-            table = rows.with_format("arrow", columns=list(columns))[list(indices)]
+            arrow_rows = rows.with_format("arrow", columns=list(columns))
+            table = arrow_rows[list(indices)]
         # "lossy": of a key that occurs twice in a map, the last value is used
         return table.to_pylist(maps_as_pydicts="lossy")
 
 
 def _with_columns(row: Row, columns: Sequence[str]) -> Row:
+    """Returns those of the columns that the row has."""
     return {name: row[name] for name in columns if name in row}
 
 
 def open_sources(
-    entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, split: str
+    entries: Sequence[str],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str,
 ) -> list[RowTable]:
     """Opens the entries of an option without checking their rows.
 
@@ -154,8 +164,9 @@ def read_data_file(path: str, option: str) -> RowTable:
             table = reader.read()
         # finds text that is not UTF-8 here instead of when a row is read
         table.validate(full=True)
+        distinct_names = set(table.column_names)
         # a row is a dictionary, which would silently keep only one of them
-        if len(set(table.column_names)) < table.num_columns:
+        if len(distinct_names) < table.num_columns:
             raise pyarrow.ArrowInvalid(f"several columns have the same name: {', '.join(table.column_names)}")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{where}: not a readable parquet file ({error})") from error
@@ -201,8 +212,9 @@ def parse_json(text: str, where: str, expected: str) -> Any:
     # ValueError is also raised for a number with too many digits
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid json ({error}); expected {expected}") from error
+    num_brackets = text.count("{") + text.count("[")
     # most texts have fewer brackets than levels are allowed, so their values need not be searched
-    if text.count("{") + text.count("[") > MOST_LEVELS and is_nested_deeper(value, MOST_LEVELS):
+    if num_brackets > MOST_LEVELS and is_nested_deeper(value, MOST_LEVELS):
         raise UserError(f"{where}: nested more than {MOST_LEVELS} levels deep; flatten it, or store it as a text")
     return value
 
@@ -247,19 +259,28 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         named_split = ""
     path = Path(base).expanduser()
     where = f"{option}={text!r}"
-    splits = (named_split,) if named_split else SPLITS[split]
+    splits = SPLITS[split]
+    if named_split:
+        splits = (named_split,)
 
-    if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return [RowTable(text, _load_saved(base, where, splits))]
-        # a copy of a hub repository, whose README lists the files of each config
-        if config:
-            return [RowTable(text, _load_prepared(str(path), config, where, splits))]
-        return [read_data_file(str(file), option) for file in _files_of_split(path, where, splits)]
-    # with one of the suffixes, the entry names a file, also if the file does not exist
-    if HUB_NAME.fullmatch(text) and path.suffix not in SUFFIXES:
-        return [RowTable(text, _load_prepared(base, config or None, where, splits), data_source=base)]
-    return [read_data_file(text, option)]
+    if not path.is_dir():
+        # with one of the suffixes, the entry names a file, also if the file does not exist
+        if path.suffix in SUFFIXES or not HUB_NAME.fullmatch(text):
+            return [read_data_file(text, option)]
+        dataset = _load_prepared(base, config or None, where, splits)
+        return [RowTable(text, dataset, data_source=base)]
+
+    # `save_to_disk` writes the first file for a DatasetDict, and the second for a single dataset
+    descriptions = (path / "dataset_dict.json", path / "state.json")
+    if any(file.is_file() for file in descriptions):
+        dataset = _load_saved(base, where, splits)
+        return [RowTable(text, dataset)]
+    # a copy of a hub repository, whose README lists the files of each config
+    if config:
+        dataset = _load_prepared(str(path), config, where, splits)
+        return [RowTable(text, dataset)]
+    files = _files_of_split(path, where, splits)
+    return [read_data_file(str(file), option) for file in files]
 
 
 def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Path]:
@@ -279,14 +300,16 @@ def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Pat
         raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
 
     unnamed = files_by_split.get("", [])
-    if unnamed and len(files_by_split) == 1 and len(splits) > 1:
+    some_are_named = len(files_by_split) > 1
+    if unnamed and not some_are_named and len(splits) > 1:
         return unnamed
-    if unnamed and len(files_by_split) > 1:
+    if unnamed and some_are_named:
         raise UserError(
             f"{where}: some files of the folder are named after a split, but {unnamed[0].name} is not; list the "
             "intended files instead of the folder"
         )
-    return files_by_split[_choose_split(list(files_by_split), where, splits)]
+    split = _choose_split(list(files_by_split), where, splits)
+    return files_by_split[split]
 
 
 def _data_files_by_split(folder: Path) -> dict[str, list[Path]]:
@@ -298,8 +321,9 @@ def _data_files_by_split(folder: Path) -> dict[str, list[Path]]:
         is_data = file.suffix in SUFFIXES and file.name not in _DESCRIPTIONS
         if not is_data or file.name.startswith("."):
             continue
-        match = _SPLIT_WORD.search(file.stem.lower())
-        split = match[1] if match else ""
+        split = ""
+        if match := _SPLIT_WORD.search(file.stem.lower()):
+            split = match[1]
         files_by_split.setdefault(split, []).append(file)
     return files_by_split
 
@@ -323,9 +347,10 @@ def _load_saved(folder: str, where: str, wanted: Sequence[str]) -> datasets.Data
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(f"{where}: not a readable folder of datasets.save_to_disk ({error})") from error
-    # `wanted` has one name if the user chose a split, which a single dataset does not have
     if isinstance(loaded, datasets.DatasetDict):
-        return loaded[_choose_split(list(loaded), where, wanted)]
+        split = _choose_split(list(loaded), where, wanted)
+        return loaded[split]
+    # `wanted` has one name if the user chose a split, which a single dataset does not have
     if len(wanted) == 1:
         raise UserError(f"{where}: the folder contains one dataset without splits; remove @{wanted[0]}")
     return loaded
@@ -349,7 +374,8 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
         builder = datasets.load_dataset_builder(name, config)
         # a builder that has never been prepared lists its splits only as files
         available = builder.info.splits or getattr(builder.config, "data_files", None) or []
-        split = _choose_split([str(available_split) for available_split in available], where, wanted)
+        names = [str(available_split) for available_split in available]
+        split = _choose_split(names, where, wanted)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
     # that of `_choose_split`, which is also a ValueError
@@ -365,7 +391,10 @@ def _load_prepared(name: str, config: str | None, where: str, wanted: Sequence[s
 
 
 def _rows_of_class(
-    entries: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str
+    entries: Sequence[str],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
 ) -> RowTable:
     """Returns the rows of data.custom_cls, which is constructed with those of verl's arguments that it accepts.
 
@@ -379,7 +408,9 @@ def _rows_of_class(
         UserError: If the class is no sequence of rows, or a row is no dict of columns.
     """
     custom = config.custom_cls
-    row_class = load_object(custom.path or "", custom.name or "", "data.custom_cls.path", "data.custom_cls.name")
+    path = custom.path or ""
+    class_name = custom.name or ""
+    row_class = load_object(path, class_name, "data.custom_cls.path", "data.custom_cls.name")
     arguments: dict[str, object] = {
         "data_files": list(entries),
         "tokenizer": tokenizer,
@@ -400,9 +431,17 @@ def _rows_of_class(
     for index, row in enumerate(rows):
         if isinstance(row, dict) and is_nested_deeper(row, MOST_LEVELS):
             raise UserError(f"data.custom_cls: row {index} of {name} is nested more than {MOST_LEVELS} levels deep")
-        if not isinstance(row, dict) or any(isinstance(value, torch.Tensor) for value in row.values()):
+        if not isinstance(row, dict) or _has_tensor(row):
             raise UserError(
                 f"data.custom_cls: row {index} of {name} is {row!r:.100}, expected a dict of columns without tensors "
                 '(tokens are computed later): {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1="}]}'
             )
     return RowTable(name, rows)
+
+
+def _has_tensor(row: Row) -> bool:
+    """Returns True if a column of the row is a tensor, as in datasets that tokenize their prompts themselves."""
+    for value in row.values():
+        if isinstance(value, torch.Tensor):
+            return True
+    return False

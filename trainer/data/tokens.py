@@ -66,13 +66,15 @@ def encode_prompts(
     kwargs = dict(config.apply_chat_template_kwargs)
     # the tokenizers of base models have no template
     if tokenizer.chat_template is None:
-        if any(prompt.tools or len(prompt.messages) > 1 for prompt in prompts):
-            raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
+        for prompt in prompts:
+            if prompt.tools or len(prompt.messages) > 1:
+                raise UserError(NO_TEMPLATE.format("prompts of several messages or with tools"))
         kwargs["chat_template"] = plain_template(tokenizer)
 
     _check_shown(prompts, tokenizer, config, kwargs)
     if len(prompts) < CACHED_FROM:
-        return [np.array(tokens, dtype=np.int32) for tokens in _encode(prompts, tokenizer, kwargs)]
+        token_ids = _encode(prompts, tokenizer, kwargs)
+        return [np.array(tokens, dtype=np.int32) for tokens in token_ids]
     return _encode_with_cache(prompts, tokenizer, kwargs, config.filter_overlong_prompts_workers)
 
 
@@ -84,7 +86,10 @@ class _PromptColumns(TypedDict):
 
 
 def _encode_with_cache(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments, workers: int
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: KeywordArguments,
+    workers: int,
 ) -> list[np.ndarray]:
     """Returns the token ids of each prompt from the cache file, which this call writes if it is missing.
 
@@ -98,8 +103,9 @@ def _encode_with_cache(
 
     def encode(batch: _PromptColumns) -> dict[str, list[list[int]]]:
         batch_prompts = []
-        for messages, tools in zip(batch["messages"], batch["tools"], strict=True):
-            batch_prompts.append(Prompt(json.loads(messages), tools))
+        for messages_text, tools in zip(batch["messages"], batch["tools"], strict=True):
+            messages = json.loads(messages_text)
+            batch_prompts.append(Prompt(messages, tools))
         return {"tokens": _encode(batch_prompts, tokenizer, kwargs)}
 
     columns: _PromptColumns = {
@@ -107,24 +113,29 @@ def _encode_with_cache(
         "messages": [json.dumps(prompt.messages, default=str) for prompt in prompts],
         "tools": [prompt.tools for prompt in prompts],
     }
-    cache_file = _cache_file(_identity(tokenizer, kwargs), columns)
+    identity = _identity(tokenizer, kwargs)
+    cache_file = _cache_file(identity, columns)
     folder = cache_file.parent
 
-    input_features = datasets.Features(dict.fromkeys(columns, datasets.Value("large_string")))
+    text = datasets.Value("large_string")
+    input_features = datasets.Features(dict.fromkeys(columns, text))
     rows = datasets.Dataset.from_dict(dict(columns), features=input_features)
+    token_list = datasets.List(datasets.Value("int32"))
     tokenize = partial(
         rows.map,
         encode,
         batched=True,
         remove_columns=list(columns),
-        features=datasets.Features({"tokens": datasets.List(datasets.Value("int32"))}),
+        features=datasets.Features({"tokens": token_list}),
         new_fingerprint=cache_file.stem,  # otherwise `datasets` would pickle and hash the tokenizer
     )
+    # None tokenizes in this process
     num_processes = workers if workers > 1 else None
     datasets.disable_progress_bars()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _arrays(tokenize(cache_file_name=str(cache_file), num_proc=num_processes))
+        tokenized = tokenize(cache_file_name=str(cache_file), num_proc=num_processes)
+        return _arrays(tokenized)
     # a damaged file, or a folder that cannot be written: the cache only saves time, so the run continues without it
     except (OSError, pyarrow.ArrowInvalid) as error:
         logger.warning("the prompt tokens in %s cannot be used (%s): tokenizing without the cache", folder, error)
@@ -132,7 +143,8 @@ def _encode_with_cache(
             # also the files of single processes, whose names have a suffix; the next run would read them again
             for damaged_file in folder.glob(f"{cache_file.stem}*"):
                 damaged_file.unlink(missing_ok=True)
-        return _arrays(tokenize(keep_in_memory=True))
+        tokenized = tokenize(keep_in_memory=True)
+        return _arrays(tokenized)
 
 
 def _cache_file(identity: Sequence[str], columns: _PromptColumns) -> Path:
@@ -143,9 +155,11 @@ def _cache_file(identity: Sequence[str], columns: _PromptColumns) -> Path:
         columns: The prompts.
     """
     content = json.dumps([identity, columns])
-    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    cache = Path(os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite").expanduser().absolute()
-    return cache / "tokens" / f"{digest}.arrow"
+    digest = hashlib.blake2b(content.encode(), digest_size=16)
+    # the folder that also has the files of recipes
+    cache = os.environ.get("VERL_LITE_CACHE") or "~/.cache/verl_lite"
+    folder = Path(cache).expanduser().absolute() / "tokens"
+    return folder / f"{digest.hexdigest()}.arrow"
 
 
 def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
@@ -153,7 +167,8 @@ def _arrays(rows: datasets.Dataset) -> list[np.ndarray]:
     arrays: list[np.ndarray] = []
     for chunk in rows.data.column("tokens").chunks:
         # the offsets of a chunk can be those of a longer array, of which it is a part
-        boundaries = chunk.offsets.to_numpy() - chunk.offsets[0].as_py()
+        first_offset = chunk.offsets[0].as_py()
+        boundaries = chunk.offsets.to_numpy() - first_offset
         all_tokens = chunk.flatten().to_numpy()
         # np.split expects the boundaries between parts, without the beginning and the end
         arrays += np.split(all_tokens, boundaries[1:-1])
@@ -174,12 +189,15 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments) -> l
     else:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = str(tokenizer.chat_template)
+    date = ""
+    if "strftime_now" in template:
+        date = time.strftime("%Y-%m-%d")
     return [
         type(tokenizer).__qualname__,
         vocabulary,
         template,
         json.dumps([tokenizer.special_tokens_map, kwargs], sort_keys=True, default=str),
-        time.strftime("%Y-%m-%d") if "strftime_now" in template else "",
+        date,
         transformers.__version__,
         tokenizers.__version__,
     ]
@@ -189,14 +207,19 @@ def _encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, kwarg
     """Returns the token ids of each prompt."""
     texts: list[str] = []
     # prompts with the same tools are rendered by one call, which compiles the template once
-    for tools, prompts_with_tools in itertools.groupby(prompts, key=lambda prompt: prompt.tools):
-        texts += _render(tokenizer, [prompt.messages for prompt in prompts_with_tools], tools, kwargs)
+    for tools, group in itertools.groupby(prompts, key=lambda prompt: prompt.tools):
+        chats = [prompt.messages for prompt in group]
+        texts += _render(tokenizer, chats, tools, kwargs)
     # without special tokens, because the template has written those of the model
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoding = tokenizer(texts, add_special_tokens=False)
+    return encoding["input_ids"]
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], tools: str | None, kwargs: KeywordArguments
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[list[dict[str, str]]],
+    tools: str | None,
+    kwargs: KeywordArguments,
 ) -> list[str]:
     """Returns the texts of chats with the same tools.
 
@@ -209,12 +232,16 @@ def _render(
     Raises:
         UserError: If the template refuses a chat, about the first such chat.
     """
+    arguments = _with_tools(kwargs, tools)
     try:
-        return render_chats(tokenizer, chats, add_generation_prompt=True, **_with_tools(kwargs, tools))
+        return render_chats(tokenizer, chats, add_generation_prompt=True, **arguments)
     except ChatTemplateError as error:
         # the error does not say which chat failed, so the chats are rendered one by one to name it
         if len(chats) > 1:
-            return [_render(tokenizer, [chat], tools, kwargs)[0] for chat in chats]
+            texts: list[str] = []
+            for chat in chats:
+                texts += _render(tokenizer, [chat], tools, kwargs)
+            return texts
         raise UserError(
             f"The chat template of {tokenizer.name_or_path!r} with data.apply_chat_template_kwargs={kwargs} refuses "
             f"the prompt {chats[0]!r:.200} ({error}). Change the prompt in the data, data.chat_template, or "
@@ -223,13 +250,17 @@ def _render(
 
 
 def _with_tools(kwargs: KeywordArguments, tools: str | None) -> KeywordArguments:
+    """Returns the arguments of the template with the tools of a prompt, given as json text."""
     if tools is None:
         return kwargs
     return {**kwargs, "tools": json.loads(tools)}
 
 
 def _check_shown(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, config: DataConfig, kwargs: KeywordArguments
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    kwargs: KeywordArguments,
 ) -> None:
     """Checks that the template shows all parts of prompts, with the first prompt that has such a part.
 
@@ -245,12 +276,13 @@ def _check_shown(
         UserError: If the template's output ignores a prompt's tools, tool calls, results of tools, or
             data.system_prompt.
     """
-    with_calls = _first_prompt(prompts, lambda prompt: any("tool_calls" in message for message in prompt.messages))
-    with_results = _first_prompt(prompts, lambda prompt: any(message["role"] == "tool" for message in prompt.messages))
+    with_calls = _first_prompt(prompts, _has_calls)
+    with_results = _first_prompt(prompts, _has_results)
     for example in (with_calls, with_results):
         if example is not None:
             arguments = _with_tools(kwargs, example.tools)
-            check_calls_shown(example.messages, tokenizer, f"The prompt {example.messages!r:.200}", arguments)
+            where = f"The prompt {example.messages!r:.200}"
+            check_calls_shown(example.messages, tokenizer, where, arguments)
 
     with_tools = _first_prompt(prompts, lambda prompt: prompt.tools is not None)
     if with_tools is not None:
@@ -260,22 +292,40 @@ def _check_shown(
     system = config.system_prompt
     if system is None:
         return
-    # a prompt of the system message alone has nothing to compare it with
-    with_system = _first_prompt(
-        prompts, lambda prompt: prompt.messages[0]["content"] == system and len(prompt.messages) > 1
-    )
+
+    def begins_with_system(prompt: Prompt) -> bool:
+        # a prompt of the system message alone has nothing to compare it with
+        return prompt.messages[0]["content"] == system and len(prompt.messages) > 1
+
+    with_system = _first_prompt(prompts, begins_with_system)
     if with_system is not None:
         part = f"data.system_prompt={system!r:.100} (use data.prompt_template)"
         without_system = Prompt(with_system.messages[1:], with_system.tools)
         _check_part_shown(part, with_system, without_system, tokenizer, kwargs)
 
 
+def _has_calls(prompt: Prompt) -> bool:
+    return any("tool_calls" in message for message in prompt.messages)
+
+
+def _has_results(prompt: Prompt) -> bool:
+    return any(message["role"] == "tool" for message in prompt.messages)
+
+
 def _first_prompt(prompts: Sequence[Prompt], has_part: Callable[[Prompt], bool]) -> Prompt | None:
-    return next(filter(has_part, prompts), None)
+    """Returns the first prompt for which `has_part` is true; None without one."""
+    for prompt in prompts:
+        if has_part(prompt):
+            return prompt
+    return None
 
 
 def _check_part_shown(
-    part: str, prompt: Prompt, prompt_without: Prompt, tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments
+    part: str,
+    prompt: Prompt,
+    prompt_without: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: KeywordArguments,
 ) -> None:
     """Raises UserError if the template gives the same text with and without a part of the prompt.
 

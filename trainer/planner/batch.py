@@ -33,26 +33,39 @@ def check_context(config: PPOConfig) -> None:
     context = longest_context(load_model_config(config.model))
     prompt = config.data.max_prompt_length
     answer = config.data.max_response_length
-    if context is not None and prompt + answer > context:
+    longest = config.longest_sample
+    if context is not None and longest > context:
         raise UserError(
-            f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {prompt + answer} tokens are more "
+            f"data.max_prompt_length={prompt} + data.max_response_length={answer} = {longest} tokens are more "
             f"than the {context} positions of model.path={config.model.path!r}: lower one of them, or take a model "
             "with a longer context"
         )
 
 
 def launch_table(
-    config: PPOConfig, slots: int, total_steps: int | None = None, expected: Sequence[PlanRow] = ()
+    config: PPOConfig,
+    slots: int,
+    total_steps: int | None = None,
+    expected: Sequence[PlanRow] = (),
 ) -> str:
-    """Returns the plan of a run as aligned text; see `launch_rows`. expected: rows appended at the end."""
-    return aligned([*launch_rows(config, slots, total_steps), *expected])
+    """Returns the plan of a run as aligned text.
+
+    Args:
+        config, slots, total_steps: See `launch_rows`.
+        expected: Rows that are appended at the end.
+    """
+    rows = launch_rows(config, slots, total_steps)
+    return aligned([*rows, *expected])
 
 
 def aligned(rows: Sequence[PlanRow]) -> str:
     """Returns rows of a plan as aligned text."""
     name_width = max(len(row.what) for row in rows)
     value_width = max(len(row.value) for row in rows)
-    return "\n".join(f"{row.what:<{name_width}}  {row.value:>{value_width}}   {row.options}" for row in rows)
+    lines = []
+    for row in rows:
+        lines.append(f"{row.what:<{name_width}}  {row.value:>{value_width}}   {row.options}")
+    return "\n".join(lines)
 
 
 def slots_text(trainer: RunConfig, slots: int) -> str:
@@ -70,24 +83,33 @@ def launch_rows(config: PPOConfig, slots: int, total_steps: int | None = None) -
         slots: Number of devices of the whole run.
         total_steps: Number of training steps, or None if the size of the dataset is unknown.
     """
-    rows = list(_prompt_rows(config, slots) if config.reads_prompts else _episode_rows(config))
+    rows: list[PlanRow] = []
+    if config.reads_prompts:
+        rows += _prompt_rows(config, slots)
+    else:
+        rows += _episode_rows(config)
     rows += _on_policy_rows(config)
     rows.append(_passes_row(config))
-
-    trainer = config.trainer
-    limit = f"trainer.total_training_steps={trainer.total_training_steps}"
-    if trainer.total_training_steps is None:
-        limit = f"trainer.total_epochs={trainer.total_epochs}"
-    rows.append(PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit))
-
+    rows.append(steps_row(config.trainer, total_steps))
     rows.append(_engine_row(config, slots))
     top_k = config.rollout.top_k
+    # -1 samples from all tokens, and stores no candidates
     if top_k > 0:
         tokens = rows_per_step(config) * config.data.max_response_length
         megabytes = tokens * top_k * 4 / 1e6
         options = f"rollout.top_k={top_k} x 4 bytes per response token, on the driver and in messages"
         rows.append(PlanRow("sampling candidates per training step", f"{megabytes:,.1f} MB", options))
     return [*rows, *adapter_rows(config.model)]
+
+
+def steps_row(trainer: RunConfig, total_steps: int | None) -> PlanRow:
+    """Returns the number of training steps, and the option that limits it."""
+    number = "?" if total_steps is None else f"{total_steps}"
+    # as in verl, a number of steps has priority over the epochs
+    limit = f"trainer.total_training_steps={trainer.total_training_steps}"
+    if trainer.total_training_steps is None:
+        limit = f"trainer.total_epochs={trainer.total_epochs}"
+    return PlanRow("training steps", number, limit)
 
 
 def _on_policy_rows(config: PPOConfig) -> Iterator[PlanRow]:
@@ -134,9 +156,11 @@ def _passes_row(config: PPOConfig) -> PlanRow:
 
 
 def _engine_row(config: PPOConfig, slots: int) -> PlanRow:
+    """Returns the number and the kind of the rollout engines, and their devices if these are not the trainer's."""
     engine = resolve_engine_name(config.rollout.name)
     options = "rollout.name"
     if not config.hybrid_engine:
+        # in addition to `slots`, which are those of the training alone
         devices = rollout_devices(config, slots)
         devices_text = "1 device" if devices == 1 else f"{devices} devices"
         options += f"; hybrid_engine=false: on {devices_text} besides the trainer's {slots}"
@@ -166,7 +190,10 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     n = config.rollout.n
 
     # data.sources can set another number of samples for the prompts of a source
-    n_by_source = [f"{name} {options['n']}" for name, options in data.sources.items() if options.get("n")]
+    n_by_source = []
+    for name, options_of_source in data.sources.items():
+        if options_of_source.get("n"):
+            n_by_source.append(f"{name} {options_of_source['n']}")
     samples_options = "rollout.n"
     samples = f"{batch * n}"
     if n_by_source:
@@ -192,13 +219,17 @@ def _prompt_rows(config: PPOConfig, slots: int) -> Iterator[PlanRow]:
     if requirements.needs_critic(config):
         yield _critic_row(config)
 
+    prompts_of_mini_batch = mini_batch
     # a mini-batch of -1, or larger than the batch, is the whole batch
-    prompts_of_mini_batch = batch if mini_batches == 1 else mini_batch
+    if mini_batches == 1:
+        prompts_of_mini_batch = batch
     yield from _device_rows(config, slots, prompts_of_mini_batch * n)
 
 
 def _critic_row(config: PPOConfig) -> PlanRow:
+    """Returns the optimizer steps of the critic in a training step."""
     critic = config.critic
+    # null options of the critic are those of the actor
     mini_batch = critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
     epochs = critic.ppo_epochs or config.actor.ppo_epochs
     optimizer_steps = _mini_batches(mini_batch, config.data.train_batch_size) * epochs
@@ -211,9 +242,16 @@ def _critic_row(config: PPOConfig) -> PlanRow:
 
 def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterator[PlanRow]:
     """Yields the rows and the micro-batches of a mini-batch on each device, or on each group of devices that share
-    their sequences. mini_batch_rows: samples of a mini-batch."""
+    their sequences.
+
+    Args:
+        config: Options of the run.
+        slots: Number of devices of the whole run.
+        mini_batch_rows: Samples of a mini-batch.
+    """
     sharing = config.sequence_parallel_size("actor")
-    rows = math.ceil(mini_batch_rows / (slots // sharing))
+    groups = slots // sharing
+    rows = math.ceil(mini_batch_rows / groups)
     owner = "device"
     options = slots_text(config.trainer, slots)
     if sharing > 1:
@@ -225,13 +263,13 @@ def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterato
     limits = requirements.micro_batching(config, "update_actor")
     if limits.max_token_len is None:
         rows_together = limits.micro_batch_size or 1
+        micro_batches = math.ceil(rows / rows_together)
         options = f"actor.ppo_micro_batch_size_per_gpu={rows_together} sequences"
-        yield PlanRow(name, f"{math.ceil(rows / rows_together)}", options)
+        yield PlanRow(name, f"{micro_batches}", options)
         return
 
     # an upper bound of full rows, because the lengths are not known yet
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    full_rows_together = max(1, limits.max_token_len * sharing // longest)
+    full_rows_together = max(1, limits.max_token_len * sharing // config.longest_sample)
     most = math.ceil(rows / full_rows_together)
     ranks = f" on each of {sharing} ranks" if sharing > 1 else ""
     options = f"actor.ppo_max_token_len_per_gpu={limits.max_token_len} tokens{ranks}; {most} if every row is full"
@@ -239,25 +277,33 @@ def _device_rows(config: PPOConfig, slots: int, mini_batch_rows: int) -> Iterato
 
 
 def _mini_batches(size: int, prompts: int) -> int:
-    return 1 if size == -1 else math.ceil(prompts / size)
+    """Returns the number of mini-batches of this size in a batch of prompts; -1 means the whole batch."""
+    if size == -1:
+        return 1
+    return math.ceil(prompts / size)
 
 
 def _episode_rows(config: PPOConfig) -> Iterator[PlanRow]:
     """Yields the rows of an agentic run. An episode becomes one training row, or one row per step of the episode."""
     agentic = config.agentic
     envs = agentic.train_env_manager
-    groups_of_tag = envs.num_groups_partition or [envs.num_env_groups // len(envs.tags)] * len(envs.tags)
-    shares = " + ".join(f"{count} of {tag}" for tag, count in zip(envs.tags, groups_of_tag, strict=False))
+    groups_of_tag = envs.num_groups_partition
+    # an empty option means equal shares
+    if not groups_of_tag:
+        equal_share = envs.num_env_groups // len(envs.tags)
+        groups_of_tag = [equal_share] * len(envs.tags)
+    shares = []
+    for tag, count in zip(envs.tags, groups_of_tag, strict=False):
+        shares.append(f"{count} of {tag}")
     size_options = "agentic.train_env_manager.group_size"
     redundancy = envs.group_size_redundancy
     if redundancy > 0:
         size_options += f" ({redundancy} more are started, and the last {redundancy} to end are dropped)"
-    longest = config.data.max_prompt_length + config.data.max_response_length
 
     yield PlanRow("episodes per training step", f"{agentic.rollout_batch_size}", "agentic.rollout_batch_size")
     yield PlanRow("in groups of", f"{envs.group_size}", size_options)
-    yield PlanRow("groups at one time", f"{envs.num_env_groups}", shares)
-    yield PlanRow("a row has at most", f"{longest}", "tokens")
+    yield PlanRow("groups at one time", f"{envs.num_env_groups}", " + ".join(shares))
+    yield PlanRow("a row has at most", f"{config.longest_sample}", "tokens")
 
     epochs = config.actor.ppo_epochs
     mini_batch = config.actor.ppo_mini_batch_size

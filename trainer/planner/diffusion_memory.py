@@ -140,7 +140,9 @@ def published_shape(name: str) -> PipelineShape:
 def read_shape(path: str) -> PipelineShape:
     """Reads the shape of the pipeline in a folder from its config files. Raises UserError if one is missing."""
     folder = Path(path).expanduser()
-    files = {name: folder / name / "config.json" for name in ("transformer", "vae", "text_encoder")}
+    files = {}
+    for name in ("transformer", "vae", "text_encoder"):
+        files[name] = folder / name / "config.json"
     files["model_index"] = folder / "model_index.json"
     tokenizer_file = folder / "tokenizer" / "tokenizer_config.json"
     if tokenizer_file.is_file():
@@ -162,9 +164,11 @@ def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
     """Returns the shape of a pipeline with these config files, by the name of the component."""
     index = configs["model_index"]
     # [null, null] also means that there is none
-    has_two_experts = bool((index.get("transformer_2") or [None])[0])
+    second_transformer = index.get("transformer_2") or [None]
+    has_two_experts = bool(second_transformer[0])
+    tokenizer_config = configs.get("tokenizer", {})
     # `PromptEncoder` pads prompts to this length
-    model_max_length = configs.get("tokenizer", {}).get("model_max_length")
+    model_max_length = int(tokenizer_config.get("model_max_length") or LONGEST_PROMPT)
     return PipelineShape(
         transformer=configs["transformer"],
         vae=_on_meta("vae", index["vae"], configs["vae"]),
@@ -172,7 +176,7 @@ def _shape(configs: Mapping[str, ComponentConfig]) -> PipelineShape:
         experts=2 if has_two_experts else 1,
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         boundary_ratio=index.get("boundary_ratio"),
-        text_tokens=min(LONGEST_PROMPT, int(model_max_length or LONGEST_PROMPT)),
+        text_tokens=min(LONGEST_PROMPT, model_max_length),
     )
 
 
@@ -226,6 +230,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        """Runs an operation and counts the storages that it allocates."""
         # a view, and the result of an operation in place, have the storage of an argument, which is counted already
         argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
@@ -274,12 +279,17 @@ def _fused_kernels() -> Iterator[None]:
     """
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> torch.Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)
+        return outputs[0]
 
     def norm(
-        x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+        x: torch.Tensor,
+        shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
     ) -> torch.Tensor:
-        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        outputs = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        return outputs[0]
 
     # the modules look both functions up in torch.nn.functional at each call
     original_attention = F.scaled_dot_product_attention
@@ -329,8 +339,10 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
         expand_timesteps=shape.expand_timesteps,
     )
     # `plan` counts offloaded modules
-    without_offload = replace(config, model=replace(config.model, offload_frozen=False))
-    return RewardFlowPolicy(parts, _WeightlessReward(), without_offload, torch.device("meta")).train()
+    model_without_offload = replace(config.model, offload_frozen=False)
+    without_offload = replace(config, model=model_without_offload)
+    policy = RewardFlowPolicy(parts, _WeightlessReward(), without_offload, torch.device("meta"))
+    return policy.train()
 
 
 class _WeightlessReward:
@@ -366,8 +378,9 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
     live = LiveBytes()
     latents = _empty_latents(policy, video)
     with live.peak_of(peaks, "decoding"):
+        frames = policy.decode(latents.requires_grad_())
         # any scalar of the frames has the same backward pass
-        loss = policy.decode(latents.requires_grad_()).mean()
+        loss = frames.mean()
     # the reward runs on the decoded frames, before their backward pass
     peaks["reward"] = float(live.now)
     with live.peak_of(peaks, "backward of decoding"):
@@ -378,11 +391,15 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
 def _empty_latents(policy: RewardFlowPolicy, video: torch.Tensor) -> torch.Tensor:
     """Returns latents for a video of the shape (B, frames, channels, height, width)."""
     batch, frames, _, height, width = video.shape
-    return torch.empty(batch, *policy.codec.latent_shape(frames, height, width), device="meta")
+    latent_shape = policy.codec.latent_shape(frames, height, width)
+    return torch.empty(batch, *latent_shape, device="meta")
 
 
 def bytes_of_steps(
-    policy: RewardFlowPolicy, video: torch.Tensor, condition: torch.Tensor, tokens: int
+    policy: RewardFlowPolicy,
+    video: torch.Tensor,
+    condition: torch.Tensor,
+    tokens: int,
 ) -> dict[str, float]:
     """Returns the peak of live bytes in each phase of the denoising steps.
 
@@ -391,14 +408,15 @@ def bytes_of_steps(
     """
     trained_expert = policy.model
     noise = _empty_latents(policy, video)
-    prompts = torch.empty(len(video), tokens, trained_expert.config.text_dim, device="meta")
+    clips = len(video)
+    prompts = torch.empty(clips, tokens, trained_expert.config.text_dim, device="meta")
     inputs = FlowInputs(
         noise=noise,
         condition=condition,
         prompts=prompts,
         references=[],
         places=torch.empty(0),
-        rows=len(video),
+        rows=clips,
         is_counting=True,
     )
 
@@ -412,13 +430,16 @@ def bytes_of_steps(
     live = LiveBytes()
     high_noise_expert = policy._high_noise[0]
     if high_noise_expert is not None:
+        # the high-noise expert is frozen, and its steps keep nothing for a backward pass
         with torch.no_grad(), live.peak_of(peaks, "high-noise steps"):
-            policy._velocity(high_noise_expert, inputs)(noise, 1.0)
+            velocity = policy._velocity(high_noise_expert, inputs)
+            velocity(noise, 1.0)
     with live.peak_of(peaks, "steps"):
         latents, divergence = policy._sample(inputs, True)
     peaks["kept"] = float(live.now)
     with live.peak_of(peaks, "backward of the steps"):
-        (latents.mean() + divergence.mean()).backward()
+        loss = latents.mean() + divergence.mean()
+        loss.backward()
     return peaks
 
 
@@ -431,19 +452,22 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
         slots: Ranks of the run; the host memory is computed as if all of them were on one node.
         size: Bytes of an element in the compute dtype: 2 for bf16 (CUDA), 4 for fp32 (CPU).
     """
-    step = _step_bytes(config, shape, torch.float32 if size == FP32 else torch.bfloat16)
+    dtype = torch.float32 if size == FP32 else torch.bfloat16
+    step = _step_bytes(config, shape, dtype)
     always = _constant_bytes(config, shape, slots, size, step)
 
     # an embedder or detector in an ONNX file is taken for the published face models
     face_bytes = 0.0
-    if any(".onnx" in str(value) for value in config.reward.kwargs.values()):
+    has_onnx_model = any(".onnx" in str(value) for value in config.reward.kwargs.values())
+    if has_onnx_model:
         num_frames, _, _ = clip_of(config)
         face_bytes = float(FACE_BYTES_PER_FRAME * num_frames)
         always["reward"] = float(FACE_MODEL_BYTES)
 
     # frozen modules that only one phase uses are on the host meanwhile, or always on the device
+    other_experts = shape.experts - 1
     moved = {
-        "high-noise expert": (shape.experts - 1) * size * step.frozen_elements,
+        "high-noise expert": other_experts * size * step.frozen_elements,
         "text encoder": float(size * count(shape.text_encoder)),
     }
     host: dict[str, float] = {}
@@ -472,6 +496,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
 
 
 def _without_zeros(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sizes that are not 0."""
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -497,7 +522,11 @@ class _StepBytes:
 
 
 def _constant_bytes(
-    config: RewardFlowConfig, shape: PipelineShape, slots: int, size: int, step: _StepBytes
+    config: RewardFlowConfig,
+    shape: PipelineShape,
+    slots: int,
+    size: int,
+    step: _StepBytes,
 ) -> dict[str, float]:
     """Returns the bytes of the trained expert and of the VAE, which are on the device in every phase.
 
@@ -526,7 +555,8 @@ def _constant_bytes(
 def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype) -> _StepBytes:
     """Runs a step with transformers of two and of three blocks, and extrapolates to all blocks."""
     num_frames, height, width = clip_of(config)
-    video = torch.empty(config.actor.micro_batch_size_per_gpu, num_frames, 3, height, width, device="meta")
+    clips = config.actor.micro_batch_size_per_gpu
+    video = torch.empty(clips, num_frames, 3, height, width, device="meta")
 
     policy_with_two = policy_of(config, shape, dtype, layers=2)
     policy_with_three = policy_of(config, shape, dtype, layers=3)
@@ -538,7 +568,8 @@ def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dty
     more_blocks = int(shape.transformer["num_layers"]) - 2
     steps = {}
     for name, value in two_blocks.items():
-        steps[name] = value + more_blocks * (three_blocks[name] - value)
+        per_block = three_blocks[name] - value
+        steps[name] = value + more_blocks * per_block
     return _StepBytes(
         peaks=coding_peaks | steps,
         kept=steps["kept"],
@@ -552,7 +583,8 @@ def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dty
 def launch_plan(config: RewardFlowConfig, slots: int) -> str:
     """Returns the required memory of one device for the table at launch, or "" if config files are missing."""
     try:
-        memory = plan(config, read_shape(str(config.model.path)), slots)
+        shape = read_shape(str(config.model.path))
+        memory = plan(config, shape, slots)
     except UserError:
         return ""
     return f"{memory.device_bytes / GIB:.0f} GiB (calculated)"

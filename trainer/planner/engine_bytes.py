@@ -11,16 +11,28 @@ from workers.engines.lean_decoder import PACKED_ELEMENTS
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
     """Returns the KV cache bytes per token on one of the devices of an engine."""
     # more devices than heads repeat heads
-    return size * shape.kv_per_token / min(tensor_parallel, shape.kv_heads)
+    parts = min(tensor_parallel, shape.kv_heads)
+    return size * shape.kv_per_token / parts
 
 
 def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:
-    """Returns the temporary bytes of a step of the rollout engine: of a prefill with batched_tokens tokens, or of the
-    fp32 logits of all running sequences with the tensors that sampling derives from them."""
+    """Returns the temporary bytes of a step of the rollout engine.
+
+    These are the larger of two: those of a prefill, and the fp32 logits of all running sequences with the tensors that
+    sampling derives from them.
+
+    Args:
+        shape: Shape of the policy.
+        size: Bytes per element.
+        batched_tokens: Tokens of the prefill.
+        sequences: Number of running sequences.
+        tensor_parallel: Number of devices of the engine.
+    """
     # no predicted tokens, because the logits of all sequences are counted below
-    run = Pass(batched_tokens, 0, 1, size)
+    run = Pass(tokens=batched_tokens, predicted=0, chunk=1, size=size)
     prefill = layer_work(shape, run) / tensor_parallel
-    return max(prefill, 4.0 * FP32 * sequences * shape.vocab)
+    sampling = 4.0 * FP32 * sequences * shape.vocab
+    return max(prefill, sampling)
 
 
 def copied_matrices(shape: ModelShape) -> float:
@@ -28,8 +40,11 @@ def copied_matrices(shape: ModelShape) -> float:
     if not shape.is_lean:
         return 0.0
     # small matrices are not faster in oneDNN's layout, and are not copied
-    large = [elements for elements in shape.projections if elements >= PACKED_ELEMENTS]
-    return float(FP32 * sum(large))
+    copied_elements = 0
+    for elements in shape.projections:
+        if elements >= PACKED_ELEMENTS:
+            copied_elements += elements
+    return float(FP32 * copied_elements)
 
 
 def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False) -> float:
@@ -40,12 +55,18 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     if the dtype differs.
     """
     shape = network.shape
-    # a bucket is never smaller than the largest tensor
-    largest = float(network.compute * max(shape.embedding, shape.layer_parameters))
+    largest_parameters = max(shape.embedding, shape.layer_parameters)
+    largest_tensor = float(network.compute * largest_parameters)
     if network.ranks == 1:
+        # an adapter is trained on weights that are in the compute dtype already
         is_converted = network.compute != FP32 and not network.adapter
-        return largest if is_converted else 0.0
-    whole = min(float(network.compute * shape.parameters), max(float(bucket_bytes), largest))
-    gathering = whole * (1 + on_cpu + 1 / network.ranks)
-    copying = whole + largest
+        return largest_tensor if is_converted else 0.0
+
+    # a bucket is never smaller than the largest tensor, and never larger than the model
+    bucket = max(float(bucket_bytes), largest_tensor)
+    all_weights = float(network.compute * shape.parameters)
+    bucket = min(all_weights, bucket)
+    own_part = 1 / network.ranks
+    gathering = bucket * (1 + on_cpu + own_part)
+    copying = bucket + largest_tensor
     return max(gathering, copying) + FP32 * network.adapter

@@ -43,7 +43,11 @@ Changes = dict[str, object]  # values by key
 
 
 def decide_sharding(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float | None,
 ) -> str:
     """Sets `fsdp_size` (if the actor's is null), `reduce_every_micro_batch` and `gradient_checkpointing_layers` where
     they are null. Returns a sentence about each decision, or an empty string.
@@ -54,19 +58,26 @@ def decide_sharding(
     """
     decisions = [_decide_reduction(config, networks, slots, device, memory_gib)]
     if memory_gib is not None:
-        decisions += _decide_recomputed(config, networks, slots, device, memory_gib * SPARE * GIB)
+        usable_bytes = memory_gib * SPARE * GIB
+        decisions += _decide_recomputed(config, networks, slots, device, usable_bytes)
     return "; ".join(decision for decision in decisions if decision)
 
 
 def _decide_reduction(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float | None,
 ) -> str:
     """Sets `fsdp_size` and `reduce_every_micro_batch` as in `decide_sharding`."""
     actor = config.actor.fsdp_config
     critic = config.critic.fsdp_config
     undecided_sizes = []
+    # the actor's decides: a configured size leaves null sizes of the others as they are
     if actor.fsdp_size is None:
-        undecided_sizes = [fsdp for fsdp in (actor, critic, config.ref.fsdp_config) if fsdp.fsdp_size is None]
+        sections = (actor, critic, config.ref.fsdp_config)
+        undecided_sizes = [fsdp for fsdp in sections if fsdp.fsdp_size is None]
     undecided_reductions = [fsdp for fsdp in (actor, critic) if fsdp.reduce_every_micro_batch is None]
 
     # values of fsdp_size and reduce_every_micro_batch, the fastest first: a copy of the weights on each machine gathers
@@ -74,8 +85,9 @@ def _decide_reduction(
     candidates = [(-1, False)]
     if device.name != "cpu":
         candidates.append((-1, True))
+        devices_per_machine = slots // config.trainer.nnodes
         if config.trainer.nnodes > 1 and undecided_sizes:
-            candidates.insert(0, (slots // config.trainer.nnodes, False))
+            candidates.insert(0, (devices_per_machine, False))
 
     decision = ""
     for size, reduces_every in candidates:
@@ -89,18 +101,28 @@ def _decide_reduction(
             decision = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true"
         else:
             decision = ""
-        if memory_gib is None or memory_plan(config, networks, slots, device).fits(memory_gib * GIB):
+        if memory_gib is None:
+            break
+        plan = memory_plan(config, networks, slots, device)
+        if plan.fits(memory_gib * GIB):
             break
     return decision
 
 
 def _decide_recomputed(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_bytes: float
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_bytes: float,
 ) -> list[str]:
     """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Returns sentences."""
     sentences = []
-    for key, shape in (("model", networks.policy), ("critic.model", networks.critic)):
-        model: NetworkConfig = config.model if key == "model" else config.critic.model
+    trained_networks: list[tuple[str, NetworkConfig, ModelShape | None]] = [
+        ("model", config.model, networks.policy),
+        ("critic.model", config.critic.model, networks.critic),
+    ]
+    for key, model, shape in trained_networks:
         is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
         # offload would fill the host's memory
         if shape is None or is_decided or model.enable_activation_offload:
@@ -108,10 +130,12 @@ def _decide_recomputed(
 
         def fits(number: int, model: NetworkConfig = model) -> bool:
             model.gradient_checkpointing_layers = number
-            return memory_plan(config, networks, slots, device).fits(memory_bytes)
+            plan = memory_plan(config, networks, slots, device)
+            return plan.fits(memory_bytes)
 
         # more recomputed layers never need more memory, so the smallest number can be searched by bisection
         number = bisect.bisect_left(range(shape.layers), True, key=fits)
+        # no smaller number fits: null again, which recomputes all layers
         if number == shape.layers:
             model.gradient_checkpointing_layers = None
             continue
@@ -142,8 +166,8 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
         plan = memory_plan(config, networks, number, device)
         if plan.fits(share * GIB):
             processes = "the only process" if number == 1 else f"each of {number} processes"
-            needed = f"needs {plan.device_bytes / GIB:.2f} GiB and has {share:.1f}"
-            return f"trainer.n_gpus_per_node={number} fits: {processes} {needed}"
+            needed_gib = plan.device_bytes / GIB
+            return f"trainer.n_gpus_per_node={number} fits: {processes} needs {needed_gib:.2f} GiB and has {share:.1f}"
     return ""
 
 
@@ -151,7 +175,11 @@ def fewer_processes(config: PPOConfig, networks: Networks, slots: int, device: A
 
 
 def find_fit(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float,
 ) -> tuple[Changes | None, MemoryPlan]:
     """Finds the cheapest changes with which a run fits a GPU.
 
@@ -183,16 +211,20 @@ def find_fit(
         # of two values for a key, that of the more expensive change counts
         for changes in reversed(combination):
             trial_changes |= changes
+        # all keys, because the configuration still has the values of the trial before
         for key, value in (configured | trial_changes).items():
-            section, _, name = key.rpartition(".")
-            setattr(value_of(trial_config, section), name, value)
+            section_name, _, name = key.rpartition(".")
+            section = value_of(trial_config, section_name)
+            setattr(section, name, value)
         _decide_reduction(trial_config, networks, slots, device, memory_gib)
         plan = memory_plan(trial_config, networks, slots, device)
         if plan.fits(memory_gib * GIB):
-            return {key: value for key, value in trial_changes.items() if value != configured[key]}, plan
+            effective = {key: value for key, value in trial_changes.items() if value != configured[key]}
+            return effective, plan
         plans.append(plan)
     # a note is a problem that stops the run even if the memory is enough, so plans without notes come first
-    return None, min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
+    nearest = min(plans, key=lambda plan: (len(plan.notes), plan.device_bytes))
+    return None, nearest
 
 
 def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Changes]]:
@@ -214,13 +246,19 @@ def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Chan
         recomputed[f"{model}.gradient_checkpointing_layers"] = None
         offloaded_activations[f"{model}.enable_activation_offload"] = True
 
+    adapters: list[Changes] = []
+    if not config.model.lora_rank:
+        adapters.append({"model.lora_rank": LORA_RANK})
+    offloaded_weights = [f"{role}.fsdp_config.param_offload" for role in roles]
+    offloaded_moments = [f"{role}.fsdp_config.optimizer_offload" for role in trained_models]
+    engine_sizes = _engine_sizes(config, networks.policy, slots)
     sequences = min(SEQUENCES, config.rollout.max_num_seqs)
     alternatives: list[list[Changes]] = [
-        [] if config.model.lora_rank else [{"model.lora_rank": LORA_RANK}],
+        adapters,
         [recomputed | offloaded_activations],
-        [{f"{role}.fsdp_config.param_offload": True for role in roles}],
-        [{f"{role}.fsdp_config.optimizer_offload": True for role in trained_models}],
-        [{TENSOR: size} for size in _engine_sizes(config, networks.policy, slots)],
+        [dict.fromkeys(offloaded_weights, True)],
+        [dict.fromkeys(offloaded_moments, True)],
+        [{TENSOR: size} for size in engine_sizes],
         _sequence_parallel_changes(config, networks.policy, slots),
         [recomputed],
         [_one_row_changes(config)],
@@ -237,43 +275,69 @@ def _levels(config: PPOConfig, networks: Networks, slots: int) -> list[list[Chan
 
 def _dividing_sizes(shape: ModelShape, slots: int) -> list[int]:
     """Returns the numbers of devices that divide the run and the heads of the network into equal parts."""
-    return [size for size in range(2, slots + 1) if slots % size == 0 and shape.heads % size == 0]
+    sizes = []
+    for size in range(2, slots + 1):
+        divides_run = slots % size == 0
+        divides_heads = shape.heads % size == 0
+        if divides_run and divides_heads:
+            sizes.append(size)
+    return sizes
 
 
 def _engine_sizes(config: PPOConfig, shape: ModelShape, slots: int) -> list[int]:
     """Returns larger numbers of devices for an engine. An engine does not extend over several machines."""
-    smallest = config.rollout.tensor_model_parallel_size + 1
+    configured = config.rollout.tensor_model_parallel_size
     largest = slots // config.trainer.nnodes
-    return [size for size in _dividing_sizes(shape, slots) if smallest <= size <= largest]
+    sizes = _dividing_sizes(shape, slots)
+    return [size for size in sizes if configured < size <= largest]
 
 
 def _one_row_changes(config: PPOConfig) -> Changes:
     """Returns the changes with which a micro-batch has one row, even if all rows have the maximal length."""
     if not config.actor.use_dynamic_bsz:
         return {"actor.ppo_micro_batch_size_per_gpu": 1}
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return {BUDGET: math.ceil(longest / config.actor.ulysses_sequence_parallel_size)}
+    budget = math.ceil(config.longest_sample / config.actor.ulysses_sequence_parallel_size)
+    return {BUDGET: budget}
 
 
 def _sequence_parallel_changes(config: PPOConfig, shape: ModelShape, slots: int) -> list[Changes]:
     """Returns changes to more ranks that share each sequence; none if the network does not run packed."""
     if not shape.is_packed or not config.model.use_remove_padding:
         return []
-    longest = config.data.max_prompt_length + config.data.max_response_length
     alternatives = []
     for size in _dividing_sizes(shape, slots):
+        # each rank gets whole heads of keys and values, or several ranks get copies of one
         splits_heads = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
         if size > config.actor.ulysses_sequence_parallel_size and splits_heads:
-            alternatives.append(_one_row_changes(config) | {RANKS: size, BUDGET: math.ceil(longest / size)})
+            budget = math.ceil(config.longest_sample / size)
+            alternatives.append(_one_row_changes(config) | {RANKS: size, BUDGET: budget})
     return alternatives
 
 
 def _is_change(config: PPOConfig, changes: Changes) -> bool:
-    return any(value_of(config, key) != value for key, value in changes.items())
+    """Returns True if the configuration has another value for one of the keys."""
+    for key, value in changes.items():
+        if value_of(config, key) != value:
+            return True
+    return False
+
+
+def _command_line(options: Sequence[str]) -> str:
+    """Returns the command that trains with these options. Of several options with one key, the last one counts."""
+    last_of_key = {}
+    for option in options:
+        key, _, _ = option.partition("=")
+        last_of_key[key] = option
+    return f"python -m trainer.main_ppo {shlex.join(last_of_key.values())}"
 
 
 def fit_table(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float, given: Sequence[str]
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float,
+    given: Sequence[str],
 ) -> tuple[bool, list[str]]:
     """Finds the cheapest changes for several sizes of a device.
 
@@ -293,15 +357,14 @@ def fit_table(
     for size in sorted({memory_gib, *other_sizes}):
         changes, plan = find_fit(config, networks, slots, device, size)
         if changes is None:
-            text = "; ".join([f"nothing tried fits: the phase {plan.worst!r} needs the most", *plan.notes])
+            problems = [f"nothing tried fits: the phase {plan.worst!r} needs the most", *plan.notes]
+            text = "; ".join(problems)
         else:
             options = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
             text = " ".join(options) or "none"
             if size == memory_gib:
                 devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"
-                # a change replaces the option that the user has set
-                last_of_key = {option.partition("=")[0]: option for option in (*given, devices, *options)}
-                command = f"python -m trainer.main_ppo {shlex.join(last_of_key.values())}"
+                command = _command_line([*given, devices, *options])
         device_gib = max(plan.device_bytes, plan.engine_bytes) / GIB
         host_gib = sum(plan.host.values()) / GIB
         device_name = f"a device of {size:g} GiB"

@@ -42,7 +42,8 @@ def launch_device(config: RunOptions) -> Accelerator:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=properties.total_memory / GIB)
+    memory_gib = properties.total_memory / GIB
+    return replace(ACCELERATORS["h100"], name=properties.name, memory_gib=memory_gib)
 
 
 def update_work(config: PPOConfig) -> UpdateWork | None:
@@ -72,7 +73,8 @@ def update_work(config: PPOConfig) -> UpdateWork | None:
     # a backward pass costs two forward passes, or one if it computes no gradients of the full weights
     passes_per_epoch = 2 if config.model.lora_rank else 3
     passes = config.actor.ppo_epochs * passes_per_epoch
-    return UpdateWork(partial(update_flops, shape, passes), peaks[0])
+    flops_of_update = partial(update_flops, shape, passes)
+    return UpdateWork(flops_of_update, peaks[0])
 
 
 def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> float:
@@ -83,22 +85,27 @@ def update_flops(shape: ModelShape, passes: int, lengths: Sequence[int]) -> floa
         passes: Cost of the update in forward passes.
         lengths: Number of tokens of each sequence.
     """
-    return passes * sum(forward_flops(shape, length, length) for length in lengths)
+    flops_of_pass = sum(forward_flops(shape, length, length) for length in lengths)
+    return passes * flops_of_pass
 
 
 def device_memory_gib(device: Accelerator, slots_here: int) -> float:
     """Returns the memory of one of this machine's devices in GiB; for a CPU worker, its share of the free memory."""
-    return device.memory_gib or available_memory() / GIB / slots_here
+    if device.memory_gib:
+        return device.memory_gib
+    return available_memory() / GIB / slots_here
 
 
 def sharding_of_run(config: PPOConfig, slots: int) -> str:
     """Calls `decide_sharding` for this run's devices and returns its sentence. Does nothing if the model's shapes are
     unknown."""
     device = launch_device(config)
-    memory_gib = device_memory_gib(device, max(1, slots // config.trainer.nnodes))
+    slots_here = max(1, slots // config.trainer.nnodes)
+    memory_gib = device_memory_gib(device, slots_here)
     # the plan only helps: a model of unknown shape runs with the options as they are
     with contextlib.suppress(UserError):
-        return decide_sharding(config, read_networks(config), slots, device, memory_gib)
+        networks = read_networks(config)
+        return decide_sharding(config, networks, slots, device, memory_gib)
     return ""
 
 
@@ -109,13 +116,17 @@ def expected_rows(config: PPOConfig, slots: int, total_steps: int | None) -> lis
     """Returns the rows of the launch table with the memory of the fullest phase and the disk space."""
 
     def plan() -> MemoryPlan:
-        return memory_plan(config, read_networks(config), slots, launch_device(config))
+        networks = read_networks(config)
+        return memory_plan(config, networks, slots, launch_device(config))
 
     return memory_rows(config, plan, total_steps, config.trainer.samples_max_mb)
 
 
 def memory_rows(
-    config: PPOConfig | SupervisedConfig, plan: Callable[[], MemoryPlan], total_steps: int | None, samples_max_mb: int
+    config: PPOConfig | SupervisedConfig,
+    plan: Callable[[], MemoryPlan],
+    total_steps: int | None,
+    samples_max_mb: int,
 ) -> list[PlanRow]:
     """Returns the rows of the launch table with the memory of the fullest phase and the disk space.
 
@@ -147,8 +158,9 @@ def memory_rows(
         contents += f", samples {samples_gib:.2f} (trainer.samples_max_mb)"
 
     disk_gib = count * checkpoint_gib + samples_gib
+    device_gib = expected.device_bytes / GIB
     return [
-        PlanRow("memory per device, expected", f"{expected.device_bytes / GIB:.2f} GiB", where),
+        PlanRow("memory per device, expected", f"{device_gib:.2f} GiB", where),
         PlanRow("disk, at most", f"{disk_gib:.2f} GiB", contents),
     ]
 
@@ -180,8 +192,10 @@ def measured_line(config: PPOConfig, slots: int, run_dir: Path) -> str:
     data.max_prompt_length = _longest_mean(steps, "prompt_length/mean", data.max_prompt_length)
     data.max_response_length = _longest_mean(steps, "response_length/mean", data.max_response_length)
 
-    expected = _gib(memory_plan(observed, networks, slots, device), device)
-    at_most = _gib(memory_plan(config, networks, slots, device), device)
+    observed_plan = memory_plan(observed, networks, slots, device)
+    expected = _gib(observed_plan, device)
+    longest_plan = memory_plan(config, networks, slots, device)
+    at_most = _gib(longest_plan, device)
     return f"{_comparison(measured, expected)} for the lengths of this run, {at_most:.2f} for the maximum lengths"
 
 
@@ -205,21 +219,25 @@ def measured_gib(steps: Steps, device: Accelerator, role: str) -> float | None:
 
 
 def _comparison(measured: float, expected: float) -> str:
-    return (
-        f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected "
-        f"({expected / measured - 1:+.0%})"
-    )
+    """Returns the beginning of a sentence with both values in GiB, and how far the expected one is off."""
+    deviation = expected / measured - 1
+    return f"Memory of the fullest worker: {measured:.2f} GiB measured, {expected:.2f} expected ({deviation:+.0%})"
 
 
 def _gib(plan: MemoryPlan, device: Accelerator) -> float:
     """Returns the planned memory of what is measured: of the process on a CPU, of the tensors on a GPU."""
-    return (plan.device_bytes if device.name == "cpu" else plan.peak) / GIB
+    if device.name == "cpu":
+        return plan.device_bytes / GIB
+    return plan.peak / GIB
 
 
 def _longest_mean(steps: Steps, name: str, limit: int) -> int:
     """Returns the largest value of a metric, rounded up; `limit` if no step has it."""
-    return max(1, math.ceil(_maximum(steps, name) or limit))
+    longest = _maximum(steps, name) or limit
+    return max(1, math.ceil(longest))
 
 
 def _maximum(steps: Steps, name: str) -> float | None:
-    return max((step[name] for step in steps if name in step), default=None)
+    """Returns the largest value of a metric; None if no step has it."""
+    values = [step[name] for step in steps if name in step]
+    return max(values, default=None)

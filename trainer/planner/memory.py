@@ -37,12 +37,12 @@ from trainer.planner.networks import (
     recomputed_layers,
 )
 from trainer.planner.pass_bytes import (
-    TILE_BYTES,
     Pass,
     forward_only,
     kept_activations,
     kept_after_update,
     kept_when_freed,
+    tile_bytes,
     tower_parts,
     training_pass,
 )
@@ -85,22 +85,19 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
         plan.phases["rollout"] = engine
     # engines of the training and of the rollout share the device in turns (`PhaseManager`)
     idle_engine = _held_by_idle_engine(config, engine, on_cpu, is_vllm)
-    for phase in _TrainPhases(config, held, slots, plan).phases():
+    training = _TrainPhases(config, held, slots, plan)
+    for phase in training.phases():
         loaded = weights[phase.role]
         if phase.is_update:
             loaded = loaded | moments[phase.role]
         plan.phases[phase.name] = idle_engine | loaded | phase.parts
 
     bucket_bytes = rollout.bucket_megabytes(on_cpu) << 20
-    awake_engine: Parts = {}
-    if config.hybrid_engine:
-        # only the weights are awake, and whatever an idle engine keeps anyway
-        awake_engine = {"engine: weights": engine["engine: weights"]} | idle_engine
-        awake_engine.pop(ENGINE_STEP, None)
-        # an update of the weights discards their copies
-        awake_engine.pop(ENGINE_COPIES, None)
     bucket = sync_bytes(held["actor"], bucket_bytes, on_cpu=on_cpu)
-    plan.phases["weight sync"] = awake_engine | weights["actor"] | {"bucket": bucket}
+    sync = weights["actor"] | {"bucket": bucket}
+    if config.hybrid_engine:
+        sync = _held_by_receiving_engine(engine, idle_engine) | sync
+    plan.phases["weight sync"] = sync
 
     # engines on devices of their own get the weights bucket by bucket
     if not config.hybrid_engine:
@@ -123,12 +120,13 @@ def place_networks(
     weights: dict[str, Parts] = {}
     moments: dict[str, Parts] = {}
     for role, network in held.items():
-        # on a CPU, device and host are the same memory, and offloading does nothing
         fsdp = network.fsdp
+        # on a CPU, device and host are the same memory, and offloading does nothing
         offloads_weights = fsdp.param_offload and not on_cpu
         offloads_moments = fsdp.optimizer_offload and not on_cpu
-        moments_name = f"{network.optimizer}'s moments"
+
         weights[role] = _place(plan, role, "weights", network.weights, is_offloaded=offloads_weights)
+        moments_name = f"{network.optimizer}'s moments"
         moments[role] = _place(plan, role, moments_name, network.moments, is_offloaded=offloads_moments)
     return weights, moments
 
@@ -144,6 +142,26 @@ def _place(plan: MemoryPlan, role: str, name: str, size: float, *, is_offloaded:
     return {f"{name}, from the host": size}
 
 
+def update_parts(plan: MemoryPlan, role: str, network: HeldNetwork, run: Pass, model: NetworkConfig) -> Parts:
+    """Returns the bytes of forward and backward of an update with `plan.micro_batches` micro-batches.
+
+    Adds offloaded activations to the memory of the host.
+
+    Args:
+        plan: The plan of the run.
+        role: Role of the network.
+        network: The network.
+        run: The largest micro-batch.
+        model: Options of the network.
+    """
+    recomputed = recomputed_layers(model, network.shape)
+    # on a CPU, offload frees nothing
+    is_offloaded = model.enable_activation_offload and plan.base is None
+    if is_offloaded:
+        plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
+    return training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
+
+
 def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor: HeldNetwork, slots: int) -> None:
     """Adds large columns of the batch, which exist during the whole step: images, and log-probs of teachers."""
     # the driver's batch is in the memory of the host, which a CPU worker shares
@@ -151,8 +169,8 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
     tower = networks.policy.tower
     if tower is not None:
         longest = config.data.max_prompt_length
-        prompts = math.ceil(mini_batch_prompts(config, -1) / slots)
-        columns["images of the batch"] = tower.pixel_bytes(longest * prompts, actor.compute)
+        image_tokens = longest * _prompts_of_device(config, slots)
+        columns["images of the batch"] = tower.pixel_bytes(image_tokens, actor.compute)
         plan.images = (
             f"assumed: all {longest} tokens of a prompt (data.max_prompt_length) are images, which have "
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
@@ -185,6 +203,21 @@ def _held_by_idle_engine(config: PPOConfig, engine: Mapping[str, float], on_cpu:
     return {name: size for name, size in engine.items() if name not in freed}
 
 
+def _held_by_receiving_engine(engine: Mapping[str, float], idle_engine: Mapping[str, float]) -> Parts:
+    """Returns the parts of a rollout engine's memory while it receives new weights.
+
+    Args:
+        engine: All parts of the engine.
+        idle_engine: Those that it keeps while networks compute.
+    """
+    # only the weights are awake, and whatever an idle engine keeps anyway
+    parts = {"engine: weights": engine["engine: weights"], **idle_engine}
+    parts.pop(ENGINE_STEP, None)
+    # an update of the weights discards their copies
+    parts.pop(ENGINE_COPIES, None)
+    return parts
+
+
 def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, plan: MemoryPlan, slots: int) -> Parts:
     """Returns the bytes of the rollout engine by name.
 
@@ -196,14 +229,15 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     size = compute_size(rollout.dtype, device)
     parallel = rollout.tensor_model_parallel_size
     weights = size * shape.parameters / parallel
-    context = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    context = rollout.max_model_len or config.longest_sample
     kv_per_sequence = kv_bytes_per_token(shape, size, parallel) * context
 
     images = 0.0
     if shape.tower is not None:
         # equal prompts are prefilled once
-        prompt_tokens = data.max_prompt_length * math.ceil(mini_batch_prompts(config, -1) / slots)
-        images = shape.tower.prefill_bytes(min(rollout.max_num_batched_tokens, prompt_tokens), size)
+        prompt_tokens = data.max_prompt_length * _prompts_of_device(config, slots)
+        prefilled_tokens = min(rollout.max_num_batched_tokens, prompt_tokens)
+        images = shape.tower.prefill_bytes(prefilled_tokens, size)
 
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
     if on_cpu:
@@ -212,29 +246,33 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     else:
         # the option is a share for everything that the engine needs, of which the cache gets the rest
         cache_option = "gpu_memory_utilization"
-        cache_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB - weights - work - images
+        share_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB
+        cache_bytes = share_bytes - weights - work - images
 
-    plan.sequences = min(rollout.max_num_seqs, max(0, int(cache_bytes // kv_per_sequence)))
+    cache_bytes = max(0.0, cache_bytes)
+    plan.sequences = min(rollout.max_num_seqs, int(cache_bytes // kv_per_sequence))
     if plan.sequences < 1:
         plan.notes.append(
-            f"rollout.{cache_option}={getattr(rollout, cache_option)}: leaves {max(0.0, cache_bytes) / GIB:.2f} GiB "
+            f"rollout.{cache_option}={getattr(rollout, cache_option)}: leaves {cache_bytes / GIB:.2f} GiB "
             f"for the KV cache, but one sequence of {context} tokens needs {kv_per_sequence / GIB:.2f}"
         )
     if on_cpu:
         # an engine step has at most the rows and tokens of one device's part of the batch
-        rows = max(1, min(plan.sequences, math.ceil(rows_per_step(config) / slots)))
-        work = engine_work(shape, size, min(rollout.max_num_batched_tokens, data.max_prompt_length * rows), rows)
+        rows_of_device = math.ceil(rows_per_step(config) / slots)
+        rows = max(1, min(plan.sequences, rows_of_device))
+        batched_tokens = min(rollout.max_num_batched_tokens, data.max_prompt_length * rows)
+        work = engine_work(shape, size, batched_tokens, rows)
 
     is_vllm = resolve_engine_name(rollout.name) == "vllm"
     # vLLM allocates its whole cache at once, hf only what the sequences fill
-    cache = plan.sequences * kv_per_sequence
-    if is_vllm:
-        cache = max(0.0, cache_bytes)
-    parts = {"engine: weights": weights, "engine: KV cache": cache, ENGINE_STEP: work}
-    if on_cpu and not is_vllm and not rollout.router_replay and size == FP32:
-        copies = copied_matrices(shape)
-        if copies:
-            parts[ENGINE_COPIES] = copies
+    if not is_vllm:
+        cache_bytes = plan.sequences * kv_per_sequence
+    parts = {"engine: weights": weights, "engine: KV cache": cache_bytes, ENGINE_STEP: work}
+    # the conditions of `lean_decoder`, which does not report the experts that router_replay needs
+    is_lean = on_cpu and not is_vllm and not rollout.router_replay and size == FP32
+    copies = copied_matrices(shape) if is_lean else 0.0
+    if copies:
+        parts[ENGINE_COPIES] = copies
     if images:
         parts[ENGINE_IMAGES] = images
     return parts
@@ -253,7 +291,9 @@ def rows_per_step(config: PPOConfig) -> int:
 def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     """Returns the prompts (agentic runs: episodes) of an optimizer step.
 
-    size: the configured size of a mini-batch; -1 means the whole batch.
+    Args:
+        config: Options of the run.
+        size: The configured size of a mini-batch; -1 means the whole batch.
     """
     prompts_of_step = config.agentic.rollout_batch_size
     if config.reads_prompts:
@@ -263,6 +303,12 @@ def mini_batch_prompts(config: PPOConfig, size: int) -> int:
     return min(prompts_of_step, size)
 
 
+def _prompts_of_device(config: PPOConfig, slots: int) -> int:
+    """Returns the prompts of a whole step on one device."""
+    prompts_of_step = mini_batch_prompts(config, -1)
+    return math.ceil(prompts_of_step / slots)
+
+
 def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: int) -> int:
     """Returns the largest number of prompts stored for `rows` answers from a mini-batch of `prompts` prompts.
 
@@ -270,7 +316,9 @@ def distinct_prompts(config: PPOConfig, shape: ModelShape, rows: int, prompts: i
     stores its own prompt.
     """
     is_shared = config.model.use_remove_padding and shape.is_packed and not config.is_agentic
-    return min(rows, prompts) if is_shared else rows
+    if not is_shared:
+        return rows
+    return min(rows, prompts)
 
 
 def has_prompt_trees(data: DataConfig, rows: int, distinct: int) -> bool:
@@ -331,16 +379,19 @@ class _TrainPhases:
         config = self.config
         actor = self.config.actor
         if "reward model" in self.networks:
-            yield _Phase("reward model", "reward model", self._forward("reward model", "reward_model"))
+            parts = self._forward("reward model", "reward_model")
+            yield _Phase("reward model", "reward model", parts)
 
         if needs_old_log_prob(config):
             topk = distilled_tokens(config) if config.distillation.takes_student_topk else 0
-            yield _Phase("old log-probs", "actor", self._forward("actor", "log_prob", entropy=True, topk=topk))
+            parts = self._forward("actor", "log_prob", entropy=True, topk=topk)
+            yield _Phase("old log-probs", "actor", parts)
 
         if needs_reference(config):
             # without a network of its own, the reference is the policy with its adapter disabled
             role = "reference" if "reference" in self.networks else "actor"
-            yield _Phase("reference log-probs", role, self._forward(role, "ref"))
+            parts = self._forward(role, "ref")
+            yield _Phase("reference log-probs", role, parts)
 
         for teacher in config.distillation.named_teachers():
             # a teacher behind a URL is in the memory of its own server
@@ -349,12 +400,15 @@ class _TrainPhases:
             name = f"{TEACHER}{teacher.name}"
             topk = distilled_tokens(config)
             if teacher.is_policy:
-                yield _Phase(f"{name}: log-probs", "actor", self._forward("actor", "log_prob", topk=topk))
+                parts = self._forward("actor", "log_prob", topk=topk)
+                yield _Phase(f"{name}: log-probs", "actor", parts)
             else:
-                yield _Phase(f"{name}: log-probs", name, self._forward(name, "ref", topk=topk))
+                parts = self._forward(name, "ref", topk=topk)
+                yield _Phase(f"{name}: log-probs", name, parts)
 
         if "critic" in self.networks:
-            yield _Phase("values", "critic", self._forward("critic", "values"))
+            parts = self._forward("critic", "values")
+            yield _Phase("values", "critic", parts)
             size = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
             parts = self._update("critic", "update_critic", size, config.critic.model)
             yield _Phase("critic update", "critic", parts, is_update=True)
@@ -364,7 +418,14 @@ class _TrainPhases:
         yield _Phase("update", "actor", parts, is_update=True)
 
     def _forward(self, role: str, stage: str, *, entropy: bool = False, topk: int = 0) -> Parts:
-        """Returns the bytes of a pass without gradients. topk: number of most probable tokens that it returns."""
+        """Returns the bytes of a pass without gradients.
+
+        Args:
+            role: Role of the network.
+            stage: Stage of the step, as `requirements.micro_batching` names it.
+            entropy: Whether the entropy is computed.
+            topk: Number of most probable tokens that the pass returns at each position.
+        """
         config = self.config
         network = self.networks[role]
         rows = rows_per_step(config)
@@ -381,7 +442,15 @@ class _TrainPhases:
         return parts
 
     def _update(self, role: str, stage: str, size: int, model: NetworkConfig, *, entropy: bool = False) -> Parts:
-        """Returns the bytes of an update. size: prompts of a mini-batch, as configured."""
+        """Returns the bytes of an update. Sets the number of micro-batches of the plan.
+
+        Args:
+            role: Role of the network.
+            stage: Stage of the step, as `requirements.micro_batching` names it.
+            size: Prompts of a mini-batch, as configured.
+            model: Options of the network.
+            entropy: Whether the entropy is computed.
+        """
         config = self.config
         plan = self.plan
         network = self.networks[role]
@@ -391,13 +460,7 @@ class _TrainPhases:
             rows *= config.rollout.n
         run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
 
-        recomputed = recomputed_layers(model, network.shape)
-        # on a CPU, offload frees nothing
-        is_offloaded = model.enable_activation_offload and plan.base is None
-        if is_offloaded:
-            plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
-        parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
-
+        parts = update_parts(plan, role, network, run, model)
         # only the policy is distilled
         topk = distilled_tokens(config) if role == "actor" else 0
         if topk:
@@ -425,7 +488,7 @@ class _TrainPhases:
         network = self.networks[role]
         on_cpu = self.plan.base is not None
         ranks = config.sequence_parallel_size(_section_of(role))
-        longest = data.max_prompt_length + data.max_response_length
+        longest = config.longest_sample
 
         # the micro-batches of an optimizer step are distributed over groups of ranks that share their sequences
         rows_of_group = max(1, math.ceil(rows * ranks / self.slots))
@@ -443,11 +506,13 @@ class _TrainPhases:
             copied = 0
         predicted = rows_of_pass * data.max_response_length
 
-        device = "cuda, compiled" if config.model.compile else "cuda"
-        if on_cpu:
-            device = "cpu"
+        tokens = rows_of_pass * longest - shared
+        images = 0
+        if network.shape.tower is not None:
+            # a plan does not know the images, so all tokens of the prompts are taken for theirs
+            images = distinct * data.max_prompt_length
         run = Pass(
-            tokens=math.ceil((rows_of_pass * longest - shared) / ranks),
+            tokens=math.ceil(tokens / ranks),
             predicted=math.ceil(predicted / ranks),
             # the actor's option also counts for the other networks
             chunk=config.actor.log_prob_chunk_tokens,
@@ -455,8 +520,8 @@ class _TrainPhases:
             entropy=entropy,
             repeated=math.ceil(copied / ranks),
             ranks=ranks,
-            tile=TILE_BYTES[device],
-            images=0 if network.shape.tower is None else distinct * data.max_prompt_length,
+            tile=tile_bytes(config.model, on_cpu=on_cpu),
+            images=images,
         )
         return run, math.ceil(rows_of_group / rows_of_pass)
 

@@ -55,12 +55,16 @@ class MemoryPlan:
     def by_phase(self) -> dict[str, float]:
         """Returns the bytes of tensors in each phase, including `always`."""
         always_bytes = sum(self.always.values())
-        return {name: always_bytes + sum(parts.values()) for name, parts in self.phases.items()}
+        by_phase = {}
+        for name, parts in self.phases.items():
+            by_phase[name] = always_bytes + sum(parts.values())
+        return by_phase
 
     @property
     def worst(self) -> str:
         """The phase that needs the most memory."""
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        by_phase = self.by_phase()
+        return max(by_phase, key=by_phase.__getitem__)
 
     @property
     def peak(self) -> float:
@@ -87,7 +91,8 @@ class MemoryPlan:
 
     def fits(self, memory_bytes: float) -> bool:
         """Returns True if the plan fits a device with this much memory and has no notes."""
-        return max(self.device_bytes, self.engine_bytes) <= memory_bytes and not self.notes
+        needed = max(self.device_bytes, self.engine_bytes)
+        return needed <= memory_bytes and not self.notes
 
     def _remedies(self) -> Iterator[str]:
         """Yields the largest parts of the worst phase, and for each the options that make it smaller."""
@@ -100,14 +105,21 @@ class MemoryPlan:
                 yield f"  {name:<42}{parts[name] / GIB:8.2f}   {remedy.format(cache=cache)}"
 
     def lines(self, device: str, memory_gib: float | None) -> Iterator[str]:
-        """Yields the plan as lines of text. memory_gib: memory of one device to compare with; None: no comparison."""
+        """Yields the plan as lines of text.
+
+        Args:
+            device: Name of the device.
+            memory_gib: Memory of one device, to compare with; None: no comparison.
+        """
         where = f"device ({device})" if self.base is None else "process"
         yield f"always on each {where} (GiB, calculated)"
-        yield from (f"  {name:<42}{value / GIB:8.2f}" for name, value in self.always.items())
+        for name, value in self.always.items():
+            yield f"  {name:<42}{value / GIB:8.2f}"
         yield f"\n{'additionally in each phase':<44}{'GiB':>8}"
         for name, parts in self.phases.items():
             mark = "*" if name == self.worst else " "
-            yield f"{mark} {name:<42}{sum(parts.values()) / GIB:8.2f}   {_listed(parts)}"
+            phase_gib = sum(parts.values()) / GIB
+            yield f"{mark} {name:<42}{phase_gib:8.2f}   {_listed(parts)}"
         more = f"with {CONTEXT_GIB:g} GiB of context and {FRAGMENTATION:.0%} fragmentation, both assumed"
         if self.base is not None:
             more = f"with {self.base / GIB:.2f} GiB of libraries, measured"
@@ -124,6 +136,7 @@ class MemoryPlan:
             yield self.images
         if memory_gib is not None:
             yield "\n".join(["", *self.notes])
+            # with notes and enough memory, the notes above are the reason
             if self.fits(memory_gib * GIB):
                 yield f"fits {memory_gib:.1f} GiB"
             elif self.engine_bytes > memory_gib * GIB:
@@ -159,8 +172,13 @@ def _remedy_of(name: str) -> str | None:
     """Returns the remedy of a part, by its name or a piece of its name; None if there is none."""
     if name in _REMEDIES:
         return _REMEDIES[name]
-    return next((remedy for piece, remedy in _REMEDIES.items() if piece in name), None)
+    for piece, remedy in _REMEDIES.items():
+        if piece in name:
+            return remedy
+    return None
 
 
 def _listed(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items() if value >= 0.005 * GIB)
+    """Returns parts in GiB as text, without those that two decimals show as 0."""
+    texts = [f"{name} {value / GIB:.2f}" for name, value in parts.items() if value >= 0.005 * GIB]
+    return ", ".join(texts)

@@ -86,15 +86,18 @@ class ModelShape:
 
         # gate, up and down projection
         mlp = 3 * self.hidden * self.inner
+        mlps = max(1, self.experts) * mlp
         router = self.experts * self.hidden
         layer_norms = 2 * self.hidden
-        return attention + max(1, self.experts) * mlp + router + layer_norms
+        return attention + mlps + router + layer_norms
 
     @property
     def matrix_parameters(self) -> int:
         """Weights of the layers' linear modules, without those of experts, which are stacked."""
+        # the projections to query and output, and to key and value
+        attention = 2 * (self.query + self.kv)
         mlp = 0 if self.experts else 3 * self.inner
-        return self.layers * self.hidden * (2 * (self.query + self.kv) + mlp)
+        return self.layers * self.hidden * (attention + mlp)
 
     @property
     def projections(self) -> tuple[int, ...]:
@@ -104,7 +107,8 @@ class ModelShape:
         gate_and_up = 2 * self.hidden * self.inner
         down = self.inner * self.hidden
         output_layer = self.embedding
-        return (qkv, attention_output, gate_and_up, down) * self.layers + (output_layer,)
+        products_of_layer = (qkv, attention_output, gate_and_up, down)
+        return products_of_layer * self.layers + (output_layer,)
 
     @property
     def embedding(self) -> int:
@@ -124,16 +128,19 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        tower = 0 if self.tower is None else self.tower.parameters
-        return self.layers * self.layer_parameters + self.root_parameters + tower
+        language_model = self.layers * self.layer_parameters + self.root_parameters
+        if self.tower is None:
+            return language_model
+        return language_model + self.tower.parameters
 
     @property
     def multiplied(self) -> int:
         """Weights that each token is multiplied with: no embedding, and only the experts that the token uses."""
         attention = 2 * (self.query + self.kv)
         mlps_and_router = 3 * self.active_inner + self.experts
+        layer = self.hidden * (attention + mlps_and_router)
         head = self.embedding if self.has_head else self.hidden
-        return self.layers * self.hidden * (attention + mlps_and_router) + head
+        return self.layers * layer + head
 
     def adapter_parameters(self, rank: int) -> int:
         """Returns the parameters of an all-linear LoRA adapter of this rank. Output layer and experts have none."""
@@ -142,7 +149,8 @@ class ModelShape:
         key_and_value = 2 * (self.hidden + self.kv)
         # peft adapts linear modules, and the stacked matrices of experts are none
         mlp = 0 if self.experts else 3 * (self.hidden + self.inner)
-        return self.layers * rank * (query_and_output + key_and_value + mlp)
+        inputs_and_outputs = query_and_output + key_and_value + mlp
+        return self.layers * rank * inputs_and_outputs
 
     def as_scorer(self) -> ModelShape:
         """Returns the shape with one output number instead of an output layer, as for a critic or reward model."""
@@ -150,9 +158,21 @@ class ModelShape:
 
 
 def _config(
-    family: JsonObject, *, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, tied: bool = False
+    family: JsonObject,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    tied: bool = False,
 ) -> JsonObject:
-    """Returns the config.json of a model of a family. family: the entries that its models share."""
+    """Returns the config.json of a model.
+
+    Args:
+        family: Entries that all models of its family share.
+        hidden, layers, heads, kv_heads, inner, tied: See `ModelShape`.
+    """
     config = family | {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -172,9 +192,24 @@ _QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, _POSITIONS: 32768}
 _LARGE_QWEN2 = _QWEN2 | {"vocab_size": 152064, _POSITIONS: 131072}
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, _POSITIONS: 131072}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIONS: 40960}
-_128_EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_TOWER = {"hidden_size": 1280, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-_VISION = {"model_type": "qwen2_5_vl", _POSITIONS: 128000, "vision_config": _TOWER | {"intermediate_size": 3420}}
+_128_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_TOWER = {
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_VISION = {
+    "model_type": "qwen2_5_vl",
+    _POSITIONS: 128000,
+    "vision_config": _TOWER,
+}
 _VISION_3B = _VISION | {"vocab_size": 151936}
 _VISION_7B = _VISION | {"vocab_size": 152064}
 _CONFIGS: dict[str, JsonObject] = {
@@ -224,14 +259,18 @@ def shape_of(config: JsonObject) -> ModelShape:
         inner = config.get("moe_intermediate_size") or inner
         experts_per_token = int(config.get("num_experts_per_tok") or 0)
 
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
     has_head_norms = model_type in WITH_HEAD_NORMS
     has_bias_option = bool(config.get("attention_bias", False)) and not has_head_norms
+    # the type of the text part of a vision-language model ends so
+    text_type = model_type.removesuffix("_text")
     return ModelShape(
         hidden=hidden,
         layers=int(config["num_hidden_layers"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         inner=int(inner),
         vocab=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -239,7 +278,7 @@ def shape_of(config: JsonObject) -> ModelShape:
         head_norms=has_head_norms,
         experts=experts,
         experts_per_token=experts_per_token,
-        is_lean=has_lean_layers(model_type.removesuffix("_text"), config.get("rope_parameters")),
+        is_lean=has_lean_layers(text_type, config.get("rope_parameters")),
     )
 
 
@@ -263,12 +302,14 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
         model_config = load_model_config(network)
         text_config = model_config.get_text_config().to_dict()
     except UserError as error:
-        similar = did_you_mean(str(network.path).rpartition("/")[2].lower(), LIKE)
+        _, _, folder_name = str(network.path).rpartition("/")
+        similar = did_you_mean(folder_name.lower(), LIKE)
         raise UserError(f"{name}={network.path!r}: {error}; or plan with --like {' | '.join(LIKE)}{similar}") from None
 
     if has_vision(model_config):
         # tie_word_embeddings is an option of the whole model
-        shape = shape_of(text_config | {"tie_word_embeddings": model_config.tie_word_embeddings})
+        text_config["tie_word_embeddings"] = model_config.tie_word_embeddings
+        shape = shape_of(text_config)
         return replace(shape, tower=tower_of(empty_network(network)))
 
     shape = shape_of(text_config)
@@ -277,4 +318,5 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
     # the formulas of Llama miss parameters of other families: count all of them on the meta device
     empty = empty_network(network)
     parameters = sum(parameter.numel() for parameter in empty.parameters())
-    return replace(shape, uncounted=parameters - shape.parameters, is_packed=not mixing_layers(empty))
+    uncounted = parameters - shape.parameters
+    return replace(shape, uncounted=uncounted, is_packed=not mixing_layers(empty))

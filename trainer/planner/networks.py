@@ -41,27 +41,31 @@ class Networks:
 
 def read_networks(config: PPOConfig) -> Networks:
     """Reads the shapes of the run's networks from their config.json files. Raises UserError if one is missing."""
-    critic = scorer = None
+    critic = None
     if needs_critic(config):
         # a critic without a path starts from the policy's model
         name = "model.path" if config.critic.model.path is None else "critic.model.path"
-        critic = read_shape(critic_network(config), name).as_scorer()
+        critic_shape = read_shape(critic_network(config), name)
+        critic = critic_shape.as_scorer()
+    reward_model = None
     if config.reward_model.enable:
-        scorer = read_shape(config.reward_model.model, "reward_model.model.path").as_scorer()
+        reward_model_shape = read_shape(config.reward_model.model, "reward_model.model.path")
+        reward_model = reward_model_shape.as_scorer()
 
     policy = read_shape(config.model)
     max_pixels = config.data.max_pixels
     # larger images are scaled down, which limits the patches that attend to each other
     if policy.tower is not None and max_pixels is not None:
         largest_image = max(1, max_pixels // policy.tower.pixels)
-        policy = replace(policy, tower=replace(policy.tower, largest_image=largest_image))
+        tower = replace(policy.tower, largest_image=largest_image)
+        policy = replace(policy, tower=tower)
 
     teachers = {}
     for teacher in config.distillation.named_teachers():
         if teacher.path:
             key = f"distillation.teachers.{teacher.name}.path"
             teachers[teacher.name] = read_shape(teacher_network(config, teacher), key)
-    return Networks(policy, critic, scorer, teachers)
+    return Networks(policy, critic, reward_model, teachers)
 
 
 def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
@@ -100,19 +104,24 @@ class HeldNetwork:
     @property
     def trains_tower(self) -> bool:
         """True if the network has a vision tower and all its parameters are trained."""
-        return self.shape.tower is not None and self.trained == self.shape.parameters
+        trains_all = self.trained == self.shape.parameters
+        return self.shape.tower is not None and trains_all
 
     @property
     def weights(self) -> float:
         """Bytes of this rank's weights: fp32 if all are trained, else the compute dtype plus an fp32 adapter."""
-        size = FP32 if self.trained and not self.adapter else self.compute
-        return (size * self.shape.parameters + FP32 * self.adapter) / self.ranks
+        size = self.compute
+        if self.trained and not self.adapter:
+            size = FP32
+        whole = size * self.shape.parameters + FP32 * self.adapter
+        return whole / self.ranks
 
     @property
     def moments(self) -> float:
         """Bytes of this rank's shard of AdamW's two moments, or Muon's one moment."""
         # Muon updates matrices with one moment, and the other parameters are AdamW's
-        return (MOMENTS * self.trained - FP32 * self.matrices) / self.ranks
+        whole = MOMENTS * self.trained - FP32 * self.matrices
+        return whole / self.ranks
 
     @property
     def optimizer(self) -> str:
@@ -147,11 +156,16 @@ class HeldNetwork:
             whole = float(self.reduce * self.trained)
             return whole, max(0.0, shard - whole)
         if self.adapter or not self.trained:
-            return 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers, shard
-        parameters = shape.root_parameters + min(GATHERED_LAYERS, shape.layers) * shape.layer_parameters
+            adapter_gradients = 2.0 * FP32 * self.adapter * GATHERED_LAYERS / shape.layers
+            return adapter_gradients, shard
+
+        layers = min(GATHERED_LAYERS, shape.layers)
+        parameters = shape.root_parameters + layers * shape.layer_parameters
         if shape.tower is not None and self.trains_tower:
             parameters += shape.tower.root_parameters
-        return float((self.compute + self.reduce) * parameters), shard
+        # in the dtype of the pass, and a copy in that of the reduction
+        unreduced = float((self.compute + self.reduce) * parameters)
+        return unreduced, shard
 
 
 _COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` counted
@@ -160,23 +174,30 @@ _COUNTED: dict[str, int] = {}  # sizes of adapters that `trained_parameters` cou
 def trained_parameters(model: NetworkConfig, shape: ModelShape, *, freezes_tower: bool) -> tuple[int, int]:
     """Returns the network's number of trainable parameters and, of these, the number in its LoRA adapter."""
     if not isinstance(model, ModelConfig) or not model.lora_rank:
+        trained = shape.parameters
         if shape.tower is not None and freezes_tower:
-            return shape.parameters - shape.tower.parameters, 0
-        return shape.parameters, 0
-    if list(model.target_modules) == ["all-linear"] and not model.exclude_modules:
+            trained -= shape.tower.parameters
+        return trained, 0
+    has_all_modules = list(model.target_modules) == ["all-linear"] and not model.exclude_modules
+    if has_all_modules:
         adapter = shape.adapter_parameters(model.lora_rank)
         return adapter, adapter
 
     # modules are chosen by name, so the network is built to count them; --fit asks for the same one many times
-    key = repr((model.path, model.lora_rank, model.target_modules, model.exclude_modules, model.override_config))
+    chosen_modules = (model.lora_rank, model.target_modules, model.exclude_modules)
+    # as text, because lists cannot be keys
+    key = repr((model.path, model.override_config, chosen_modules))
     if key not in _COUNTED:
         _COUNTED[key] = count_trained(model)
-    return _COUNTED[key], _COUNTED[key]
+    adapter = _COUNTED[key]
+    return adapter, adapter
 
 
 def compute_size(name: str, device: Accelerator) -> int:
     """Returns the bytes per element for a dtype option; `auto` selects the device's default."""
-    return BYTES.get(name, device.size)
+    if name in BYTES:
+        return BYTES[name]
+    return device.size
 
 
 def ranks_of_a_copy(fsdp: FSDPConfig, slots: int) -> int:
@@ -204,8 +225,16 @@ def held_network(
     adapter: int = 0,
     optimizer: str = "adamw",
 ) -> HeldNetwork:
-    """Returns a network in an FSDP engine with these options. trained, adapter: see `HeldNetwork`."""
+    """Returns a network in an FSDP engine.
+
+    Args:
+        slots: Number of devices of the run.
+        device: Kind of the devices.
+        shape, fsdp, trained, adapter: See `HeldNetwork`.
+        optimizer: Value of the option `optimizer`, such as "adamw" or "muon".
+    """
     matrices = 0
+    # all parameters of an adapter are matrices
     if optimizer == "muon":
         matrices = adapter or shape.matrix_parameters
     return HeldNetwork(
@@ -221,22 +250,30 @@ def held_network(
 
 
 def held_networks(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
 ) -> Iterator[tuple[str, HeldNetwork]]:
     """Yields the role and the network of each FSDP engine in the run."""
     held = partial(held_network, slots, device)
+    policy = networks.policy
     actor = config.actor
-    trained, adapter = trained_parameters(config.model, networks.policy, freezes_tower=actor.freeze_vision_tower)
-    yield "actor", held(networks.policy, actor.fsdp_config, trained, adapter, actor.optim.optimizer)
+    trained, adapter = trained_parameters(config.model, policy, freezes_tower=actor.freeze_vision_tower)
+    yield "actor", held(policy, actor.fsdp_config, trained, adapter, actor.optim.optimizer)
     if needs_reference_model(config):
-        yield "reference", held(networks.policy, config.ref.fsdp_config)
+        yield "reference", held(policy, config.ref.fsdp_config)
+    # teachers have the reference's options
     for name, shape in networks.teachers.items():
         yield f"{TEACHER}{name}", held(shape, config.ref.fsdp_config)
-    if networks.critic is not None:
-        critic = config.critic
-        # the vision tower is frozen in a critic too
-        frozen = 0 if networks.critic.tower is None else networks.critic.tower.parameters
-        trained = networks.critic.parameters - frozen
-        yield "critic", held(networks.critic, critic.fsdp_config, trained, 0, critic.optim.optimizer)
+
+    critic = networks.critic
+    if critic is not None:
+        options = config.critic
+        trained = critic.parameters
+        if critic.tower is not None:
+            # the vision tower is frozen in a critic too
+            trained -= critic.tower.parameters
+        yield "critic", held(critic, options.fsdp_config, trained, 0, options.optim.optimizer)
     if networks.reward_model is not None:
         yield "reward model", held(networks.reward_model, config.reward_model.fsdp_config)

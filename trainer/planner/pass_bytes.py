@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from trainer.planner.memory_table import SHARD, TOWER, WHOLE_GRADIENTS
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import FP32, HeldNetwork
+from verl_lite.config import NetworkConfig
 from verl_lite.machine.device import KEPT_FREED_BYTES
 from workers.policy.activations import AHEAD
-
-# workers.policy.causal_lm keeps logits up to this size for the backward pass
-KEPT_LOGITS_BYTES = 32 << 20
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 96 << 20, "cuda, compiled": 240 << 20}
-"""Maximum bytes of a tile of logits that are not kept."""
+from workers.policy.causal_lm import KEPT_LOGITS_BYTES, TILE_BYTES
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,15 @@ class Pass:
     ranks: int = 1
     tile: int = TILE_BYTES["cuda"]
     images: int = 0
+
+
+def tile_bytes(model: NetworkConfig, *, on_cpu: bool) -> int:
+    """Returns the maximum bytes of a tile of logits."""
+    if on_cpu:
+        return TILE_BYTES["cpu"]
+    if model.compile:
+        return TILE_BYTES["cuda, compiled"]
+    return TILE_BYTES["cuda"]
 
 
 def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
@@ -80,13 +86,17 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
 
 def _norm(width: int, size: int) -> int:
     """Returns the bytes per token that a norm keeps: its fp32 input, the normalized input, and the scaled result."""
-    return (FP32 + 2 * size) * width
+    bytes_per_element = FP32 + 2 * size
+    return bytes_per_element * width
 
 
 def layer_work(shape: ModelShape, run: Pass) -> float:
     """Returns the temporary bytes of a layer's forward: residual, its norm, and the larger of attention and MLP."""
+    residual_and_norm = 3 * shape.hidden
     attention = 3 * shape.query + 4 * shape.kv
-    return run.tokens * float(run.size * (3 * shape.hidden + max(attention, 3 * shape.active_inner)))
+    mlp = 3 * shape.active_inner
+    elements = residual_and_norm + max(attention, mlp)
+    return run.tokens * float(run.size * elements)
 
 
 def logits_bytes(shape: ModelShape, run: Pass) -> float:
@@ -97,7 +107,8 @@ def logits_bytes(shape: ModelShape, run: Pass) -> float:
     # so few logits are kept for the backward pass, and more are computed tile by tile
     if all_logits <= KEPT_LOGITS_BYTES:
         return float(all_logits)
-    return float(min(FP32 * shape.vocab * run.chunk, run.tile, all_logits))
+    chunk_bytes = FP32 * shape.vocab * run.chunk
+    return float(min(chunk_bytes, run.tile, all_logits))
 
 
 def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
@@ -115,9 +126,10 @@ def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
 def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
     """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
     shape = network.shape
+    hidden_states = run.size * run.tokens * shape.hidden
     return {
         "gathered weights": network.gathered,
-        "activations": layer_work(shape, run) + run.size * run.tokens * shape.hidden,
+        "activations": layer_work(shape, run) + hidden_states,
         "logits": output_layer_bytes(shape, run, trains=False),
     }
 
@@ -128,11 +140,17 @@ def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
     shape = network.shape
     input_bytes = float(run.size * run.tokens * shape.hidden)
     layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
-    return recomputed * input_bytes + (shape.layers - recomputed) * layer_bytes
+    not_recomputed = shape.layers - recomputed
+    return recomputed * input_bytes + not_recomputed * layer_bytes
 
 
 def training_pass(
-    network: HeldNetwork, run: Pass, micro_batches: int, *, recomputed: int, offload: bool = False
+    network: HeldNetwork,
+    run: Pass,
+    micro_batches: int,
+    *,
+    recomputed: int,
+    offload: bool = False,
 ) -> dict[str, float]:
     """Returns the peak bytes of forward and backward of one micro-batch by name, in addition to the engine's shards.
 
@@ -157,7 +175,8 @@ def training_pass(
         width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
         if all_recomputed:
             width = (AHEAD + 1) * shape.hidden
-        activations = min(activations, float(run.size * run.tokens * width))
+        on_device = float(run.size * run.tokens * width)
+        activations = min(activations, on_device)
     last_norm = float(run.tokens * _norm(shape.hidden, run.size))
 
     temporary = _temporary_bytes(shape, run)
@@ -167,12 +186,16 @@ def training_pass(
         last_layer = layer_bytes + temporary
     output_layer = _output_layer_backward(network, run)
 
+    last_part = "one layer"
+    if output_layer > last_layer:
+        last_part = "logits and output layer"
+
     whole_gradients, shard = network.gradients(micro_batches)
     at_start = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: 0.0,
         "kept activations": activations + last_norm,
-        "logits and output layer" if output_layer > last_layer else "one layer": max(output_layer, last_layer),
+        last_part: max(output_layer, last_layer),
         SHARD: 0.0,
     }
     # the gradients of earlier micro-batches exist from the start
@@ -190,7 +213,9 @@ def training_pass(
         "one layer": first_layer + temporary,
         SHARD: shard,
     }
-    return max(at_start, at_end, key=lambda moment: sum(moment.values()))
+    if sum(at_end.values()) > sum(at_start.values()):
+        return at_end
+    return at_start
 
 
 def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
@@ -204,7 +229,11 @@ def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
 
 
 def tower_parts(
-    network: HeldNetwork, run: Pass, parts: Mapping[str, float], *, is_recomputed: bool = False
+    network: HeldNetwork,
+    run: Pass,
+    parts: Mapping[str, float],
+    *,
+    is_recomputed: bool = False,
 ) -> dict[str, float]:
     """Returns the bytes by name that a vision tower adds to a pass; none without a vision tower.
 
@@ -229,12 +258,17 @@ def tower_parts(
 
     held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
     later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
-    return {"pixels": tower.pixel_bytes(run.images, run.size), TOWER: kept_bytes + max(0.0, work - later_bytes)}
+    exceeding_work = max(0.0, work - later_bytes)
+    return {
+        "pixels": tower.pixel_bytes(run.images, run.size),
+        TOWER: kept_bytes + exceeding_work,
+    }
 
 
 def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
     """Returns the bytes that a layer frees before the next one begins: three tensors of the MLP, two of the width."""
-    return run.tokens * float(run.size * (3 * shape.active_inner + 2 * shape.hidden))
+    elements = 3 * shape.active_inner + 2 * shape.hidden
+    return run.tokens * float(run.size * elements)
 
 
 def kept_when_freed(parts: Mapping[str, float]) -> float:
@@ -256,4 +290,5 @@ def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, 
     limit = kept_when_freed(parts)
     if micro_batches > 1:
         return limit
-    return min(limit, 0.5 * shape.layers * _temporary_bytes(shape, run))
+    gaps = 0.5 * shape.layers * _temporary_bytes(shape, run)
+    return min(limit, gaps)

@@ -10,11 +10,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.cli import MOST_DEFAULT_CPU_SLOTS
 from trainer.planner.accelerators import ACCELERATORS, Accelerator, with_measured_rate
 from trainer.planner.batch import aligned, check_context, launch_table
 from trainer.planner.fit import BUDGET, decide_sharding, fewer_processes, fit_table
 from trainer.planner.memory import memory_plan
-from trainer.planner.memory_table import GIB
+from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape, config_like
 from trainer.planner.networks import BF16, FP32, Networks, read_networks
 from trainer.planner.step_time import Lengths, time_lines
@@ -57,8 +58,9 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
 
         if config.rollout.name == "auto" and device.name == "cpu":
             longest_sample = config.rollout.max_model_len or config.longest_sample
-            config.rollout.name, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
-            print(f"rollout.name=auto chooses {config.rollout.name}: {reason}")
+            engine, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
+            config.rollout.name = engine
+            print(f"rollout.name=auto chooses {engine}: {reason}")
 
         memory_gib = arguments.memory_gb or device.memory_gib
         if device.name != "cpu":
@@ -74,8 +76,13 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         print(f"\n{launch_table(config, slots, config.trainer.total_training_steps)}\n")
         fits = _print_memory(config, networks, slots, device, memory_gib)
 
-        mean = Lengths(arguments.mean_prompt or longest.prompt, arguments.mean_response or longest.response)
-        print("", *time_lines(config, networks, slots, with_measured_rate(device), mean), sep="\n")
+        mean_prompt = arguments.mean_prompt or longest.prompt
+        mean_response = arguments.mean_response or longest.response
+        mean = Lengths(mean_prompt, mean_response)
+        # only the times need the rate, whose measurement takes time
+        measured_device = with_measured_rate(device)
+        lines_of_times = time_lines(config, networks, slots, measured_device, mean)
+        print("", *lines_of_times, sep="\n")
         if arguments.fit and memory_gib is not None:
             fits, lines = fit_table(undecided, networks, slots, device, memory_gib, words_of_fit)
             print("", *lines, sep="\n")
@@ -98,6 +105,7 @@ def print_supervised_plan(arguments: argparse.Namespace, words: list[str], optio
     longest = longest_step(config)
 
     problems = list(section_problems(config))
+    # a run compares its longest row, which a plan does not know
     if config.data.max_token_len_per_gpu < longest.longest:
         problems.append(
             f"data.max_token_len_per_gpu={config.data.max_token_len_per_gpu}: a row may have {longest.longest} tokens, "
@@ -113,10 +121,11 @@ def print_supervised_plan(arguments: argparse.Namespace, words: list[str], optio
         memory_gib = arguments.memory_gb or device.memory_gib
         network = read_network(config, slots, device)
         _print_model(network.shape, config, slots, device, arguments)
-        print(f"\n{aligned(supervised_rows(config, slots, config.trainer.total_training_steps, [longest]))}\n")
+        rows = supervised_rows(config, slots, config.trainer.total_training_steps, [longest])
+        print(f"\n{aligned(rows)}\n")
         plan = supervised_plan(config, network, slots, device, longest)
-        print("\n".join(plan.lines(device.name, memory_gib)))
-        return int(memory_gib is not None and not plan.fits(memory_gib * GIB))
+        fits = _print_lines(plan, device.name, memory_gib)
+        return int(not fits)
 
 
 def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -136,6 +145,7 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     if arguments.like is not None:
         shape = published_shape(arguments.like)
     else:
+        # creates the model of a recipe that makes one
         prepare_recipe(config)
         if config.model.path is None:
             raise UserError(f"model.path=null: expected the folder of a pipeline, or --like {' | '.join(PUBLISHED)}")
@@ -148,18 +158,23 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     memory_gib = arguments.memory_gb
     if memory_gib is None and arguments.device is not None:
         memory_gib = ACCELERATORS[arguments.device].memory_gib
-    print(f"clip {clip}; {slots} device{'s' * (slots > 1)}\n")
-    print("\n".join(expected.lines(arguments.device or "GPU", memory_gib)))
-    return int(memory_gib is not None and not expected.fits(memory_gib * GIB))
+    devices = "device" if slots == 1 else "devices"
+    print(f"clip {clip}; {slots} {devices}\n")
+    fits = _print_lines(expected, arguments.device or "GPU", memory_gib)
+    return int(not fits)
 
 
 def _device(arguments: argparse.Namespace) -> Accelerator:
-    return ACCELERATORS[arguments.device or "h100"]
+    """Returns the accelerator to plan for."""
+    name = arguments.device or "h100"
+    return ACCELERATORS[name]
 
 
 def _set_device(config: RunOptions, device: Accelerator) -> None:
     """Sets the kind of the planned device, which is not this machine's."""
-    config.trainer.device = "cpu" if device.name == "cpu" else "cuda"
+    config.trainer.device = "cuda"
+    if device.name == "cpu":
+        config.trainer.device = "cpu"
 
 
 def _refuse(arguments: argparse.Namespace, *names: str) -> None:
@@ -171,9 +186,11 @@ def _refuse(arguments: argparse.Namespace, *names: str) -> None:
 
 def _check_numbers(arguments: argparse.Namespace, longest: Lengths) -> None:
     """Raises UserError for mean lengths that are not positive or exceed the maximum lengths."""
-    for name, most in (("mean_prompt", longest.prompt), ("mean_response", longest.response)):
+    limits = {"mean_prompt": longest.prompt, "mean_response": longest.response}
+    for name, most in limits.items():
         value = getattr(arguments, name)
-        if value is not None and not 0 < value <= most:
+        is_valid = value is None or 0 < value <= most
+        if not is_valid:
             raise UserError(f"--{name} {value:g}: expected a number above 0 and at most {most}")
 
 
@@ -186,7 +203,9 @@ def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
     recipe = config.recipe
     if recipe is None or path is None:
         return
-    if Path(path).is_absolute() and not Path(path).is_dir():
+    # recipes write their models to absolute paths; a relative path or a hub name is the user's
+    folder_of_model = Path(path)
+    if folder_of_model.is_absolute() and not folder_of_model.is_dir():
         raise UserError(
             f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
             f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
@@ -202,15 +221,24 @@ def _make_room_for_longest_row(config: PPOConfig, longest: Lengths) -> list[str]
 
 
 def _print_memory(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, memory_gib: float | None
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    memory_gib: float | None,
 ) -> bool:
     """Prints the memory of each phase. Returns True if the run fits, or if the memory is unknown."""
     plan = memory_plan(config, networks, slots, device)
-    print("\n".join(plan.lines(device.name, memory_gib)))
-    if memory_gib is None or plan.fits(memory_gib * GIB):
-        return True
-    print(fewer_processes(config, networks, slots, device, memory_gib))
-    return False
+    fits = _print_lines(plan, device.name, memory_gib)
+    if memory_gib is not None and not fits:
+        print(fewer_processes(config, networks, slots, device, memory_gib))
+    return fits
+
+
+def _print_lines(plan: MemoryPlan, device: str, memory_gib: float | None) -> bool:
+    """Prints a plan for a device of this name. Returns True if the run fits, or if the memory is unknown."""
+    print("\n".join(plan.lines(device, memory_gib)))
+    return memory_gib is None or plan.fits(memory_gib * GIB)
 
 
 def _write_config_like(config: PPOConfig | SupervisedConfig, like: str, folder: str) -> None:
@@ -219,17 +247,24 @@ def _write_config_like(config: PPOConfig | SupervisedConfig, like: str, folder: 
         raise UserError(f"--like and model.path={config.model.path!r} contradict each other: leave one out")
     model_folder = Path(folder, like)
     model_folder.mkdir()
-    (model_folder / "config.json").write_text(json.dumps(config_like(like)), encoding="utf-8")
+    model_config = json.dumps(config_like(like))
+    (model_folder / "config.json").write_text(model_config, encoding="utf-8")
     config.model.path = str(model_folder)
 
 
 def _print_model(
-    shape: ModelShape, config: RunOptions, slots: int, device: Accelerator, arguments: argparse.Namespace
+    shape: ModelShape,
+    config: RunOptions,
+    slots: int,
+    device: Accelerator,
+    arguments: argparse.Namespace,
 ) -> None:
+    """Prints the size of the model and the devices that the plan is for."""
     nodes = config.trainer.nnodes
     machines = f" in {nodes} machines" if nodes > 1 else ""
+    billions = shape.parameters / 1e9
     print(
-        f"{shape.parameters / 1e9:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "
+        f"{billions:.2f} B parameters ({shape.layers} layers of {shape.hidden}, vocabulary "
         f"{shape.vocab}), on {slots} x {device.name}{machines}"
     )
     if arguments.device is None:
@@ -245,7 +280,9 @@ def _slots(config: RunOptions, device: Accelerator) -> int:
     if trainer.n_gpus_per_node is None:
         trainer.n_gpus_per_node = 8
         if device.name == "cpu":
-            trainer.n_gpus_per_node = min(2, visible_devices("cpu"))
+            # as many as a run starts on this machine
+            trainer.n_gpus_per_node = min(MOST_DEFAULT_CPU_SLOTS, visible_devices("cpu"))
+        # this backend runs everything in one process
         if trainer.backend == "inline":
             trainer.n_gpus_per_node = 1
     return trainer.n_gpus_per_node * trainer.nnodes
@@ -258,7 +295,8 @@ def _check(config: PPOConfig, slots: int) -> None:
     # this machine may have no GPU
     checked.trainer.device = "cpu"
     checked.data.train_files = list(_ANY_DATA)
-    checked.data.val_files = list(_ANY_DATA) if config.data.val_files else []
+    if config.data.val_files:
+        checked.data.val_files = list(_ANY_DATA)
     ray_init = checked.ray_kwargs.ray_init
     if checked.trainer.nnodes > 1 and ray_init.address is None:
         # a run on several machines needs a cluster, which need not exist for a plan

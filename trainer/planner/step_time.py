@@ -50,7 +50,9 @@ def forward_flops(shape: ModelShape, tokens: float, length: float, predicted: fl
         tokens: Number of tokens, in sequences of `length`.
         predicted: Number of tokens whose logits are computed; None: of all.
     """
-    operations = tokens * (2.0 * shape.multiplied + 2.0 * shape.layers * shape.query * length)
+    weights_per_token = 2.0 * shape.multiplied
+    attention_per_token = 2.0 * shape.layers * shape.query * length
+    operations = tokens * (weights_per_token + attention_per_token)
     if predicted is None or not shape.has_head:
         return operations
     return operations - 2.0 * (tokens - predicted) * shape.embedding
@@ -83,7 +85,8 @@ def generation_stages(
     prefill_flops = forward_flops(shape, prompts * mean.prompt, mean.prompt, predicted=prompts)
     if shape.tower is not None:
         prefill_flops += shape.tower.flops(prompts, mean.prompt)
-    prefill = Stage(prefill_flops / (device.flops * devices * device.prefill))
+    prefill_rate = device.flops * devices * device.prefill
+    prefill = Stage(prefill_flops / prefill_rate)
 
     # a decode step is limited by reading as long as few answers share each read of the weights
     running = min(float(at_once), sequences)
@@ -93,14 +96,20 @@ def generation_stages(
     if shape.experts and running < shape.experts:
         # few tokens do not reach all experts; the bound counts those of one token
         weights_read = shape.multiplied
-    bytes_read = size * (weights_read + running * context * shape.kv_per_token) / devices
-    flops = running * (2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context) / devices
+    cache_read = running * context * shape.kv_per_token
+    bytes_read = size * (weights_read + cache_read) / devices
+    # one query for all keys, so twice the operations per token of `forward_flops`, which counts half of the keys
+    flops_per_answer = 2.0 * shape.multiplied + 4.0 * shape.layers * shape.query * context
+    flops = running * flops_per_answer / devices
     reading = Stage(bytes_read / (device.bandwidth * device.reading), READING)
     arithmetic = Stage(flops / (device.flops * device.prefill))
-    seconds, bound = max(reading, arithmetic)
+    step_seconds, bound = max(reading, arithmetic)
+    step_seconds += shape.layers * device.layer_s
+
     # answers are decoded in waves of `at_once`, with one step for each token
-    steps = math.ceil(sequences / at_once) * mean.response
-    return prefill, Stage(steps * (seconds + shape.layers * device.layer_s), bound)
+    waves = math.ceil(sequences / at_once)
+    steps = waves * mean.response
+    return prefill, Stage(steps * step_seconds, bound)
 
 
 @dataclass(frozen=True)
@@ -119,29 +128,58 @@ class Spread:
 
     def gather_seconds(self, whole: float, device: Accelerator) -> float:
         """Returns the time to gather `whole` bytes from the ranks of a copy, or to reduce-scatter them."""
-        return whole * (self.ranks - 1) / self.ranks / self._bandwidth(device, self.ranks)
+        # each rank has its own part already
+        received = whole * (self.ranks - 1) / self.ranks
+        return received / self._bandwidth(device, self.ranks)
 
     def all_reduce_seconds(self, whole: float, device: Accelerator) -> float:
         """Returns the time to sum a rank's part of `whole` bytes over the copies."""
         bytes_both_ways = 2.0 * whole / self.ranks
-        return bytes_both_ways * (self.copies - 1) / self.copies / self._bandwidth(device, self.ranks * self.copies)
+        received = bytes_both_ways * (self.copies - 1) / self.copies
+        all_ranks = self.ranks * self.copies
+        return received / self._bandwidth(device, all_ranks)
 
     def _bandwidth(self, device: Accelerator, ranks: int) -> float:
-        return device.link if ranks <= self.per_node else device.network
+        """Returns the bandwidth of the slowest connection among this many adjacent ranks."""
+        if ranks <= self.per_node:
+            return device.link
+        return device.network
 
 
 def reduction_seconds(
-    whole: float, trained: int, spread: Spread, device: Accelerator, micro_batches: int, reductions: int
+    whole: float,
+    trained: int,
+    spread: Spread,
+    device: Accelerator,
+    micro_batches: int,
+    reductions: int,
 ) -> float:
-    """Returns the time to gather `whole` bytes of weights for forward and backward of each micro-batch and to sum fp32
-    gradients `reductions` times. The traffic overlaps with arithmetic, so the longer of the two is the lower bound."""
+    """Returns the time of the communication in an update: gathering weights and summing fp32 gradients.
+
+    The weights are gathered for forward and backward of each micro-batch. The traffic overlaps with arithmetic, so the
+    longer of the two is the lower bound.
+
+    Args:
+        whole: Bytes of all weights.
+        trained: Number of trained parameters.
+        spread: Placement of the network.
+        device: Kind of the devices.
+        micro_batches: Number of micro-batches.
+        reductions: Number of times that the gradients are summed.
+    """
+    gather = spread.gather_seconds(whole, device)
     gradient_bytes = 4.0 * trained
-    reduction = spread.gather_seconds(gradient_bytes, device) + spread.all_reduce_seconds(gradient_bytes, device)
-    return 2.0 * micro_batches * spread.gather_seconds(whole, device) + reductions * reduction
+    reduce_scatter = spread.gather_seconds(gradient_bytes, device)
+    reduction = reduce_scatter + spread.all_reduce_seconds(gradient_bytes, device)
+    return 2.0 * micro_batches * gather + reductions * reduction
 
 
 def step_stages(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    mean: Lengths,
 ) -> dict[str, Stage]:
     """Returns the stages of a training step by name."""
     plan = memory_plan(config, networks, slots, device)
@@ -156,6 +194,7 @@ def step_stages(
     if needs_reference(config):
         stages["reference log-probs"] = passes.forward(networks.policy)
     for teacher in config.distillation.named_teachers():
+        # a teacher behind a URL computes on its own server; one without a model is the policy
         if not teacher.url:
             shape = networks.teachers.get(teacher.name, networks.policy)
             stages[f"teacher {teacher.name}: log-probs"] = passes.forward(shape)
@@ -175,18 +214,37 @@ def step_stages(
         has_adapter=adapter > 0,
     )
     wire, sync = _traffic(config, networks.policy, slots, device, trained, plan.micro_batches)
-    return stages | {"update": max(arithmetic, wire), "weight sync": sync}
+    stages["update"] = max(arithmetic, wire)
+    stages["weight sync"] = sync
+    return stages
 
 
 def _generation(
-    config: PPOConfig, policy: ModelShape, slots: int, device: Accelerator, mean: Lengths, sequences: int
+    config: PPOConfig,
+    policy: ModelShape,
+    slots: int,
+    device: Accelerator,
+    mean: Lengths,
+    sequences: int,
 ) -> tuple[Stage, Stage]:
-    """Returns the prefill and decode stages of a step. sequences: number that an engine can decode at a time."""
+    """Returns the prefill and decode stages of a step.
+
+    Args:
+        config: Options of the run.
+        policy: Shape of the policy.
+        slots: Number of devices.
+        device: Kind of the devices.
+        mean: Mean lengths.
+        sequences: Number of answers that an engine can decode at a time.
+    """
     rollout = config.rollout
     # the answers of a step are divided equally among the engines
     engines = num_engines(config, slots)
     answers = rows_per_step(config)
-    prompts = answers / rollout.n if config.reads_prompts else answers
+    prompts: float = answers
+    if config.reads_prompts:
+        # answers to one prompt share its prefill
+        prompts = answers / rollout.n
     return generation_stages(
         policy,
         device,
@@ -218,21 +276,31 @@ class _Passes:
 
     @classmethod
     def of_run(cls, config: PPOConfig, slots: int, device: Accelerator, mean: Lengths, micro_batches: int) -> _Passes:
-        """Returns the passes of a run. micro_batches: number of micro-batches of a mini-batch on each device."""
+        """Returns the passes of a run.
+
+        Args:
+            config: Options of the run.
+            slots: Number of devices.
+            device: Kind of the devices.
+            mean: Mean lengths.
+            micro_batches: Number of micro-batches of a mini-batch on each device.
+        """
         actor = config.actor
         answers = rows_per_step(config)
         prompts = mini_batch_prompts(config, -1)
         prompts_of_mini_batch = mini_batch_prompts(config, actor.ppo_mini_batch_size)
         # devices that share their sequences have one micro-batch together
         groups = slots / actor.ulysses_sequence_parallel_size
-        rows_of_mini_batch = answers / groups * prompts_of_mini_batch / prompts
+        rows_of_group = answers / groups
+        rows_of_mini_batch = rows_of_group * prompts_of_mini_batch / prompts
         rows_together = max(1, round(rows_of_mini_batch / micro_batches))
         return cls(config, device, mean, answers / slots, rows_together, prompts_of_mini_batch)
 
     def forward(self, shape: ModelShape) -> Stage:
         """Returns the time of a forward pass over the device's rows."""
         whole, _ = self._flops(shape)
-        return self._stage(whole + self._tower_flops(shape))
+        flops = whole + self._tower_flops(shape)
+        return self._stage(flops)
 
     def update(
         self,
@@ -260,11 +328,14 @@ class _Passes:
         tower_passes = 1
         if trains_tower:
             tower_passes = 3 + model.enable_gradient_checkpointing
-        flops_of_epoch = passes * whole + recomputed * layers + output_layer + tower_passes * self._tower_flops(shape)
+        flops_of_epoch = passes * whole + recomputed * layers + output_layer
+        flops_of_epoch += tower_passes * self._tower_flops(shape)
         return self._stage(epochs * flops_of_epoch)
 
     def _stage(self, flops: float) -> Stage:
-        return Stage(flops / (self.device.flops * self.device.training))
+        """Returns the time of this many operations in training."""
+        rate = self.device.flops * self.device.training
+        return Stage(flops / rate)
 
     def _prompts(self, shape: ModelShape) -> float:
         """Returns the number of prompts whose tokens this device computes, in all micro-batches of a step."""
@@ -274,7 +345,8 @@ class _Passes:
     def _flops(self, shape: ModelShape) -> tuple[float, float]:
         """Returns the operations of a forward pass of the whole network, and of its layers alone."""
         predicted = self.rows * self.mean.response
-        tokens = predicted + self._prompts(shape) * self.mean.prompt
+        prompt_tokens = self._prompts(shape) * self.mean.prompt
+        tokens = predicted + prompt_tokens
         length = sum(self.mean)
         whole = forward_flops(shape, tokens, length, predicted)
         layers = forward_flops(shape, tokens, length, predicted=0)
@@ -288,35 +360,49 @@ class _Passes:
 
 
 def _traffic(
-    config: PPOConfig, policy: ModelShape, slots: int, device: Accelerator, trained: int, micro_batches: int
+    config: PPOConfig,
+    policy: ModelShape,
+    slots: int,
+    device: Accelerator,
+    trained: int,
+    micro_batches: int,
 ) -> tuple[Stage, Stage]:
     """Returns the time of an update's communication, and of the weight update.
 
     Args:
+        config: Options of the run.
+        policy: Shape of the policy.
+        slots: Number of devices.
+        device: Kind of the devices.
         trained: Number of trained parameters.
         micro_batches: Number of micro-batches of a mini-batch on each device.
     """
     actor = config.actor
     fsdp = config.actor.fsdp_config
     ranks = ranks_of_a_copy(fsdp, slots)
-    spread = Spread(ranks, slots // ranks, slots // config.trainer.nnodes)
-    weight_bytes = float(compute_size(fsdp.mixed_precision.param_dtype, device) * policy.parameters)
+    spread = Spread(ranks, copies=slots // ranks, per_node=slots // config.trainer.nnodes)
+    size = compute_size(fsdp.mixed_precision.param_dtype, device)
+    weight_bytes = float(size * policy.parameters)
 
     # gradients are reduced once for each optimizer step, or for each micro-batch
-    mini_batches = math.ceil(mini_batch_prompts(config, -1) / mini_batch_prompts(config, actor.ppo_mini_batch_size))
+    prompts = mini_batch_prompts(config, -1)
+    prompts_of_mini_batch = mini_batch_prompts(config, actor.ppo_mini_batch_size)
+    mini_batches = math.ceil(prompts / prompts_of_mini_batch)
     optimizer_steps = actor.ppo_epochs * mini_batches
     passes = optimizer_steps * micro_batches
     reductions = passes if fsdp.reduce_every_micro_batch else optimizer_steps
     update = reduction_seconds(weight_bytes, trained, spread, device, passes, reductions)
 
     # the weights are gathered, and then copied into the engine, which reads and writes each byte
-    sync = spread.gather_seconds(weight_bytes, device) + 2 * weight_bytes / device.bandwidth
+    copying = 2 * weight_bytes / device.bandwidth
+    sync = spread.gather_seconds(weight_bytes, device) + copying
     return Stage(update, WIRE), Stage(sync, WIRE)
 
 
 def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths) -> Iterator[str]:
     """Yields lines with the seconds of each stage, the assumptions, and advice if generation dominates the step."""
-    if memory_plan(config, networks, slots, device).sequences < 1:
+    plan = memory_plan(config, networks, slots, device)
+    if plan.sequences < 1:
         yield "no time of a step: the engine has no room for one sequence (see above)"
         return
     stages = step_stages(config, networks, slots, device, mean)
@@ -325,7 +411,8 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
     for name, (seconds, bound) in stages.items():
         yield f"  {name:<42}{_shown(seconds):>8}   {seconds / step_seconds:4.0%}   {bound}"
     tokens = rows_per_step(config) * sum(mean)
-    speed = f"{tokens / step_seconds / slots:,.0f} tokens/s and device"
+    tokens_per_second = tokens / step_seconds / slots
+    speed = f"{tokens_per_second:,.0f} tokens/s and device"
     if step_seconds < LEAST_S:
         speed = "for a model this small, uncounted work (kernel launches, scheduling, the driver) takes longer"
     yield f"{'a step':<44}{_shown(step_seconds):>8}   {speed}"
@@ -344,11 +431,18 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
 
 
 def _shown(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds >= LEAST_S else f"<{LEAST_S}"
+    """Returns seconds as text; of a time below LEAST_S only that it is less."""
+    if seconds < LEAST_S:
+        return f"<{LEAST_S}"
+    return f"{seconds:.1f}"
 
 
 def _generation_advice(
-    config: PPOConfig, networks: Networks, slots: int, device: Accelerator, mean: Lengths
+    config: PPOConfig,
+    networks: Networks,
+    slots: int,
+    device: Accelerator,
+    mean: Lengths,
 ) -> Iterator[str]:
     """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
     rollout = config.rollout

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.planner.accelerators import Accelerator
-from trainer.planner.batch import PlanRow, adapter_rows, slots_text
-from trainer.planner.memory import place_networks
+from trainer.planner.batch import PlanRow, adapter_rows, slots_text, steps_row
+from trainer.planner.memory import place_networks, update_parts
 from trainer.planner.memory_table import KEPT_FREED, WORKER_BYTES, MemoryPlan
 from trainer.planner.model_shape import read_shape
-from trainer.planner.networks import HeldNetwork, held_network, recomputed_layers, trained_parameters
-from trainer.planner.pass_bytes import (
-    TILE_BYTES,
-    Pass,
-    forward_only,
-    kept_activations,
-    kept_after_update,
-    training_pass,
-)
+from trainer.planner.networks import HeldNetwork, held_network, trained_parameters
+from trainer.planner.pass_bytes import Pass, forward_only, kept_after_update, tile_bytes
 from verl_lite.config import SFTConfig, SupervisedConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
 
@@ -57,8 +50,12 @@ def is_of_pairs(config: SupervisedConfig) -> bool:
 def longest_step(config: SupervisedConfig) -> Batch:
     """Returns a step of rows of the maximum length, all of whose tokens are in the loss: an upper bound."""
     rows = config.data.train_batch_size
-    longest = (1 + is_of_pairs(config)) * config.data.max_length
-    return Batch(rows, longest, tokens=rows * longest, predicted=rows * longest)
+    longest = config.data.max_length
+    if is_of_pairs(config):
+        # the limit counts for each sequence of a pair
+        longest *= 2
+    tokens = rows * longest
+    return Batch(rows, longest, tokens, predicted=tokens)
 
 
 def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) -> list[Batch]:
@@ -72,7 +69,8 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
     sizes = []
     for row in rows:
         predicted = sum(sum(text.mask) for text in row.texts)
-        shared = (len(row.texts) - 1) * len(row.texts[0].prompt)
+        prompt_length = len(row.texts[0].prompt)
+        shared = (len(row.texts) - 1) * prompt_length
         sizes.append((len(row), predicted, shared))
     table = np.array(sizes)
 
@@ -88,10 +86,12 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
 def read_network(config: SupervisedConfig, slots: int, device: Accelerator) -> HeldNetwork:
     """Returns the trained network, from its config.json. Raises UserError if that file is missing."""
     shape = read_shape(config.model)
+    # the other command trains a reward model
     if not isinstance(config, SFTConfig):
         shape = shape.as_scorer()
     trained, adapter = trained_parameters(config.model, shape, freezes_tower=True)
-    return held_network(slots, device, shape, config.fsdp_config, trained, adapter, config.optim.optimizer)
+    optimizer = config.optim.optimizer
+    return held_network(slots, device, shape, config.fsdp_config, trained, adapter, optimizer)
 
 
 def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[int, int]:
@@ -102,7 +102,8 @@ def micro_batches(config: SupervisedConfig, slots: int, batch: Batch) -> tuple[i
     tokens_of_group = math.ceil(batch.tokens * ranks / slots)
     # a row is never divided among micro-batches
     largest = max(tokens_of_group, batch.longest)
-    return math.ceil(tokens_of_group / budget), min(budget, largest)
+    number = math.ceil(tokens_of_group / budget)
+    return number, min(budget, largest)
 
 
 def supervised_plan(
@@ -132,12 +133,7 @@ def supervised_plan(
         plan.phases["validation"] = weights["model"] | forward_only(network, run_of_validation)
 
     plan.micro_batches, _ = micro_batches(config, slots, step)
-    recomputed = recomputed_layers(config.model, network.shape)
-    # on a CPU, offload frees nothing
-    is_offloaded = config.model.enable_activation_offload and not on_cpu
-    if is_offloaded:
-        plan.host["model: activations"] = kept_activations(network, run, recomputed)
-    parts = training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
+    parts = update_parts(plan, "model", network, run, config.model)
     if on_cpu:
         parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
@@ -145,7 +141,11 @@ def supervised_plan(
 
 
 def _largest_micro_batch(
-    config: SupervisedConfig, network: HeldNetwork, slots: int, batch: Batch, on_cpu: bool
+    config: SupervisedConfig,
+    network: HeldNetwork,
+    slots: int,
+    batch: Batch,
+    on_cpu: bool,
 ) -> Pass:
     """Returns the part of the largest micro-batch that one of the ranks of a sequence group has."""
     ranks = config.ulysses_sequence_parallel_size
@@ -155,7 +155,6 @@ def _largest_micro_batch(
     shared = 0
     if config.model.use_remove_padding and network.shape.is_packed:
         shared = math.ceil(batch.shared * share)
-    kind = "cuda, compiled" if config.model.compile else "cuda"
     return Pass(
         tokens=math.ceil(tokens / ranks) - shared,
         predicted=math.ceil(batch.predicted * share),
@@ -163,39 +162,51 @@ def _largest_micro_batch(
         size=network.compute,
         repeated=shared,
         ranks=ranks,
-        tile=TILE_BYTES["cpu" if on_cpu else kind],
+        tile=tile_bytes(config.model, on_cpu=on_cpu),
     )
 
 
 def supervised_rows(
-    config: SupervisedConfig, slots: int, total_steps: int | None, steps: Sequence[Batch]
+    config: SupervisedConfig,
+    slots: int,
+    total_steps: int | None,
+    steps: Sequence[Batch],
 ) -> list[PlanRow]:
-    """Returns the plan of batches of a run. steps: sizes of some of its steps."""
+    """Returns the plan of the batches of a run.
+
+    Args:
+        config: Options of the run.
+        slots: Number of devices.
+        total_steps: Number of training steps, if it is known.
+        steps: Sizes of some of the run's steps.
+    """
     largest = max(steps, key=lambda step: step.tokens)
     most, _ = micro_batches(config, slots, largest)
-    tokens = sum(step.tokens for step in steps) / len(steps)
-    predicted = sum(step.predicted for step in steps) / len(steps)
-    number = sum(micro_batches(config, slots, step)[0] for step in steps) / len(steps)
 
-    limit = f"trainer.total_training_steps={config.trainer.total_training_steps}"
-    if config.trainer.total_training_steps is None:
-        limit = f"trainer.total_epochs={config.trainer.total_epochs}"
-    unit = "pairs" if is_of_pairs(config) else "rows"
+    # sums, because the shares of tokens are those of all steps, not means of the steps' shares
+    total_tokens = 0
+    total_predicted = 0
+    total_micro_batches = 0
+    for step in steps:
+        total_tokens += step.tokens
+        total_predicted += step.predicted
+        number, _ = micro_batches(config, slots, step)
+        total_micro_batches += number
+    mean_tokens = total_tokens / len(steps)
+    loss_share = total_predicted / total_tokens
     budget = config.data.max_token_len_per_gpu
-    full = f"on average {tokens / (number * slots * budget):.0%} full"
+    full_share = total_tokens / (total_micro_batches * slots * budget)
+
+    unit = "pairs" if is_of_pairs(config) else "rows"
+    devices = slots_text(config.trainer, slots)
+    options = f"at most, on {devices}; data.max_token_len_per_gpu={budget} tokens, on average {full_share:.0%} full"
+    loss_text = f"on average, {loss_share:.1%} of them in the loss"
+    longest_row = f"the longest of the {unit} has {largest.longest}"
     return [
         PlanRow(f"{unit} per training step", f"{largest.rows}", "data.train_batch_size"),
-        PlanRow(
-            "tokens per training step", f"{tokens:,.0f}", f"on average, {predicted / tokens:.1%} of them in the loss"
-        ),
-        PlanRow(
-            "tokens of the largest step", f"{largest.tokens:,}", f"the longest of the {unit} has {largest.longest}"
-        ),
-        PlanRow(
-            "micro-batches per device and step",
-            f"{most}",
-            f"at most, on {slots_text(config.trainer, slots)}; data.max_token_len_per_gpu={budget} tokens, {full}",
-        ),
-        PlanRow("training steps", "?" if total_steps is None else f"{total_steps}", limit),
+        PlanRow("tokens per training step", f"{mean_tokens:,.0f}", loss_text),
+        PlanRow("tokens of the largest step", f"{largest.tokens:,}", longest_row),
+        PlanRow("micro-batches per device and step", f"{most}", options),
+        steps_row(config.trainer, total_steps),
         *adapter_rows(config.model),
     ]

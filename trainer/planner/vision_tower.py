@@ -53,7 +53,8 @@ class TowerShape:
 
     def pixel_bytes(self, tokens: float, size: int) -> float:
         """Returns the bytes of pixel_values."""
-        return tokens * self.per_token * self.values * size
+        patches = tokens * self.per_token
+        return patches * self.values * size
 
     def feature_bytes(self, tokens: float, size: int) -> float:
         """Returns the bytes of the outputs, which exist until the end of the forward pass: the features and the hidden
@@ -69,11 +70,14 @@ class TowerShape:
         attention = 3 * size * self.hidden + 6 * FP32 * self.hidden
         mlp = size * (2 + self.has_gate) * self.inner
         per_patch = input_and_norm + max(attention, mlp)
-        return tokens * self.per_token * float(per_patch)
+        patches = tokens * self.per_token
+        return patches * float(per_patch)
 
     def prefill_bytes(self, tokens: float, size: int) -> float:
         """Returns the bytes of pixels, features and a block's forward while a rollout engine encodes images."""
-        return self.pixel_bytes(tokens, size) + self.feature_bytes(tokens, size) + self.work_bytes(tokens, size)
+        pixels = self.pixel_bytes(tokens, size)
+        features = self.feature_bytes(tokens, size)
+        return pixels + features + self.work_bytes(tokens, size)
 
     def block_bytes(self, tokens: float, size: int) -> float:
         """Returns the bytes that a trained block keeps for its backward pass: two norms, query, key and value, query
@@ -81,13 +85,16 @@ class TowerShape:
         between the layers of the MLP."""
         norms = 2 * self._norm(size)
         attention = size * 7 * self.hidden
-        mlp = size * (4 if self.has_gate else 2) * self.inner
-        return tokens * self.per_token * float(norms + attention + mlp)
+        mlp_tensors = 4 if self.has_gate else 2
+        mlp = size * mlp_tensors * self.inner
+        patches = tokens * self.per_token
+        return patches * float(norms + attention + mlp)
 
     def kept_bytes(self, tokens: float, size: int, *, is_recomputed: bool) -> float:
         """Returns the bytes that a trained tower keeps for its backward pass, in its blocks and mergers."""
         patches = tokens * self.per_token
-        mergers = patches * self.mergers * (self._norm(size) + 2 * size * self.hidden)
+        per_merger = self._norm(size) + 2 * size * self.hidden
+        mergers = patches * self.mergers * per_merger
         block = self.block_bytes(tokens, size)
         if is_recomputed:
             block = patches * self.hidden * size  # only its input
@@ -105,6 +112,7 @@ class TowerShape:
         """Returns the operations of a forward pass over the images of `prompts` prompts of `tokens` tokens: two per
         weight and patch (of the mergers: and token), plus attention."""
         patches = tokens * self.per_token
+        # attention does not extend over several images
         patches_of_image = patches
         if self.largest_image is not None:
             patches_of_image = min(patches, self.largest_image)
@@ -115,8 +123,9 @@ class TowerShape:
         embedding = self.values * self.hidden
         weights_of_patches = self.blocks * self.block_parameters + embedding
         weights_of_tokens = self.root_parameters - embedding
-        flops_of_patches = patches * (2.0 * weights_of_patches + 4.0 * self.hidden * attended)
-        return prompts * (flops_of_patches + 2.0 * tokens * weights_of_tokens)
+        flops_per_patch = 2.0 * weights_of_patches + 4.0 * self.hidden * attended
+        flops_of_mergers = 2.0 * tokens * weights_of_tokens
+        return prompts * (patches * flops_per_patch + flops_of_mergers)
 
 
 def tower_of(network: PreTrainedModel) -> TowerShape:
@@ -127,12 +136,15 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
     area = config.patch_size**2
 
     # Qwen2.5-VL attends within windows in all blocks but some, other towers within the whole image
-    windowed = window = 0
+    windowed = 0
+    window = 0
     blocks_with_full_attention = getattr(config, "fullatt_block_indexes", None)
     if blocks_with_full_attention is not None:
         windowed = config.depth - len(blocks_with_full_attention)
         window = config.window_size**2 // area
 
+    # Qwen3-VL also gives features of some blocks in between to the language model, by mergers of their own
+    mergers = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
     return TowerShape(
         parameters=_count(tower),
         blocks=config.depth,
@@ -143,7 +155,7 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
         per_token=config.spatial_merge_size**2,
         pixels=area,
         output=config.out_hidden_size,
-        mergers=1 + len(getattr(config, "deepstack_visual_indexes", ())),
+        mergers=mergers,
         has_gate=hasattr(tower.blocks[0].mlp, "gate_proj"),
         windowed=windowed,
         window=window,
@@ -151,4 +163,5 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
 
 
 def _count(module: nn.Module) -> int:
+    """Returns the number of parameter elements of a module."""
     return sum(parameter.numel() for parameter in module.parameters())

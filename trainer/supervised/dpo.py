@@ -27,7 +27,10 @@ from workers.policy.causal_lm import causal_lm
 
 
 def dpo_step_loss(
-    data: DataProto, outputs: dict[str, torch.Tensor], beta: float, label_smoothing: float
+    data: DataProto,
+    outputs: dict[str, torch.Tensor],
+    beta: float,
+    label_smoothing: float,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
 
@@ -40,8 +43,11 @@ def dpo_step_loss(
     mask = data.batch["response_mask"]
     is_valid = valid_pairs(data)  # (n,)
     # sums over the tokens, not means: log p of the whole answer, as in the paper
-    logps = masked_sum(outputs["log_probs"], mask, axis=1).view(-1, 2)[is_valid]
-    ref_logps = masked_sum(data.batch["ref_log_prob"], mask, axis=1).view(-1, 2)[is_valid]
+    answer_logps = masked_sum(outputs["log_probs"], mask, axis=1)  # (2n,)
+    answer_ref_logps = masked_sum(data.batch["ref_log_prob"], mask, axis=1)
+    # (n, 2), the chosen answer first
+    logps = answer_logps.view(-1, 2)[is_valid]
+    ref_logps = answer_ref_logps.view(-1, 2)[is_valid]
     losses, rewards = dpo_loss(logps, ref_logps, beta, label_smoothing)  # (n,), (n, 2)
 
     margins = rewards[:, 0] - rewards[:, 1]
@@ -56,7 +62,8 @@ def dpo_step_loss(
     }
     metrics = {}
     for name, values in values_by_name.items():
-        metrics[name] = Metric.mean(float(values.detach().sum()), len(losses))
+        total = values.detach().sum()
+        metrics[name] = Metric.mean(float(total), len(losses))
     # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
@@ -74,11 +81,12 @@ class DPOWorker(SupervisedWorker):
     config: SFTConfig
 
     def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
+        dpo = config.dpo
         super().__init__(
             config,
             total_training_steps,
             causal_lm(LOG_PROB_CHUNK_TOKENS),
-            partial(dpo_step_loss, beta=config.dpo.beta, label_smoothing=config.dpo.label_smoothing),
+            partial(dpo_step_loss, beta=dpo.beta, label_smoothing=dpo.label_smoothing),
             temperature=1.0,
             calculate_entropy=False,
         )
@@ -104,7 +112,8 @@ class DPOWorker(SupervisedWorker):
         # `measure` then enter the trained engine, so that only one of the two is on the device.
         self.phases.enter(self.reference)
         with self._as_reference():
-            texts.batch["ref_log_prob"] = self.reference.infer(texts, **self.options)["log_probs"]
+            outputs = self.reference.infer(texts, **self.options)
+        texts.batch["ref_log_prob"] = outputs["log_probs"]
         return texts
 
     def _as_reference(self) -> AbstractContextManager[None]:
@@ -123,7 +132,8 @@ def check_pair(pair: Pair, where: str) -> None:
             f"{where}: the chats differ before their last message, and DPO compares two answers to the same prompt; "
             "cut both chats after the first message that differs, or remove such rows"
         )
-    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+    answers = {"chosen": pair.chosen, "rejected": pair.rejected}
+    for name, answer in answers.items():
         # 1 token is the end of the turn
         if len(answer.response) < 2:
             raise UserError(f"{where}: the {name} answer has no tokens before its end-of-turn token; remove such rows")

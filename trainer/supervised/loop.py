@@ -150,7 +150,8 @@ class SupervisedWorker(TrainingWorker):
         rows = self.rows(data)
         self.phases.enter(self.engine)
         metrics = self.engine.train(rows, self.loss, **self.options)
-        for name, value in device_memory(self.device).items():
+        memory = device_memory(self.device)
+        for name, value in memory.items():
             metrics[f"perf/{name}"] = Metric.max(value)
         return DataProto(meta_info={"metrics": metrics})
 
@@ -202,7 +203,7 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         self.group = group
         self.run_dir = run_dir
         self.model = SavedByWorkers(group)
-        saver = Saver(run_dir, config, {"model": self.model}, 0, tracking.note)
+        saver = Saver(run_dir, config, {"model": self.model}, expected_bytes=0, log=tracking.note)
         super().__init__(config.trainer, steps, tracking, saver, Trained())
         self.unlogged: list[dict[str, float]] = []  # metrics of each step since the last logged line
 
@@ -248,14 +249,19 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
         seconds = self.timing["step"]
         tokens_per_second = self.metrics["perf/total_num_tokens"] / seconds
-        metrics = self.metrics | {"timing_s/step": seconds, "perf/time_per_step": seconds} | self.usage_metrics()
+        metrics = self.metrics | {"timing_s/step": seconds}
+        # verl's name of the same number
+        metrics["perf/time_per_step"] = seconds
+        metrics |= self.usage_metrics()
         metrics["perf/throughput"] = tokens_per_second / self.group.world_size
         self.unlogged.append(metrics)
 
         step = self.steps.global_step
+        means: dict[str, float] = {}
+        is_due = step % self.config.trainer.log_freq == 0
         # the last steps, too, even if there are fewer than log_freq, so that no step is missing in the means
-        is_due = step % self.config.trainer.log_freq == 0 or self.steps.is_last or self.steps.stop_asked
-        means = self.means_since_last_line() if is_due else {}
+        if is_due or self.steps.is_last or self.steps.stop_asked:
+            means = self.means_since_last_line()
         if means or validation:
             self.tracking.log(means | validation, step=step)
 
@@ -275,12 +281,14 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         """Makes the current step the last one, and logs the steps since the last line."""
         super().end_early()
         if self.unlogged:
-            self.tracking.log(self.means_since_last_line(), step=self.steps.global_step)
+            means = self.means_since_last_line()
+            self.tracking.log(means, step=self.steps.global_step)
 
     def _plan(self, rows: Sequence[Row], batch: DataProto) -> BatchPlan:
         """Divides a batch into ranks and micro-batches."""
+        lengths = [len(row) for row in rows]
         return plan_batch(
-            np.array([len(row) for row in rows]),
+            np.array(lengths),
             world_size=self.group.mesh("train").dp_size,
             mini_batch_size=None,  # one optimizer step
             max_token_len=self._micro_batch_tokens(),
@@ -292,11 +300,16 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         return self.config.data.max_token_len_per_gpu * self.config.ulysses_sequence_parallel_size
 
     def _dispatch(
-        self, call: Callable[[DataProto], list[DataProto]], plan: BatchPlan, batch: DataProto
+        self,
+        call: Callable[[DataProto], list[DataProto]],
+        plan: BatchPlan,
+        batch: DataProto,
     ) -> dict[str, float]:
         """Runs a method of the workers on all ranks, and returns their combined metrics."""
-        results = call(plan.apply(batch))
-        return values(combine([result.meta_info["metrics"] for result in results]))
+        planned_batch = plan.apply(batch)
+        results = call(planned_batch)
+        metrics_by_rank = [result.meta_info["metrics"] for result in results]
+        return values(combine(metrics_by_rank))
 
 
 def packing_metrics(plan: BatchPlan, rows: Sequence[Row], budget: int) -> dict[str, float]:
@@ -311,7 +324,8 @@ def packing_metrics(plan: BatchPlan, rows: Sequence[Row], budget: int) -> dict[s
     tokens = float(lengths.sum())
     [[step]] = plan.schedule  # one optimizer step
     budget_of_step = step.num_micro_batches * plan.world_size * budget
-    return compute_seqlen_metrics(plan, lengths) | {
+    balance = compute_seqlen_metrics(plan, lengths)
+    return balance | {
         "perf/total_num_tokens": tokens,
         "train/micro_batches": float(step.num_micro_batches),
         "train/micro_batch_fill": tokens / budget_of_step,
@@ -335,7 +349,8 @@ def fingerprint_of(rows: Sequence[Row]) -> str:
         for text in row.texts:
             # the separators make tokens that move from one list to the next change the digest
             for numbers in (text.prompt, text.response, text.mask):
-                digest.update(np.asarray(numbers, dtype=np.int64).tobytes() + b"|")
+                content = np.asarray(numbers, dtype=np.int64).tobytes()
+                digest.update(content + b"|")
         margin = row.margin if isinstance(row, Pair) else 0.0
         digest.update(f"{margin};".encode())
     return f"{len(rows)} rows, {digest.hexdigest()}"
@@ -378,8 +393,10 @@ class SupervisedJob(Job[Options]):
     def check_models(self) -> None:
         model = self.config.model
         check_network(model, self.build_policy, trains=True, chat_template=self.config.data.chat_template)
-        check_sequence_parallel(model, "", self.config.ulysses_sequence_parallel_size)
-        for note in (packing_note(model), base_note(model), output_layer_note(model)):
+        # the option is in no section, unlike that of the roles in main_ppo
+        check_sequence_parallel(model, role="", size=self.config.ulysses_sequence_parallel_size)
+        notes = [packing_note(model), base_note(model), output_layer_note(model)]
+        for note in notes:
             if note:
                 self.console.note(note)
 
@@ -391,8 +408,9 @@ class SupervisedJob(Job[Options]):
         self.task = self.read_task()
         self.device = launch_device(self.config)
         data: SupervisedDataConfig = self.config.data
+        all_rows = [*self.task.train, *self.task.val]
+        longest = max(len(row) for row in all_rows)
         # a row is never divided between micro-batches
-        longest = max(len(row) for row in (*self.task.train, *self.task.val))
         if longest > data.max_token_len_per_gpu:
             raise UserError(
                 f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: the longest row has {longest} tokens, "
@@ -423,8 +441,10 @@ class SupervisedJob(Job[Options]):
     def check_vocabulary(self) -> None:
         """Raises UserError if a row has a token that the model's embedding lacks."""
         # on a GPU, an index outside of the embedding would be an assertion of the device without the row or the token
-        size = load_model_config(self.config.model).get_text_config().vocab_size
-        for option, rows in (("data.train_files", self.task.train), ("data.val_files", self.task.val)):
+        text_config = load_model_config(self.config.model).get_text_config()
+        size = text_config.vocab_size
+        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
+        for option, rows in rows_by_option.items():
             largest = _largest_token(rows)
             if largest >= size:
                 raise UserError(
@@ -450,14 +470,16 @@ class SupervisedJob(Job[Options]):
         largest_batch = max(self.batches, key=lambda step: step.tokens)
         validation_batch = None
         if self.task.val:
-            validation_batch = batches_of(self.task.val, [range(len(self.task.val))])[0]
+            all_rows = range(len(self.task.val))
+            [validation_batch] = batches_of(self.task.val, [all_rows])
         network = read_network(self.config, self.slots, self.device)
         return supervised_plan(self.config, network, self.slots, self.device, largest_batch, validation_batch)
 
     def plan(self) -> str:
         total_steps = self.steps.total
         rows = supervised_rows(self.config, self.slots, total_steps, self.batches)
-        return aligned([*rows, *memory_rows(self.config, self.memory_plan, total_steps, 0)])
+        rows += memory_rows(self.config, self.memory_plan, total_steps, samples_max_mb=0)
+        return aligned(rows)
 
     def full_plan(self) -> tuple[str, bool]:
         plan = self.plan()
@@ -471,7 +493,8 @@ class SupervisedJob(Job[Options]):
         slots_here = max(1, self.slots // self.config.trainer.nnodes)
         memory_gib = device_memory_gib(self.device, slots_here)
         lines = memory.lines(self.device.name, memory_gib)
-        return "\n".join([plan, *lines]), memory.fits(memory_gib * GIB)
+        text = "\n".join([plan, *lines])
+        return text, memory.fits(memory_gib * GIB)
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[TrainingLoop[EpochSteps, Trained]]:
@@ -481,7 +504,8 @@ class SupervisedJob(Job[Options]):
             roles = {"model": ClassWithInitArgs(self.task.worker, config, self.steps.total)}
             log_folder = self.run_dir / "logs"
             groups = start_workers(config, roles, recipe_modules(config), log_folder, stack)
-            yield SupervisedTrainer(config, self.task, self.steps, groups["model"], tracking, self.run_dir)
+            group = groups["model"]
+            yield SupervisedTrainer(config, self.task, self.steps, group, tracking, self.run_dir)
 
     def report(self, trainer: object, result: Trained) -> Report:
         """Exports the model after a complete run, and returns the lines and commands at the end of the output."""
@@ -493,7 +517,8 @@ class SupervisedJob(Job[Options]):
         if validation:
             line += f", validation {validation}"
 
-        next_command = f"python -m trainer.main_ppo {self.next_options.format(shlex.quote(str(folder)))}"
+        next_options = self.next_options.format(shlex.quote(str(folder)))
+        next_command = f"python -m trainer.main_ppo {next_options}"
         template_arguments = self.config.data.apply_chat_template_kwargs
         # the template itself is in the exported folder, its arguments are not
         if template_arguments:
@@ -503,7 +528,8 @@ class SupervisedJob(Job[Options]):
             "train on": next_command,
         }
         measured = supervised_measured_line(self.memory_plan, self.device, self.run_dir)
-        return Report([line, measured], {"picture": draw_curve(self.run_dir, *CURVES)}, commands)
+        curve = draw_curve(self.run_dir, *CURVES)
+        return Report([line, measured], {"picture": curve}, commands)
 
     def export(self, result: Trained) -> Path:
         """Writes the trained model in Hugging Face format and returns its folder.
@@ -516,7 +542,8 @@ class SupervisedJob(Job[Options]):
         try:
             export(str(result.shards), str(folder), trust_remote_code=self.config.model.trust_remote_code)
         except Exception as error:
-            again = shlex.join(["python", "-m", "trainer.export", str(result.shards.parent), "--out", str(folder)])
+            command = ["python", "-m", "trainer.export", str(result.shards.parent), "--out", str(folder)]
+            again = shlex.join(command)
             error.add_note(
                 f"{folder} could not be written. The trained weights are in {result.shards}. To export them when the "
                 f"cause is removed:\n  {again}"
@@ -533,12 +560,16 @@ def require_writable_target(folder: Path) -> None:
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        kind = "is not a folder" if not nearest.is_dir() else "cannot be written to"
-        raise UserError(
-            f"{nearest} {kind}, and the trained model is written to {folder}: move it away, or choose another "
-            "trainer.experiment_name or trainer.default_local_dir"
-        )
+    if not nearest.is_dir():
+        problem = "is not a folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = "cannot be written to"
+    else:
+        return
+    raise UserError(
+        f"{nearest} {problem}, and the trained model is written to {folder}: move it away, or choose another "
+        "trainer.experiment_name or trainer.default_local_dir"
+    )
 
 
 def train_within(
@@ -562,6 +593,7 @@ def train_within(
     job.check_models()
     console.start(job.read_data())
     job.run_dir.mkdir(parents=True, exist_ok=True)
+    # the guard ends the workers, even if this process is killed
     with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:
         result = trainer.fit()
     # the workers must have ended, see `export`

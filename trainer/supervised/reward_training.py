@@ -5,7 +5,6 @@ of a pair are in one micro-batch. The loss is divided by the number of pairs in 
 neither on the division into micro-batches nor on the number of ranks.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -32,7 +31,10 @@ from workers.policy.tokenizer import load_tokenizer
 
 
 def bradley_terry(
-    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center_coefficient: float
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margin: torch.Tensor,
+    center_coefficient: float,
 ) -> torch.Tensor:
     """Returns -log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2 per pair, (n,).
 
@@ -66,19 +68,22 @@ def pair_loss(
     """
     is_valid = valid_pairs(data)  # (n,)
     # the sum over a row is the only score in it
-    scores = outputs["scores"].sum(1).view(-1, 2)[is_valid]
+    row_scores = outputs["scores"].sum(1)  # (2n,)
+    scores = row_scores.view(-1, 2)[is_valid]
     chosen, rejected = scores.unbind(1)
     # both rows of a pair have its margin
-    required_margin = data.batch["margin"].view(-1, 2)[is_valid][:, 0]
-    losses = bradley_terry(chosen, rejected, required_margin, center_coefficient)
+    required_margins = data.batch["margin"].view(-1, 2)[is_valid]
+    losses = bradley_terry(chosen, rejected, required_margins[:, 0], center_coefficient)
 
     margins = (chosen - rejected).detach()
-    pairs = len(margins)
-    metrics = {
-        "loss": Metric.mean(float(losses.detach().sum()), pairs),
-        "accuracy": Metric.mean(float((margins > 0).sum()), pairs),
-        "margin": Metric.mean(float(margins.sum()), pairs),
+    values_by_name = {
+        "loss": losses.detach(),
+        "accuracy": margins > 0,
+        "margin": margins,
     }
+    metrics = {}
+    for name, values in values_by_name.items():
+        metrics[name] = Metric.mean(float(values.sum()), len(margins))
     # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 
@@ -89,12 +94,14 @@ class RewardTrainingWorker(SupervisedWorker):
     def __init__(self, config: RewardTrainingConfig, total_training_steps: int) -> None:
         loss = partial(pair_loss, center_coefficient=config.loss.center_rewards_coefficient)
         super().__init__(config, total_training_steps, new_sequence_score, loss)
-        self.pad_token_id = load_model_config(config.model).get_text_config().pad_token_id
+        text_config = load_model_config(config.model).get_text_config()
+        self.pad_token_id = text_config.pad_token_id
 
     def rows(self, data: DataProto) -> DataProto:
         """Returns the texts of the pairs, one per row, with the columns for their scores."""
         texts = texts_of(data)
-        texts.batch.update(scored_rows(texts.batch, self.pad_token_id))
+        score_columns = scored_rows(texts.batch, self.pad_token_id)
+        texts.batch.update(score_columns)
         return texts
 
 
@@ -113,6 +120,7 @@ class RewardTrainingJob(SupervisedJob[RewardTrainingConfig]):
     def read_task(self) -> Task[Pair]:
         model = self.config.model
         data = self.config.data
+        # the options of a sequence classifier have no tokenizer_path
         source = ModelConfig(path=model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = load_tokenizer(source, data.chat_template)
         return pair_task(RewardTrainingWorker, tokenizer, data, data.score_at, report=self.console.print)
@@ -136,13 +144,23 @@ def pair_task(
         UserError: If a row is unusable.
     """
 
-    def load(files: Sequence[str], option: str) -> list[Pair]:
-        return load_pairs(files, tokenizer, data, score_at, option=option, check=check, report=report)
-
+    load = partial(
+        load_pairs,
+        tokenizer=tokenizer,
+        config=data,
+        score_at=score_at,
+        check=check,
+        report=report,
+    )
+    train_pairs = load(data.train_files, option="data.train_files")
+    val_pairs: list[Pair] = []
+    if data.val_files:
+        val_pairs = load(data.val_files, option="data.val_files")
     return Task(
         worker=worker,
-        train=load(data.train_files, "data.train_files"),
-        val=load(data.val_files, "data.val_files") if data.val_files else [],
+        train=train_pairs,
+        val=val_pairs,
         collate=partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
+        # each row is a pair, the unit of the loss
         count=lambda batch: torch.ones(len(batch), dtype=torch.long),
     )

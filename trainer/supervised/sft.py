@@ -3,7 +3,6 @@
 The loop is in `trainer.supervised.loop`, the loss and worker of loss=dpo in `trainer.supervised.dpo`.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -34,7 +33,9 @@ def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.T
     mask = data.batch["response_mask"]
     trained_log_probs = outputs["log_probs"] * mask
     negative_log_likelihood = -trained_log_probs.sum()
-    metrics = {"loss": Metric.mean(float(negative_log_likelihood.detach()), int(mask.sum()))}
+    total = float(negative_log_likelihood.detach())
+    trained_tokens = int(mask.sum())
+    metrics = {"loss": Metric.mean(total, trained_tokens)}
 
     # not divided by the tokens of this micro-batch, so that the gradient does not depend on how rows are packed
     return negative_log_likelihood / data.meta_info["num_tokens"], metrics
@@ -62,7 +63,8 @@ class SFTJob(SupervisedJob[SFTConfig]):
 
     @staticmethod
     def build_policy(spec: NetworkSpec) -> Policy:
-        return causal_lm(LOG_PROB_CHUNK_TOKENS)(spec)
+        build = causal_lm(LOG_PROB_CHUNK_TOKENS)
+        return build(spec)
 
     def read_task(self) -> Task[Example] | Task[Pair]:
         data = self.config.data
@@ -70,13 +72,16 @@ class SFTJob(SupervisedJob[SFTConfig]):
         if self.config.loss == "dpo":
             return pair_task(DPOWorker, tokenizer, data, check=check_pair, report=self.console.print)
 
-        def load(files: Sequence[str], option: str) -> list[Example]:
-            return load_examples(files, tokenizer, data, option=option, report=self.console.print)
-
+        load = partial(load_examples, tokenizer=tokenizer, config=data, report=self.console.print)
+        train_examples = load(data.train_files, option="data.train_files")
+        val_examples: list[Example] = []
+        if data.val_files:
+            val_examples = load(data.val_files, option="data.val_files")
         return Task(
             worker=SFTWorker,
-            train=load(data.train_files, "data.train_files"),
-            val=load(data.val_files, "data.val_files") if data.val_files else [],
+            train=train_examples,
+            val=val_examples,
             collate=partial(collate, pad_token_id=tokenizer.pad_token_id),
+            # the trained tokens, the unit of the loss
             count=lambda batch: batch.batch["response_mask"].sum(1),
         )
