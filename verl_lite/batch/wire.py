@@ -242,8 +242,7 @@ def concat(parts: list[Packed]) -> Packed | None:
         arrays.append(np.concatenate(arrays_of_section))
     objects: dict[str, Rows] = {}
     for name in first.objects:
-        columns = [part.objects[name] for part in parts]
-        objects[name] = np.concatenate(columns)
+        objects[name] = np.concatenate([part.objects[name] for part in parts])
     rows = sum(part.rows for part in parts)
     return replace(first, rows=rows, arrays=arrays, objects=objects)
 
