@@ -99,8 +99,10 @@ class CrashedTrainer(Protocol):
 
 @contextmanager
 def dump_on_failure(job: CrashedJob, trainer: CrashedTrainer) -> Iterator[None]:
-    """Writes a dump into the run folder if the block raises an exception other than UserError, which passes through. A
-    replay, whose run folder is inside a dump, writes none. A dump that cannot be written adds a note to the error."""
+    """Writes a dump into the run folder if the block raises an exception other than UserError, which passes through.
+
+    A replay, whose run folder is inside a dump, writes none. A dump that cannot be written adds a note to the error.
+    """
     try:
         yield
     except UserError:  # wrong input of the user: its message says what to change
@@ -111,33 +113,40 @@ def dump_on_failure(job: CrashedJob, trainer: CrashedTrainer) -> Iterator[None]:
         folder = job.run_dir / "crash" / f"step_{trainer.steps.global_step}"
         # an error of the dump, such as a full disk, must not hide the error of the run
         try:
-            error.add_note(write_dump(job, trainer, folder, error))
-        except OSError as why:
-            error.add_note(f"No crash dump was written: {why_not_written(folder, why)}")
-        except (pickle.PicklingError, AttributeError, TypeError) as why:  # what pickle raises for objects of a user
-            error.add_note(f"{folder} cannot be replayed, because the batch cannot be pickled: {why}")
+            note = write_dump(job, trainer, folder, error)
+        except OSError as reason:
+            note = f"No crash dump was written: {why_not_written(folder, reason)}"
+        except (pickle.PicklingError, AttributeError, TypeError) as reason:  # by pickle, for objects of a user
+            note = f"{folder} cannot be replayed, because the batch cannot be pickled: {reason}"
+        error.add_note(note)
         raise
 
 
 def write_dump(job: CrashedJob, trainer: CrashedTrainer, folder: Path, error: BaseException) -> str:
     """Writes a dump. Returns a sentence that tells the user how to use it."""
     failed = _failed_step(job, trainer, error)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "error.txt").write_text("".join(traceback.format_exception(error)) + failure_text(error))
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    error_text = "".join(traceback.format_exception(error)) + failure_text(error)
+    (folder / "error.txt").write_text(error_text)
     with (folder / "stacks.txt").open("w") as file:
         faulthandler.dump_traceback(file)
 
     versions = {"python": platform.python_version(), "system": platform.platform()}
-    versions |= {entry.name: entry.version for entry in distributions() if entry.name in PACKAGES}
+    for package in distributions():
+        if package.name in PACKAGES:
+            versions[package.name] = package.version
     (folder / "versions.json").write_text(json.dumps(versions, indent=2))
 
     config_file = job.run_dir / "config.yaml"
     if config_file.exists():
         shutil.copy(config_file, folder)
     for log in (job.run_dir / "logs").glob("*.log"):
+        beginning = max(0, log.stat().st_size - END_OF_LOG)
         with log.open("rb") as source:
-            source.seek(max(0, log.stat().st_size - END_OF_LOG))
-            (folder / "logs" / log.name).write_bytes(source.read())
+            source.seek(beginning)
+            end_of_log = source.read()
+        (logs / log.name).write_bytes(end_of_log)
 
     # last, because objects of a user can make it fail: the files above then exist
     if failed is None:
@@ -152,9 +161,12 @@ def read_dump(folder: Path) -> FailedStep:
     Raises:
         UserError: if the folder has none.
     """
-    if not (folder / STEP).exists() or not (folder / "config.yaml").exists():
+    step_file = folder / STEP
+    config_file = folder / "config.yaml"
+    if not step_file.exists() or not config_file.exists():
         raise UserError(f"{folder}: no crash dump there; expected RUN/crash/step_N with step.pkl and config.yaml")
-    return DataProto.load_from_disk(folder / STEP).meta_info["failed"]
+    dump = DataProto.load_from_disk(step_file)
+    return dump.meta_info["failed"]
 
 
 def _failed_step(job: CrashedJob, trainer: CrashedTrainer, error: BaseException) -> FailedStep | None:
@@ -169,7 +181,12 @@ def _failed_step(job: CrashedJob, trainer: CrashedTrainer, error: BaseException)
     # a checkpoint can still be in publication; the replay starts from the newest one
     trainer.saver.wait()
     saved = saved_steps(job.run_dir)
+    checkpoint = None
+    if saved:
+        checkpoint = str(saved[max(saved)])
     batch = trainer.scored_batch
+    if batch is not None:
+        batch = batch.select(meta_info_keys=[])
     return FailedStep(
         job=type(job),
         options=type(job.config),
@@ -177,6 +194,6 @@ def _failed_step(job: CrashedJob, trainer: CrashedTrainer, error: BaseException)
         epoch=trainer.steps.epoch,
         phase=circumstances(error).phase,
         sampling=sampling,
-        batch=None if batch is None else batch.select(meta_info_keys=[]),
-        checkpoint=str(saved[max(saved)]) if saved else None,
+        batch=batch,
+        checkpoint=checkpoint,
     )

@@ -72,9 +72,12 @@ def publish(draft: Path) -> Path:
     replaced = run_dir / f".{name}.old"
 
     files = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
-    digests = hashes(draft, files)
-    entries = {file: [(draft / file).stat().st_size, digests[file]] for file in files}
-    (draft / MANIFEST).write_text(json.dumps({"sha256": entries}, indent=1), encoding="utf-8")
+    entries = {}
+    for file, digest in hashes(draft, files).items():
+        size = (draft / file).stat().st_size
+        entries[file] = [size, digest]
+    manifest = json.dumps({"sha256": entries}, indent=1)
+    (draft / MANIFEST).write_text(manifest, encoding="utf-8")
 
     # before the rename: a visible checkpoint has all its bytes on the disk, also after a power failure
     for path in (*draft.rglob("*"), draft):
@@ -88,16 +91,19 @@ def publish(draft: Path) -> Path:
     _sync(run_dir)
 
     # the marker follows the folder, so that it never names a step that is not there
-    if (run_dir / MARKER).is_dir():  # os.replace cannot put a file in place of a folder
-        _set_aside(run_dir / MARKER)
-    write_atomically(run_dir / MARKER, name.removeprefix("global_step_"))
+    marker = run_dir / MARKER
+    if marker.is_dir():  # os.replace cannot put a file in place of a folder
+        _set_aside(marker)
+    write_atomically(marker, name.removeprefix("global_step_"))
     _remove(replaced)
     return final
 
 
 def tidy(run_dir: Path) -> None:
-    """Removes the drafts and partly deleted checkpoints of a killed process. Restores a checkpoint whose replacement
-    was not completed."""
+    """Removes the drafts and partly deleted checkpoints of a killed process.
+
+    Restores a checkpoint whose replacement was not completed.
+    """
     for replaced in run_dir.glob(".global_step_*.old"):
         final = run_dir / replaced.stem[1:]
         if replaced.is_dir() and not os.path.lexists(final):
@@ -137,12 +143,13 @@ def whole_steps(run_dir: Path, log: Callable[[str], None]) -> Iterator[Path]:
     steps = saved_steps(run_dir)
     has_whole = False
     for step in sorted(steps, reverse=True):
-        damage = damage_of(steps[step])
+        folder = steps[step]
+        damage = damage_of(folder)
         if damage is None:
             has_whole = True
-            yield steps[step]
+            yield folder
         else:
-            log(f"{steps[step]} is damaged: {damage}. It is left out")
+            log(f"{folder} is damaged: {damage}. It is left out")
     if steps and not has_whole:
         raise UserError(f"{run_dir} has no whole checkpoint: all {len(steps)} are damaged, as said above")
 
@@ -198,8 +205,9 @@ def marked_step(run_dir: Path) -> tuple[int, str]:
 
 
 def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[str], None]) -> Path | None:
-    """Returns the checkpoint of `find_checkpoint` after verifying every file. With `auto`, a damaged checkpoint is
-    renamed and the next older one is used.
+    """Returns the checkpoint of `find_checkpoint` after verifying every file.
+
+    With `auto`, a damaged checkpoint is renamed and the next older one is used.
 
     Raises:
         UserError: if the checkpoint at `path` is damaged, or if all those of the run folder are, so that a run never
@@ -216,8 +224,9 @@ def whole_checkpoint(run_dir: Path, mode: str, path: str | None, log: Callable[[
         if damage is None:
             return folder
         if mode != "auto":
-            of_run = saved_steps(folder.parent)
-            others = [str(of_run[step]) for step in sorted(of_run) if of_run[step] != folder]
+            # not another one without the user's consent, who has named this one
+            saved = saved_steps(folder.parent)
+            others = [str(saved[step]) for step in sorted(saved) if saved[step] != folder]
             raise UserError(f"{folder} is damaged: {damage}. Others of its run: {', '.join(others) or 'none'}")
 
         # under another name, the next search does not find it, and the user can still look at it
@@ -256,8 +265,8 @@ def damage_of(folder: Path) -> str | None:
     try:
         if manifest.stat().st_size > MOST_MANIFEST_BYTES:
             return f"{MANIFEST} has more than {MOST_MANIFEST_BYTES >> 20} MiB"
-        entries = json.loads(manifest.read_text(encoding="utf-8"))["sha256"]
-        expected = {str(name): str(digest) for name, (_, digest) in entries.items()}
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        expected = {str(name): str(digest) for name, (_, digest) in content["sha256"].items()}
         unlisted = _unlisted_files(folder, expected)
         if unlisted:
             return f"{MANIFEST} does not list {printable(', '.join(unlisted))[:1000]}"
@@ -272,6 +281,7 @@ def damage_of(folder: Path) -> str | None:
         step_inside = read_state(folder)["steps"]["global_step"]
     except _UNREADABLE as error:
         return f"{reading} cannot be read ({printable(str(error))[:1000]})"
+    # a copy of a checkpoint may have any other name
     if re.fullmatch(r"global_step_\d+", folder.name) and folder.name != f"global_step_{step_inside}":
         return f"its name is not that of the step in {STATE}, {printable(str(step_inside))[:20]}: folders were renamed"
     return None
@@ -281,7 +291,8 @@ def _unlisted_files(folder: Path, expected: Mapping[str, str]) -> list[str]:
     """Returns the files that a resumed run needs and the manifest does not list. expected: its digests by name."""
     needed = {STATE}
     for pattern in LOADED:
-        needed.update(path.relative_to(folder).as_posix() for path in folder.glob(pattern))
+        for path in folder.glob(pattern):
+            needed.add(path.relative_to(folder).as_posix())
     # every checkpoint has at least one model, whose files can be missing together with their entries
     if not any(name.endswith("/.metadata") for name in expected):
         needed.add("MODEL/.metadata")
@@ -306,11 +317,13 @@ def hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
     def digest_of(name: str) -> str:
         with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256")
+        return digest.hexdigest()
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(digest_of, names))
-    return dict(zip(names, digests, strict=True))
+    num_threads = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(num_threads) as pool:
+        digests = pool.map(digest_of, names)
+        return dict(zip(names, digests, strict=True))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -356,8 +369,9 @@ def why_not_written(path: Path, error: OSError) -> str:
 
 def free_bytes(path: Path) -> int:
     """Returns the free bytes on the disk of `path`, which need not exist yet."""
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return shutil.disk_usage(existing).free
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 _REPORTED_PATHS: set[Path] = set()
@@ -366,8 +380,10 @@ _REPORTED_PATHS: set[Path] = set()
 
 @contextmanager
 def beside_training(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Guards the writing of optional files such as samples. If it fails with OSError, logs the reason once per path and
-    lets the training continue."""
+    """Guards the writing of optional files such as samples.
+
+    If it fails with OSError, logs the reason once per path and lets the training continue.
+    """
     try:
         yield
     except OSError as error:

@@ -47,8 +47,10 @@ BOUND = ("trainer.seed", "trainer.critic_warmup")
 
 
 def flat_config(config: Any) -> dict[str, Any]:
-    """Flattens a configuration to a dictionary of dotted keys and plain values. Values that are dictionaries stay
-    whole."""
+    """Flattens a configuration to a dictionary of dotted keys and plain values.
+
+    Values that are dictionaries stay whole.
+    """
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -61,8 +63,10 @@ def flat_config(config: Any) -> dict[str, Any]:
 
 
 def is_bound(name: str, config: RunOptions) -> bool:
-    """Returns True if results depend on the key. They depend on the length of the run only if a learning rate schedule
-    does."""
+    """Returns True if results depend on the key.
+
+    They depend on the length of the run only if a learning rate schedule does.
+    """
     if name not in ("trainer.total_training_steps", "trainer.total_epochs"):
         is_free = name.startswith(FREE) or name.endswith(FREE_LEAVES)
         return name in BOUND or not is_free
@@ -86,7 +90,8 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
     no longer exists counts as changed.
     """
     now = flat_config(config)
-    before = flat_config(type(config)()) | dict(saved)
+    defaults = flat_config(type(config)())
+    before = defaults | dict(saved)
     # checkpoints of version 0.1 say auto if auto chose vllm
     if before.get("rollout.name") == "auto" and now.get("rollout.name") != "auto":
         before["rollout.name"] = "vllm"
@@ -95,9 +100,10 @@ def differing_keys(saved: Mapping[str, Any], config: RunOptions) -> list[str]:
     for name in sorted({*before, *now}):
         if name in config.trainer.resume_allow or not is_bound(name, config):
             continue
+        old_value = before[name]
         new_value = now.get(name, "(no such key)")
-        if before[name] != new_value:
-            differing.append(f"{name}: {before[name]} in the checkpoint, {new_value} now")
+        if old_value != new_value:
+            differing.append(f"{name}: {old_value} in the checkpoint, {new_value} now")
     return differing
 
 
@@ -120,11 +126,13 @@ def refuse_another_run(config: RunOptions, run_dir: Path, total_steps: int, to_l
     state = read_state(folder)
     differing = differing_keys(state["config"], config)
     if differing:
+        keys = [line.split(":")[0] for line in differing]
         raise UserError(
             f"{folder} was made with another configuration:\n  " + "\n  ".join(differing) + "\nRestore the old values, "
             "start from the beginning with trainer.resume_mode=disable, or, if the change is intended, name the keys: "
-            f"trainer.resume_allow=[{','.join(line.split(':')[0] for line in differing)}]"
+            f"trainer.resume_allow=[{','.join(keys)}]"
         )
+
     done = state["steps"]["global_step"]
     if done >= total_steps:
         raise FinishedRunError(
@@ -141,7 +149,9 @@ def profile_folder(run_dir: Path, step: int) -> Path:
 def refuse_missed_profiles(trainer: RunConfig, run_dir: Path, total_steps: int) -> None:
     """Raises UserError if trainer.profile_steps has a step that the run does not reach, or passed without a profile."""
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
-    done = 0 if folder is None else read_state(folder)["steps"]["global_step"]
+    done = 0
+    if folder is not None:
+        done = read_state(folder)["steps"]["global_step"]
     missed = []
     for step in trainer.profile_steps:
         is_ahead = done < step <= total_steps

@@ -59,10 +59,13 @@ REWARD_CALLS_AT_ONCE = 8
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
     """Returns the devices and the memory share that the run needs on each machine."""
-    is_vllm = resolve_engine_name(config.rollout.name) == "vllm"
-    share = config.rollout.gpu_memory_utilization if is_vllm else 0.0
-    here = slots // config.trainer.nnodes
-    return ResourceRequest(here + engine_devices(config, here), share, config.trainer.share_devices)
+    share = 0.0
+    if resolve_engine_name(config.rollout.name) == "vllm":
+        # vLLM refuses to start on a device with less free memory
+        share = config.rollout.gpu_memory_utilization
+    trainer_devices = slots // config.trainer.nnodes
+    num_devices = trainer_devices + engine_devices(config, trainer_devices)
+    return ResourceRequest(num_devices, share, config.trainer.share_devices)
 
 
 def start_reward_pool(config: PPOConfig, log_dir: Path, stack: ExitStack) -> ServiceHandle | None:
@@ -137,9 +140,11 @@ def start_engines(
     """Starts the rollout engines of a separate pool, which `stack` ends. Returns the role of trainer and engines."""
     log_dir = run_dir / "logs"
     trainer = config.trainer
-    count = num_engines(config, trainer.nnodes * (trainer.n_gpus_per_node or 1))
+    slots = trainer.nnodes * (trainer.n_gpus_per_node or 1)
+    count = num_engines(config, slots)
     # an engine that shares its device with no trainer never sleeps
-    engine_config = replace(config, rollout=replace(config.rollout, free_cache_engine=False))
+    rollout = replace(config.rollout, free_cache_engine=False)
+    engine_config = replace(config, rollout=rollout)
     queue = start_service(
         trainer.backend,
         ClassWithInitArgs(GroupQueue),
@@ -170,7 +175,8 @@ def start_engines(
 
 def device_holder(config: PPOConfig) -> ClassWithInitArgs:
     """Returns the worker that reserves the device of a process in an existing Ray cluster."""
-    return ClassWithInitArgs(DeviceHolder, replace(request_of(config, 1), count=1))
+    request = replace(request_of(config, 1), count=1)
+    return ClassWithInitArgs(DeviceHolder, request)
 
 
 @contextmanager
@@ -190,9 +196,13 @@ def build_trainer(
     options = config.trainer
     with ExitStack() as stack:
         join_ray(config, run_dir.name, tracking.note, stack)
-        pool = start_reward_pool(config, run_dir / "logs", stack) if kind.scores else None
+        log_dir = run_dir / "logs"
+        pool = None
+        if kind.scores:
+            # before the workers, which get its handle
+            pool = start_reward_pool(config, log_dir, stack)
         classes = worker_classes(config, total_steps, pool, run_dir, kind)
-        groups = start_workers(config, classes, worker_modules(config), run_dir / "logs", stack)
+        groups = start_workers(config, classes, worker_modules(config), log_dir, stack)
 
         if config.hybrid_engine:
             actor = ActorRole(groups["actor_rollout"], config)
@@ -206,7 +216,8 @@ def build_trainer(
         reference = None
         if needs_reference(config):
             # without a model of its own, the reference is the policy without its adapter
-            reference = ReferenceRole(groups.get("ref", groups["actor_rollout"]), config)
+            group = groups.get("ref", groups["actor_rollout"])
+            reference = ReferenceRole(group, config)
         teachers = None
         if kind.trains:
             teachers = build_teachers(config, groups, data.tokenizer, run_dir, tracking.note)
@@ -243,8 +254,10 @@ def sample_parts(
     run_dir: Path,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Returns the arguments of the trainer that define its samples and their rewards: for answers, for episodes of
-    environments, or for those of a program."""
+    """Returns the arguments of the trainer that define its samples and their rewards.
+
+    The samples are answers, episodes of environments, or episodes of a program.
+    """
     if data.train is None:
         return episode_parts(config, run_dir, note)
     if config.is_agentic:

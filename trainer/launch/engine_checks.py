@@ -6,6 +6,8 @@ These checks need the model's files, the class of the engine or the data, so the
 
 from collections.abc import Iterable
 
+from transformers import PretrainedConfig
+
 from trainer.ppo.requirements import needs_critic
 from verl_lite.config import ConfigError, PPOConfig
 from verl_lite.config.conflicts import Conflict
@@ -25,7 +27,10 @@ OWN_ENGINES = ("hf", "vllm")
 def _engine_lacks(config: PPOConfig, attribute: str) -> bool:
     """Returns True if the class of a user's engine does not declare the attribute."""
     name = resolve_engine_name(config.rollout.name)
-    return name not in OWN_ENGINES and not getattr(ROLLOUT_ENGINES.get_fn(name), attribute, False)
+    if name in OWN_ENGINES:
+        return False
+    engine_class = ROLLOUT_ENGINES.get_fn(name)
+    return not getattr(engine_class, attribute, False)
 
 
 ENGINE_ROWS: tuple[Conflict, ...] = (
@@ -91,6 +96,7 @@ def check_engine(config: PPOConfig) -> None:
     """Raises UserError if the chosen engine cannot run the model; vLLM itself would fail only after its start."""
     _refuse(config, ENGINE_ROWS)
     model = config.model
+    # -1 stands for all tokens
     top_k = config.rollout.top_k
     if top_k > 0:
         num_tokens = load_model_config(model).get_text_config().vocab_size
@@ -131,15 +137,20 @@ def check_images(config: PPOConfig) -> None:
         return
     policy = load_model_config(config.model)
     critic = load_model_config(critic_network(config))
-    is_other = critic.model_type != policy.model_type
     # images are cut into patches once, in the way of the policy
-    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels"):
-        is_other = is_other or getattr(critic.vision_config, name) != getattr(policy.vision_config, name)
-    if is_other:
+    if critic.model_type != policy.model_type or not _have_same_patches(critic.vision_config, policy.vision_config):
         raise UserError(
             f"critic.model.path={config.critic.model.path!r}: a {critic.model_type} model does not read the images "
             f"that are prepared for {policy.model_type}; set critic.model.path=null or a model of that family"
         )
+
+
+def _have_same_patches(first: PretrainedConfig, second: PretrainedConfig) -> bool:
+    """Returns True if two vision models cut images into the same patches."""
+    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels"):
+        if getattr(first, name) != getattr(second, name):
+            return False
+    return True
 
 
 def _refuse(config: PPOConfig, rows: Iterable[Conflict]) -> None:

@@ -53,8 +53,9 @@ class RunData:
 
 
 def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) -> RunData:
-    """Reads, checks and tokenizes the data, and tries the reward function on a few rows, or the environments, before
-    any worker starts.
+    """Reads, checks and tokenizes the data, before any worker starts.
+
+    Also tries the reward function on a few rows, or the environments.
 
     Args:
         config: the options of the run.
@@ -78,6 +79,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
 
     train, val = read_prompts(config, tokenizer, trains=trains, needs_ground_truth=tries_rewards)
     datasets = [data for data in (train, val) if data is not None]
+    # a run that does not train counts those of the validation
     epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
     if any(data.has_images for data in datasets):
@@ -143,9 +145,11 @@ def try_rewards(config: PPOConfig, datasets: Sequence[PromptDataset], has_named:
             positions = set(range(min(2, len(data))))
             if has_named:
                 # each data source may have a reward of its own, which returns other values
-                positions |= {int(rows[0]) for rows in data.positions_by_source().values()}
+                for positions_of_source in data.positions_by_source().values():
+                    positions.add(int(positions_of_source[0]))
             rows = [data.row(position) for position in sorted(positions)]
-            extras.append(pool.dry_run(rows, data.data_sources()))
+            extras_of_rows = pool.dry_run(rows, data.data_sources())
+            extras.append(extras_of_rows)
     finally:
         pool.close()
     return extras[0]
@@ -159,9 +163,11 @@ def named_by_options(config: PPOConfig) -> dict[str, str]:
         for key in algorithm.gdpo_reward_keys:
             option_of_name[key.removeprefix("reward/")] = "algorithm.gdpo_reward_keys"
 
-    metric = algorithm.filter_groups.metric if algorithm.filter_groups.enable else None
+    metric = algorithm.filter_groups.metric
+    if not algorithm.filter_groups.enable or metric is None:
+        return option_of_name
     # acc defaults to the score
-    if metric is not None and metric not in (SCORE, ACCURACY):
+    if metric not in (SCORE, ACCURACY):
         option_of_name[metric] = "algorithm.filter_groups.metric"
     return option_of_name
 
@@ -176,7 +182,9 @@ def check_named(config: PPOConfig, named: Mapping[str, str], extras: Sequence[Ma
     """
     numbers: set[str] = set()
     for extra in extras:
-        numbers |= {name for name, value in extra.items() if not isinstance(value, str)}
+        for name, value in extra.items():
+            if not isinstance(value, str):
+                numbers.add(name)
     # the trainer adds these to the values of the reward function
     if config.reward_model.enable:
         numbers |= {"model", "function"}
@@ -214,7 +222,8 @@ def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> No
     """Raises UserError for a prompt token without an embedding in the model, a sign of another model's tokenizer."""
     size = load_model_config(config.model).get_text_config().vocab_size
     for data in datasets:
-        if (largest := data.largest_token()) >= size:
+        largest = data.largest_token()
+        if largest >= size:
             raise UserError(
                 f"data.{data.split}_files: a prompt has the token {largest}, and model.path={config.model.path!r} "
                 f"knows the tokens 0 to {size - 1}: give the tokenizer that belongs to it in model.tokenizer_path"

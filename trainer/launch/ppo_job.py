@@ -114,25 +114,29 @@ class PPOJob(Job[PPOConfig]):
             "reference_model": needs_reference_model(config) or has_teachers,
             "old_log_probs": needs_old_log_prob(config),
         }
+        unused_passes = [name for name, is_used in passes.items() if not is_used]
         return Situation(
             config,
             devices=self.slots,
             reads_images=has_vision(load_model_config(config.model)),
-            unused_passes=frozenset(name for name, is_used in passes.items() if not is_used),
+            unused_passes=frozenset(unused_passes),
         )
 
     def request(self) -> ResourceRequest:
         return request_of(self.config, self.slots)
 
     def read_data(self) -> int:
-        self.data = load_data(self.config, trains=self.kind.trains, scores=self.kind.scores)
-        for dataset in dict.fromkeys((self.data.train, self.data.val)):
+        data = load_data(self.config, trains=self.kind.trains, scores=self.kind.scores)
+        self.data = data
+        # without training prompts, both are the same dataset
+        for dataset in dict.fromkeys((data.train, data.val)):
             if dataset is not None:
                 self.console.print(dataset.report)
-        self.total_steps = count_steps(self.config, self.data.epoch_prompts)
+        self.total_steps = count_steps(self.config, data.epoch_prompts)
         if self.kind.trains:
-            if line := sharding_of_run(self.config, self.slots):
-                self.console.note(line)
+            sharding = sharding_of_run(self.config, self.slots)
+            if sharding:
+                self.console.note(sharding)
         return self.total_steps
 
     def checkpoint_bytes(self) -> int:
@@ -150,12 +154,17 @@ class PPOJob(Job[PPOConfig]):
     def full_plan(self) -> tuple[str, bool]:
         config = self.config
         device = launch_device(config)
-        memory_gib = device_memory_gib(device, max(1, self.slots // config.trainer.nnodes))
+        slots_per_machine = max(1, self.slots // config.trainer.nnodes)
+        memory_gib = device_memory_gib(device, slots_per_machine)
         networks = read_networks(config)
-        plan = memory_plan(config, networks, self.slots, device)
-        fits = plan.fits(memory_gib * GIB)
-        advice = "" if fits else fewer_processes(config, networks, self.slots, device, memory_gib)
-        return "\n".join([self.plan(), *plan.lines(device.name, memory_gib), advice]), fits
+        memory = memory_plan(config, networks, self.slots, device)
+        fits = memory.fits(memory_gib * GIB)
+
+        advice = ""
+        if not fits:
+            advice = fewer_processes(config, networks, self.slots, device, memory_gib)
+        lines = [self.plan(), *memory.lines(device.name, memory_gib), advice]
+        return "\n".join(lines), fits
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
         return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
@@ -167,8 +176,9 @@ class PPOJob(Job[PPOConfig]):
         measured = ""
         if self.kind.trains:
             measured = measured_line(self.config, self.slots, self.run_dir)
+        pictures = {"picture": draw_curve(self.run_dir)}
         commands = self.next_commands(has_checkpoint=result.checkpoint is not None)
-        return Report([measured], {"picture": draw_curve(self.run_dir)}, commands)
+        return Report([measured], pictures, commands)
 
     def next_commands(self, has_checkpoint: bool) -> dict[str, str]:
         """Returns the commands that the final report suggests, by their label."""
@@ -181,9 +191,13 @@ class PPOJob(Job[PPOConfig]):
             return commands
 
         if config.validates:
-            more_samples = "rollout.val_kwargs.n=8" if config.rollout.val_kwargs.do_sample else SAMPLED.format(8)
             if not config.reads_prompts:
                 more_samples = f"agentic.val_batch_size={4 * config.agentic.val_batch_size}"
+            elif config.rollout.val_kwargs.do_sample:
+                more_samples = "rollout.val_kwargs.n=8"
+            else:
+                # greedy answers to a prompt would all be the same
+                more_samples = SAMPLED.format(8)
             commands["evaluate"] = f"python -m trainer.main_eval {run} {more_samples}"
         model_folder = shlex.quote(str(self.run_dir / "hf"))
         commands["export"] = f"python -m trainer.export {run} --out {model_folder}"

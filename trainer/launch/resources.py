@@ -22,19 +22,28 @@ def resolve_slots(config: RunOptions) -> int:
     """Sets trainer.n_gpus_per_node if it is null, and returns the number of slots of the run over all machines."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is None:
-        kind = device_type(trainer.device)
-        num_devices = visible_devices(kind)
-        if kind == "cpu":
-            num_devices = min(MOST_DEFAULT_CPU_SLOTS, num_devices)
-        for_trainer = max(1, num_devices - engine_devices(config, 0))
-        # the inline backend runs all ranks in this process
-        trainer.n_gpus_per_node = 1 if trainer.backend == "inline" else for_trainer
+        trainer.n_gpus_per_node = _default_slots(config)
     return trainer.n_gpus_per_node * trainer.nnodes
 
 
+def _default_slots(config: RunOptions) -> int:
+    """Returns the number of devices of this machine that the trainer uses if the options do not say it."""
+    # raises for a device that does not exist, with every backend
+    kind = device_type(config.trainer.device)
+    # the inline backend runs all ranks in this process
+    if config.trainer.backend == "inline":
+        return 1
+    num_devices = visible_devices(kind)
+    if kind == "cpu":
+        num_devices = min(MOST_DEFAULT_CPU_SLOTS, num_devices)
+    # engines of a separate pool take theirs first
+    return max(1, num_devices - engine_devices(config, 0))
+
+
 def engine_devices(config: RunOptions, slots: int) -> int:
-    """Returns the number of devices of this machine with rollout engines of a separate pool, which are in addition to
-    those of the trainer.
+    """Returns the number of devices of this machine with rollout engines of a separate pool.
+
+    They are in addition to those of the trainer.
 
     Args:
         config: the options of the run.
@@ -60,11 +69,12 @@ def reserved_devices(config: RunOptions, request: ResourceRequest, log: Callable
     Raises:
         UserError: the devices are not available.
     """
+    uses_gpus = device_type(config.trainer.device) == "cuda"
     # in an existing Ray cluster, Ray assigns the devices and the workers reserve them
-    if device_type(config.trainer.device) == "cuda" and config.ray_kwargs.ray_init.address is None:
-        with reserve_gpus(request, log):
-            yield
-    else:
+    if not uses_gpus or config.ray_kwargs.ray_init.address is not None:
+        yield
+        return
+    with reserve_gpus(request, log):
         yield
 
 
@@ -75,9 +85,12 @@ def join_ray(config: RunOptions, name: str, tell: Callable[[str], None], stack: 
         return
     from verl_lite.single_controller.ray_cluster import ray_running
 
-    slots = trainer.n_gpus_per_node or 0
-    num_gpus = slots + engine_devices(config, slots) if device_type(trainer.device) == "cuda" else 0
-    stack.enter_context(ray_running(config.ray_kwargs.ray_init, name, num_gpus=num_gpus, tell=tell))
+    num_gpus = 0
+    if device_type(trainer.device) == "cuda":
+        slots = trainer.n_gpus_per_node or 0
+        num_gpus = slots + engine_devices(config, slots)
+    cluster = ray_running(config.ray_kwargs.ray_init, name, num_gpus=num_gpus, tell=tell)
+    stack.enter_context(cluster)
 
 
 def start_workers(
@@ -103,7 +116,9 @@ def start_workers(
     for group in groups.values():
         stack.callback(group.shutdown)
     if config.ray_kwargs.ray_init.address is not None:
-        require_shared_folder(next(iter(groups.values())), log_dir.parent)
+        # all groups share the processes of the first one
+        first_group = next(iter(groups.values()))
+        require_shared_folder(first_group, log_dir.parent)
     for group in groups.values():
         group.init_model()
     return groups
@@ -119,7 +134,9 @@ def create_groups(
     slots += engine_devices(config, slots)
     threads = max(1, cpu_count() // slots)
     env = worker_environment(on_cpu, threads, sleeps=_has_sleeping_engine(config))
-    preload(*{recipe.cls.__module__: None for recipe in roles.values()})
+    # before the processes start: each is then forked with the modules of its classes
+    modules_of_roles = [recipe.cls.__module__ for recipe in roles.values()]
+    preload(*dict.fromkeys(modules_of_roles))
     return create_worker_groups(
         trainer.backend,
         ResourcePool(processes, use_gpu=not on_cpu),
@@ -140,8 +157,10 @@ def _has_sleeping_engine(config: RunOptions) -> bool:
 
 
 def require_shared_folder(group: WorkerGroup, run_dir: Path) -> None:
-    """Raises UserError if a machine of the group cannot access the run folder, where each rank writes its part of a
-    checkpoint."""
+    """Raises UserError if a machine of the group cannot access the run folder.
+
+    Each rank writes its part of a checkpoint there.
+    """
     with tempfile.NamedTemporaryFile(prefix=".seen_by_all_", dir=run_dir) as file:
         hosts_of_ranks = group.execute_all_sync("host_missing_path", file.name)
     hosts = sorted({name for name in hosts_of_ranks if name is not None})

@@ -207,20 +207,27 @@ def runs_as_command(job: Job[Options]) -> bool:
     """True if this process runs `python -m` of the job's module."""
     # None under a debugger
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.removesuffix(".__main__") == job.module
+    if spec is None:
+        return False
+    module = spec.name.removesuffix(".__main__")
+    return bool(module == job.module)
 
 
 def arguments_of_retry(job: Job[Options], max_retries: int) -> list[str]:
     """Returns the arguments that make the command line continue this run."""
+    # the default name of a run contains the time of its start
     arguments = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={max_retries}"]
     if has_own(job):
+        # ~ takes back the user's own value
         arguments += ["~trainer.resume_from_path", "trainer.resume_mode=auto"]
     return arguments
 
 
 def has_own(job: Job[Options]) -> bool:
-    """True if a retry must resume from the run folder. False if the run started from another run's checkpoint and has
-    not saved one yet."""
+    """True if a retry must resume from the run folder.
+
+    False if the run started from another run's checkpoint and has not saved one yet.
+    """
     return job.config.trainer.resume_mode != "resume_path" or bool(saved_steps(job.run_dir))
 
 
@@ -296,7 +303,9 @@ def print_report(job: Job[Options], trainer: TrainingLoop[Any, Any], result: Fit
     """
     console = job.console
     report = job.report(trainer, result)
-    findings = closing_findings(job.run_dir) if has_findings else []
+    findings = []
+    if has_findings:
+        findings = closing_findings(job.run_dir)
     for line in report.lines:
         if line:
             console.print(line)
@@ -308,8 +317,11 @@ def print_report(job: Job[Options], trainer: TrainingLoop[Any, Any], result: Fit
 
 
 def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) -> int:
-    """Executes `trainer.dry_run=true`: runs all checks that need no worker or device, prints the plan, and writes the
-    resolved configuration to RUN/dry_run.yaml. Returns the exit status, WRONG_INPUT if the plan does not fit."""
+    """Executes `trainer.dry_run=true`. Returns the exit status, WRONG_INPUT if the plan does not fit.
+
+    Runs all checks that need no worker or device, prints the plan, and writes the resolved configuration to
+    RUN/dry_run.yaml.
+    """
     job.check(None)
     job.check_models()
     tell_idle_options(job, loaded)
@@ -319,16 +331,20 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     # no other run is writing a checkpoint there
     stack.enter_context(locked_folder(job.run_dir, job.console.note))
     check_run_dir(job, total_steps)
-    save_config(loaded, job.run_dir / "dry_run.yaml")
+    # not config.yaml, which belongs to the run that may be in this folder
+    config_file = job.run_dir / "dry_run.yaml"
+    save_config(loaded, config_file)
     text, fits = job.full_plan()
     job.console.print(text)
-    job.console.print(f"Nothing was started (trainer.dry_run=true). All options: {job.run_dir / 'dry_run.yaml'}")
+    job.console.print(f"Nothing was started (trainer.dry_run=true). All options: {config_file}")
     return 0 if fits else WRONG_INPUT
 
 
 def tell_idle_options(job: Job[Options], loaded: LoadedConfig[Options]) -> None:
-    """Notes the options of the user that have no effect in this run, each once. Raises ConfigError for those without
-    which the run would be another one than the user wants."""
+    """Notes the options of the user that have no effect in this run, each once.
+
+    Raises ConfigError for those without which the run would be another one than the user wants.
+    """
     # a validation ignores the options of the training on purpose
     if value_of(job.config, "trainer.val_only"):
         return
@@ -356,7 +372,12 @@ def how_to_continue(command: list[str], run_dir: Path) -> str:
         return f"{begin} To continue, call train with the same arguments and run_dir={str(run_dir)!r}"
 
     replaced = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
-    words = [word for word in command if word.partition("=")[0].lstrip("+~") not in replaced]
+    words = []
+    for word in command:
+        # + adds a key and ~ removes one
+        key = word.partition("=")[0].lstrip("+~")
+        if key not in replaced:
+            words.append(word)
     words += [f"trainer.default_local_dir={run_dir}", "trainer.resume_mode=auto"]
     return f"{begin} To continue:\n  {shlex.join(words)}"
 
@@ -377,8 +398,10 @@ def run_folder(config: RunOptions) -> Path:
 
 
 def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
-    """Creates the run folder, and applies trainer.umask to new files until `stack` ends. Raises UserError if the folder
-    cannot be created or written to, or holds a run and trainer.resume_mode=disable."""
+    """Creates the run folder, and applies trainer.umask to new files until `stack` ends.
+
+    Raises UserError if the folder cannot be created or written to, or holds a run and trainer.resume_mode=disable.
+    """
     run_dir = run_folder(config)
     holds_run = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if holds_run and config.trainer.resume_mode == "disable":
@@ -411,8 +434,11 @@ class HeldFolder:
         self.file = self.lock.enter_context(locked_folder(run_dir, note))
 
     def restore(self, saver: Saver | None = None) -> None:
-        """Recreates and locks the folder, with config.yaml, if it was deleted or renamed. If the run saves at
-        intervals, `saver` then saves after the current step. Raises UserError if another run uses the folder now."""
+        """Recreates and locks the folder, with config.yaml, if it was deleted or renamed.
+
+        If the run saves at intervals, `saver` then saves after the current step. Raises UserError if another run uses
+        the folder now.
+        """
         try:
             # the open file outlives its name: a folder at this path may be another one by now
             locked_file = os.fstat(self.file.fileno())
@@ -424,6 +450,7 @@ class HeldFolder:
         self.lock.close()
         self.file = self.lock.enter_context(locked_folder(self.run_dir, self.note))
         (self.run_dir / "config.yaml").write_text(self.config_file, encoding="utf-8")
+        # the checkpoints are gone with the old folder
         if saver is not None:
             saver.is_overdue |= saver.trainer.save_freq > 0
         self.note(
@@ -435,8 +462,10 @@ class HeldFolder:
 
 @contextmanager
 def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Locks the run folder within the block and yields the open lock file. Raises UserError if another run holds the
-    lock."""
+    """Locks the run folder within the block and yields the open lock file.
+
+    Raises UserError if another run holds the lock.
+    """
     path = run_dir / LOCK
     # to append, so that the text of a run that holds the lock is not deleted
     with path.open("a") as file:
@@ -463,9 +492,12 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]
 def check_run_dir(job: Job[Options], total_steps: int) -> None:
     """Raises UserError if the run cannot continue from its folder, or if the disk has no room for its checkpoints."""
     trainer = job.config.trainer
-    whole_checkpoint(job.run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
+    run_dir = job.run_dir
+    # first, because the other checks read the checkpoint that it leaves
+    whole_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path, job.console.note)
     if job.continues:
-        refuse_another_run(job.config, job.run_dir, total_steps, job.to_look.format(run_dir=job.run_dir))
-        refuse_missed_profiles(trainer, job.run_dir, total_steps)
-        require_room_for_checkpoints(trainer, job.run_dir, total_steps, job.checkpoint_bytes())
+        to_look = job.to_look.format(run_dir=run_dir)
+        refuse_another_run(job.config, run_dir, total_steps, to_look)
+        refuse_missed_profiles(trainer, run_dir, total_steps)
+        require_room_for_checkpoints(trainer, run_dir, total_steps, job.checkpoint_bytes())
     job.check_folder()

@@ -14,8 +14,9 @@ from verl_lite.single_controller.guard import preload, worker_template_running
 
 
 def start(job: str, options: type[RunOptions], argv: list[str], default_recipe: str | None = None) -> int:
-    """Runs a job and returns its exit status. Help and errors in the command line are printed before the job is
-    imported, which takes seconds.
+    """Runs a job and returns its exit status.
+
+    Help and errors in the command line are printed before the job is imported, which takes seconds.
 
     Args:
         job: the job's class as "module:Class".
@@ -38,14 +39,23 @@ def start(job: str, options: type[RunOptions], argv: list[str], default_recipe: 
 
 
 def start_template(config: RunOptions, stack: ExitStack) -> None:
-    """Lets a template import the libraries of the workers while this process imports its own (`worker_template`), if
-    the run starts Ray on Linux and the workers use the CPU."""
+    """Lets a template import the libraries of the workers while this process imports its own (`worker_template`).
+
+    Does so only if the run starts Ray on Linux and the workers use the CPU.
+    """
     trainer = config.trainer
-    starts_ray = trainer.backend == "ray" and config.ray_kwargs.ray_init.address is None and not trainer.dry_run
-    # CUDA and libraries of macOS do not survive a fork
-    if not starts_ray or not os.path.isdir("/proc") or trainer.device == "cuda" or list_gpus():
+    starts_ray = trainer.backend == "ray" and config.ray_kwargs.ray_init.address is None
+    if not starts_ray or trainer.dry_run:
         return
-    slots = trainer.n_gpus_per_node or min(MOST_DEFAULT_CPU_SLOTS, cpu_count())
-    threads = max(1, cpu_count() // slots)
-    stack.enter_context(worker_template_running(worker_environment(cpu=True, threads=threads)))
+    # CUDA and libraries of macOS do not survive a fork
+    is_linux = os.path.isdir("/proc")
+    if not is_linux or trainer.device == "cuda" or list_gpus():
+        return
+
+    # the environment of the workers, as `create_groups` will set it: with another one the template is not used
+    num_cores = cpu_count()
+    slots = trainer.n_gpus_per_node or min(MOST_DEFAULT_CPU_SLOTS, num_cores)
+    threads = max(1, num_cores // slots)
+    env = worker_environment(cpu=True, threads=threads)
+    stack.enter_context(worker_template_running(env))
     preload("workers.engine.fsdp", "tensordict")

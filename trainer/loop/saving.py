@@ -81,8 +81,10 @@ class Saver:
         files.tidy(run_dir)
 
     def is_due(self, steps: StepCounter) -> bool:
-        """Returns True if the current step ends with a checkpoint: it is due, the disk was full at the last one, or
-        the run is being stopped."""
+        """Returns True if the current step ends with a checkpoint.
+
+        It does if one is due, the disk was full at the last one, or the run is being stopped.
+        """
         frequency = self.trainer.save_freq
         # called in every step, also if a checkpoint is due anyway: `must_stop` decides whether the run ends
         is_stopped = steps.must_stop()
@@ -106,8 +108,8 @@ class Saver:
             "config": flat_config(self.config),
             "steps": steps.state_dict(),
             "random": get_random_state(),
-            **(state or {}),
         }
+        driver_state |= state or {}
         try:
             # the workers keep only one copy of their state on the host, so the previous save comes to its end first
             self._collect()
@@ -166,8 +168,10 @@ class Saver:
         self._completed.append(self.newest)
 
     def take_completed(self) -> list[Path]:
-        """Returns the checkpoints that were completed since the last call, without waiting for one that is not. A
-        checkpoint that `max_actor_ckpt_to_keep` has deleted meanwhile is left out."""
+        """Returns the checkpoints that were completed since the last call, without waiting for one that is not.
+
+        A checkpoint that `max_actor_ckpt_to_keep` has deleted meanwhile is left out.
+        """
         publishing = self._publishing
         # an error of the publication is raised at the next save, which handles a full disk
         if publishing is not None and publishing.done() and publishing.exception() is None:
@@ -225,6 +229,8 @@ def require_room_for_checkpoints(trainer: RunConfig, run_dir: Path, total_steps:
     most = most_checkpoints(trainer, total_steps)
     if most == 0:
         return
+    num_saved = len(files.saved_steps(run_dir))
     # at least one: a checkpoint is complete before the one that it replaces is deleted
-    missing = max(1, most - len(files.saved_steps(run_dir)))
-    files.require_space(run_dir, missing * files.expected_size(run_dir, estimated_bytes))
+    num_missing = max(1, most - num_saved)
+    size = files.expected_size(run_dir, estimated_bytes)
+    files.require_space(run_dir, num_missing * size)

@@ -50,7 +50,9 @@ class StepCounter:
         if frequency == 0:
             return False
         # the last step counts with any frequency, so that the result is validated and saved
-        return self.is_last or (frequency > 0 and self.global_step % frequency == 0)
+        if self.is_last:
+            return True
+        return frequency > 0 and self.global_step % frequency == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state from which a resumed run continues."""
@@ -83,6 +85,7 @@ class EpochSteps(StepCounter):
         self.shuffle = shuffle
         self.seed = options.seed
         self.dataset = dataset
+        # rounded up, because the last batch of an epoch may be smaller
         self.per_epoch = math.ceil(rows * repeat / batch_size)
         self.total = options.total_epochs * self.per_epoch
         if options.total_training_steps is not None:
@@ -104,6 +107,8 @@ class EpochSteps(StepCounter):
         order = np.tile(np.arange(self.rows), self.repeat)
         if self.shuffle:
             # a generator for each epoch: a resumed run finds its rows without drawing those of the steps before
-            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+            generator = np.random.default_rng([self.seed, epoch])
+            order = generator.permutation(order)
         start = position * self.batch_size
-        return order[start : start + self.batch_size].tolist()
+        batch = order[start : start + self.batch_size]
+        return batch.tolist()

@@ -70,8 +70,10 @@ class TrainingLoop(Generic[Steps, Result]):
         return self.result
 
     def training_steps(self) -> Iterator[Any]:
-        """Yields the data of each remaining step. Calls `begin` before the first step; completes `result` at the end.
-        Call `end_step` after each step."""
+        """Yields the data of each remaining step. The caller has to call `end_step` after each.
+
+        Calls `begin` before the first step, and completes `result` at the end.
+        """
         self.begin()
         # a callback can end the run in on_run_begin or after the first validation, before there is a step
         if self.callbacks.control.should_training_stop:
@@ -117,8 +119,10 @@ class TrainingLoop(Generic[Steps, Result]):
         self.validate_first()
 
     def validate_first(self) -> None:
-        """Validates before the first step, if the options require it, and logs the metrics. A resumed run takes the
-        validations that it has logged before."""
+        """Validates before the first step, if the options require it, and logs the metrics.
+
+        A resumed run takes the validations that it has logged before.
+        """
         is_required = self.options.val_before_train or self.val_only
         if not self.validates or not is_required:
             return
@@ -126,12 +130,13 @@ class TrainingLoop(Generic[Steps, Result]):
         # the final report of a resumed run compares with the run's first validation, not with one at the checkpoint
         step = self.steps.global_step
         is_resumed = step > 0 and not self.val_only
-        logged = logged_validations(self.saver.run_dir / METRICS, step) if is_resumed else {}
-        if logged:
-            self.result.before_step = min(logged)
-            self.result.before = logged[self.result.before_step]
-            self.result.after = logged[max(logged)]
-            return
+        if is_resumed:
+            logged = logged_validations(self.saver.run_dir / METRICS, step)
+            if logged:
+                self.result.before_step = min(logged)
+                self.result.before = logged[min(logged)]
+                self.result.after = logged[max(logged)]
+                return
 
         metrics = self.validate(self.result)
         self.result.before_step = step
@@ -190,11 +195,12 @@ class TrainingLoop(Generic[Steps, Result]):
 
         # the step has become the last one, and any test_freq except 0 validates in the last step
         self.end_early()
+        must_save = requests.should_save
         if self.validates and self.steps.due(self.options.test_freq) and not is_validated:
             self.validate_again()
-            of_validation = self.callbacks.take_requests()
-            return requests.should_save or of_validation.should_save
-        return requests.should_save
+            requests_of_validation = self.callbacks.take_requests()
+            must_save = must_save or requests_of_validation.should_save
+        return must_save
 
     def validate_again(self) -> None:
         """Validates after the step was logged, and adds the metrics to those of the step."""
@@ -207,7 +213,8 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def end_early(self) -> None:
         """Makes the current step the last one."""
-        step, total = self.steps.global_step, self.steps.total
+        step = self.steps.global_step
+        total = self.steps.total
         self.tracking.note(f"The run ends after step {step} of {total}, as {self.callbacks.stopped_by} requests")
         self.ended_early = True
         self.steps.total = step
@@ -301,8 +308,9 @@ class TrainingLoop(Generic[Steps, Result]):
 
     @contextmanager
     def timed(self, name: str, within: str | None = None) -> Iterator[None]:
-        """Adds the block's seconds to timing_s/<name>, and its use of workers to `usage`. Exceptions raised inside name
-        this phase and the step.
+        """Adds the block's seconds to timing_s/<name>, and its use of workers to `usage`.
+
+        Exceptions raised inside name this phase and the step.
 
         Args:
             name: the phase.
@@ -320,14 +328,21 @@ class TrainingLoop(Generic[Steps, Result]):
 
     def _add_to_phase(self, name: str, seconds: float, used: np.ndarray) -> None:
         # a phase can run several times in a step, such as the rewards of each group that is sampled
-        self.timing[name] = self.timing.get(name, 0.0) + seconds
-        self.usage[name] = self.usage.get(name, np.zeros(2)) + used
+        seconds_before = self.timing.get(name, 0.0)
+        self.timing[name] = seconds_before + seconds
+        used_before = self.usage.get(name, np.zeros(2))
+        self.usage[name] = used_before + used
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The worker groups of the trained models, and of rollout engines in separate pools. All roles except those
-        engines share the processes of the first group."""
-        return [group for learner in self.saver.learners.values() for group in learner.groups]
+        """The worker groups of the trained models, and of rollout engines in separate pools.
+
+        All roles except those engines share the processes of the first group.
+        """
+        groups = []
+        for learner in self.saver.learners.values():
+            groups += learner.groups
+        return groups
 
     def usage_metrics(self) -> dict[str, float]:
         """Returns perf/idle_frac and perf/moved_mb of the step and of each phase that called workers."""
@@ -357,7 +372,8 @@ class TrainingLoop(Generic[Steps, Result]):
             tables += group.stop_profile()
         profiling.stop_profile()
         step = self.steps.global_step
-        self.tracking.show(f"profile of step {step}: {profile_folder(self.saver.run_dir, step)}\n{tables[0]}")
+        folder = profile_folder(self.saver.run_dir, step)
+        self.tracking.show(f"profile of step {step}: {folder}\n{tables[0]}")
 
     def save(self) -> None:
         """Writes a checkpoint of this step and logs the seconds that training waited for it."""
@@ -369,11 +385,14 @@ class TrainingLoop(Generic[Steps, Result]):
             raise
         with self.timed("save_checkpoint"):
             self.save_checkpoint(states)
-        self.tracking.log({"timing_s/save_checkpoint": self.timing["save_checkpoint"]}, step=self.steps.global_step)
+        waited = {"timing_s/save_checkpoint": self.timing["save_checkpoint"]}
+        self.tracking.log(waited, step=self.steps.global_step)
 
     def resume(self) -> None:
-        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one. The callbacks learn that the run
-        begins."""
+        """Restores the checkpoint that `trainer.resume_mode` selects, if there is one.
+
+        The callbacks learn that the run begins.
+        """
         state = self.saver.restore(self.steps)
         if state is not None:
             self.load_state_dict(state)

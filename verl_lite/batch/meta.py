@@ -9,6 +9,7 @@ import torch
 from verl_lite.batch.wire import MetaInfo
 
 Value = TypeVar("Value")
+Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
 
 class BatchError(AssertionError, ValueError):
@@ -71,29 +72,40 @@ def _copied(value: object) -> object:
 def same(first: object, second: object) -> bool:
     """Compares deeply; NaN equals NaN, and arrays are compared by element."""
     # a number may come back from a worker as a numpy scalar
-    if type(first) is not type(second) and not (np.isscalar(first) and np.isscalar(second)):
+    are_scalars = np.isscalar(first) and np.isscalar(second)
+    if type(first) is not type(second) and not are_scalars:
         return False
     if isinstance(first, Mapping) and isinstance(second, Mapping):  # dict, TensorDict
-        # a TensorDict iterates over its rows, and only keys() over its names
-        if set(first.keys()) != set(second.keys()):
-            return False
-        return all(same(first[name], second[name]) for name in first.keys())
+        return _same_columns(first, second)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return _same_entries(first, second)
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        are_both_nan = (first != first) & (second != second)
-        return bool(((first == second) | are_both_nan).all())
+        return _same_values(first, second)
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        if first.dtype == np.dtype(object):
-            return _same_entries(list(first), list(second))
-        are_both_nan = (first != first) & (second != second)
-        return bool(((first == second) | are_both_nan).all())
-    return bool(first == second) or bool(first != first and second != second)
+        return _same_values(first, second)
+    are_both_nan = first != first and second != second
+    return bool(first == second) or bool(are_both_nan)
+
+
+def _same_columns(first: Mapping[str, object], second: Mapping[str, object]) -> bool:
+    # a TensorDict iterates over its rows, and only keys() over its names
+    names = first.keys()
+    if set(names) != set(second.keys()):
+        return False
+    return all(same(first[name], second[name]) for name in names)
 
 
 def _same_entries(first: Sequence[object], second: Sequence[object]) -> bool:
     return len(first) == len(second) and all(map(same, first, second))
+
+
+def _same_values(first: Array, second: Array) -> bool:
+    """Compares two tensors or two arrays by element."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    # a comparison of whole object arrays would compare their entries by `==`, which is ambiguous for arrays
+    if isinstance(first, np.ndarray) and first.dtype == np.dtype(object):
+        return _same_entries(list(first), list(second))
+    are_both_nan = (first != first) & (second != second)
+    are_equal = (first == second) | are_both_nan
+    return bool(are_equal.all())

@@ -23,6 +23,7 @@ import torch
 _WORTH_PACKING = 0.9  # a span narrower than this share of the dense matrix is worth its two numbers per row
 _NARROWEST_PACKED_WIDTH = 8
 _FLOATS = (torch.float16, torch.float32, torch.float64)  # the float types that numpy supports
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
 
 
 MetaInfo = dict[str, Any]
@@ -124,11 +125,15 @@ class Packed:
         """Returns rows [start, stop) as views."""
         arrays = []
         for section, array in zip(self.sections, self.arrays, strict=True):
-            if section.span < 0:
-                arrays.append(array[start:stop])
-            else:
+            first = start
+            end = stop
+            if section.span >= 0:
+                # rows have different numbers of real tokens
                 offsets = self._offsets[section.span]
-                arrays.append(array[offsets[start] : offsets[stop]])
+                first = offsets[start]
+                end = offsets[stop]
+            arrays.append(array[first:end])
+
         objects = {name: value[start:stop] for name, value in self.objects.items()}
         return replace(self, rows=stop - start, arrays=arrays, objects=objects)
 
@@ -140,9 +145,12 @@ class Packed:
             begin = _aligned(end, array.itemsize)
             end = begin + array.nbytes
             byte_ranges.append(slice(begin, end))
+
         buffer = np.empty(end, dtype=np.uint8)
         for byte_range, array in zip(byte_ranges, self.arrays, strict=True):
-            buffer[byte_range] = array.reshape(-1).view(np.uint8)
+            flat = array.reshape(-1)
+            buffer[byte_range] = flat.view(np.uint8)
+        # `_load` finds the positions again, from the layouts in the schema
         return _load, (self.schema, self.rows, buffer, self.objects, self.meta)
 
     def unpack(self) -> dict[str, torch.Tensor]:
@@ -156,12 +164,14 @@ class Packed:
         for column in self.columns:
             if column.source:
                 stop = column.low + column.tail[0]
-                bits[column.name] = bits[column.source][:, column.low : stop].copy()
+                entries = bits[column.source][:, column.low : stop]
+                # a copy, so that a change of `prompts` in place does not change `input_ids`
+                bits[column.name] = entries.copy()
 
         tensors = {}
         for column in self.columns:
-            dtype: torch.dtype = getattr(torch, column.dtype)
-            tensors[column.name] = torch.from_numpy(bits[column.name]).view(dtype)
+            integers = torch.from_numpy(bits[column.name])
+            tensors[column.name] = integers.view(_torch_dtype(column))
         return tensors
 
     def _unpack_column(self, column: WireColumn, indices: dict[int, np.ndarray]) -> np.ndarray:
@@ -171,16 +181,22 @@ class Packed:
             return self.arrays[column.values].copy()
 
         width = column.tail[0]
-        dtype: torch.dtype = getattr(torch, column.dtype)
+        itemsize = _torch_dtype(column).itemsize
         # bits as integers, so that a NaN keeps its payload and -0.0 its sign
-        bits = np.full((self.rows, width), column.fill, f"i{dtype.itemsize}")
+        bits = np.full((self.rows, width), column.fill, f"i{itemsize}")
         if column.filled >= 0:
             is_fill = np.unpackbits(self.arrays[column.filled], axis=1, count=width)
             bits[is_fill == 0] = 0
+
+        # most columns have the same span
         if column.span not in indices:
             indices[column.span] = _indices(self.arrays[column.span], width)
-        inside = column.constant if column.values < 0 else self.arrays[column.values]
-        bits.reshape(-1)[indices[column.span]] = inside
+        inside: int | np.ndarray = column.constant
+        if column.values >= 0:
+            inside = self.arrays[column.values]
+        flat = bits.reshape(-1)
+        flat[indices[column.span]] = inside
+
         if column.is_steps:
             np.cumsum(bits, axis=1, out=bits)
         return bits
@@ -216,12 +232,14 @@ def concat(parts: list[Packed]) -> Packed | None:
     for part in parts:
         if part.schema != first.schema or part.objects.keys() != first.objects.keys():
             return None
+        # other columns have no common function that concatenates them
         if not all(isinstance(value, np.ndarray) for value in part.objects.values()):
             return None
 
     arrays = []
     for section in range(len(first.arrays)):
-        arrays.append(np.concatenate([part.arrays[section] for part in parts]))
+        arrays_of_section = [part.arrays[section] for part in parts]
+        arrays.append(np.concatenate(arrays_of_section))
     objects: dict[str, Rows] = {}
     for name in first.objects:
         objects[name] = np.concatenate([part.objects[name] for part in parts])
@@ -243,18 +261,21 @@ class _Packer:
         # first the spans of the masks: the real tokens of most other columns are the same
         for name in tensors:
             if name.endswith("mask") and self._is_matrix(name):
-                self._add_span(_span_of(self.bits[name]), self.bits[name].shape[1])
+                bits = self.bits[name]
+                self._add_span(_span_of(bits), width=bits.shape[1])
 
     def encode(self, name: str) -> WireColumn:
         """Chooses the encoding of a column and adds its sections."""
         bits = self.bits[name]
         dtype = self.tensors[name].dtype
-        column = WireColumn(name, str(dtype).removeprefix("torch."), tuple(bits.shape[1:]))
+        dtype_name = str(dtype).removeprefix("torch.")
+        column = WireColumn(name, dtype_name, tail=tuple(bits.shape[1:]))
         if self._is_matrix(name):
             encoded = self._encode_matrix(column, bits, dtype)
             if encoded is not None:
                 return encoded
-        return column._replace(values=self._add(bits))
+        section = self._add(bits)
+        return column._replace(values=section)
 
     def _encode_matrix(self, column: WireColumn, bits: np.ndarray, dtype: torch.dtype) -> WireColumn | None:
         """Encodes a column (rows, width) as a slice or with a span; returns None if neither saves space."""
@@ -268,41 +289,54 @@ class _Packer:
             span = self._add_span(_span_of(steps), width)
             return self._fit(column._replace(is_steps=True, span=span), steps)
 
-        spans_of_width = [span for span, span_width in self.spans.items() if span_width == width]
-        for span in spans_of_width:
+        for span, span_width in self.spans.items():
+            if span_width != width:
+                continue
             encoded = self._fit(column._replace(span=span), bits)
             if encoded is not None:
                 return encoded
 
-        # 0.0 and -0.0 are both zero as floats, but not as bits
-        entries = bits.view(f"f{bits.itemsize}") if dtype in _FLOATS else bits
+        entries = bits
+        if dtype in _FLOATS:
+            # 0.0 and -0.0 are both zero as floats, but not as bits
+            entries = bits.view(f"f{bits.itemsize}")
         own_span = _span_of(entries)
-        if own_span[:, 1].sum(dtype=np.int64) > _WORTH_PACKING * bits.size:
+        lengths = own_span[:, 1]
+        if lengths.sum(dtype=np.int64) > _WORTH_PACKING * bits.size:
             return None
-        return self._fit(column._replace(span=self._add_span(own_span, width)), bits)
+        span = self._add_span(own_span, width)
+        return self._fit(column._replace(span=span), bits)
 
     def _first_in_input_ids(self, name: str, bits: np.ndarray, dtype: torch.dtype) -> int | None:
-        """Returns the column of `input_ids` at which the prompts or responses begin; None if they are not part of
-        it."""
-        if name not in ("prompts", "responses") or "input_ids" not in self.bits or not self._is_matrix("input_ids"):
+        """Returns the first column of the prompts or responses in `input_ids`; None if they are no part of it."""
+        if name not in ("prompts", "responses") or "input_ids" not in self.bits:
             return None
-        if dtype != self.tensors["input_ids"].dtype:
+        if not self._is_matrix("input_ids") or dtype != self.tensors["input_ids"].dtype:
             return None
 
+        # a row of `input_ids` is a prompt and its response; a batch of the user may have other columns of these names
         ids = self.bits["input_ids"]
         width = bits.shape[1]
-        low = 0 if name == "prompts" else ids.shape[1] - width
+        low = 0
+        if name == "responses":
+            low = ids.shape[1] - width
         if low < 0 or not np.array_equal(bits, ids[:, low : low + width]):
             return None
         return low
 
     def _is_matrix(self, name: str) -> bool:
+        """Returns True if the column is a matrix that is wide enough for a span."""
         bits = self.bits[name]
-        return bits.ndim == 2 and bits.shape[1] >= _NARROWEST_PACKED_WIDTH and self.rows > 0
+        if bits.ndim != 2 or self.rows == 0:
+            return False
+        return bits.shape[1] >= _NARROWEST_PACKED_WIDTH
 
     def _add(self, array: np.ndarray, span: int = -1) -> int:
         """Adds a section and returns its number."""
-        self.sections.append(Section(array.dtype.str, () if span >= 0 else array.shape[1:], span))
+        # the entries inside a span are in one row
+        tail = array.shape[1:]
+        section = Section(array.dtype.str, tail, span)
+        self.sections.append(section)
         self.arrays.append(array)
         return len(self.arrays) - 1
 
@@ -347,7 +381,8 @@ class _Packer:
         row = int(np.argmax(span[:, 1] < bits.shape[1]))
         start, length = span[row]
         is_before_span = start > 0 or length == 0
-        fill = int(bits[row, 0 if is_before_span else length])
+        position = 0 if is_before_span else length
+        fill = int(bits[row, position])
         if fill == 0:
             # this entry is 0.0, and others may be -0.0, of which only the sign bit is set
             fill = -1 << (8 * bits.itemsize - 1)
@@ -355,11 +390,17 @@ class _Packer:
         num_fill = np.count_nonzero(is_fill) - np.count_nonzero(inside == fill)
         if num_fill != num_nonzero:
             return None
+        num_outside = bits.size - inside.size
         filled = -1
-        if num_fill != bits.size - inside.size:
+        if num_fill != num_outside:
             # the other entries outside the span are 0
             filled = self._add(np.packbits(is_fill, axis=1))
         return column._replace(fill=fill, filled=filled)
+
+
+def _torch_dtype(column: WireColumn) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, column.dtype)
+    return dtype
 
 
 def _smallest_int(lowest: int, highest: int) -> type[np.signedinteger]:
@@ -381,15 +422,18 @@ def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Rows]
     arrays: list[np.ndarray] = []
     end = 0
     for section in sections:
-        dtype = np.dtype(section.dtype)
-        if section.span < 0:
-            shape = (rows, *section.tail)
-        else:
+        length = rows
+        if section.span >= 0:
+            # a span is added before its columns, so that its array is restored already
             lengths = arrays[section.span][:, 1]
-            shape = (int(lengths.sum(dtype=np.int64)),)
+            length = int(lengths.sum(dtype=np.int64))
+        shape = (length, *section.tail)
+
+        dtype = np.dtype(section.dtype)
         begin = _aligned(end, dtype.itemsize)
         end = begin + math.prod(shape) * dtype.itemsize
-        arrays.append(buffer[begin:end].view(dtype).reshape(shape))
+        flat = buffer[begin:end].view(dtype)
+        arrays.append(flat.reshape(shape))
     return Packed(rows, columns, sections, arrays, objects, meta, schema)
 
 
@@ -397,22 +441,29 @@ def _span_of(values: np.ndarray) -> np.ndarray:
     """Returns (rows, 2): position of the first nonzero entry of each row, and number of entries up to the last one."""
     width = values.shape[1]
     is_set = values != 0
+    from_the_end = is_set[:, ::-1]
     start = is_set.argmax(axis=1)
-    end = width - is_set[:, ::-1].argmax(axis=1)
+    end = width - from_the_end.argmax(axis=1)
+    # argmax is 0 for a row without such an entry
     length = np.where(is_set.any(axis=1), end - start, 0)
+
     # two numbers for each row and span are the cost of packing
-    dtype = np.uint16 if width <= np.iinfo(np.uint16).max else np.int32
-    return np.stack([start, length], axis=1).astype(dtype)
+    dtype: type[np.integer] = np.uint16
+    if width > np.iinfo(np.uint16).max:
+        dtype = np.int32
+    span = np.stack([start, length], axis=1)
+    return span.astype(dtype)
 
 
 def _indices(span: np.ndarray, width: int) -> np.ndarray:
     """Returns the positions of all real tokens in the flattened (rows, width) matrix, row by row."""
+    # the 16 bits of a span are too few for these positions
     start, length = span.astype(np.int64).T
     # without a loop over rows: the count over all tokens, plus a difference that is constant in each row
     first_index = np.arange(len(span)) * width + start
     num_earlier_tokens = np.cumsum(length) - length
-    num_tokens = int(length.sum())
-    return np.repeat(first_index - num_earlier_tokens, length) + np.arange(num_tokens)
+    differences = np.repeat(first_index - num_earlier_tokens, length)
+    return np.arange(len(differences)) + differences
 
 
 def can_pack(tensor: torch.Tensor) -> bool:
@@ -423,7 +474,8 @@ def can_pack(tensor: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     """Returns the bits as signed integers of the same size, which compare exactly, including NaN and -0.0."""
+    tensor = tensor.detach().to("cpu")
     # a conjugated or negated view has the bits of its source
-    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return plain.view(signed).numpy()
+    tensor = tensor.resolve_conj().resolve_neg()
+    integers = tensor.contiguous().view(_SIGNED[tensor.dtype.itemsize])
+    return integers.numpy()

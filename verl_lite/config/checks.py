@@ -58,8 +58,9 @@ class NamedCode:
     def problems(self, config: object) -> Problems:
         """Yields a problem if the value is neither registered nor the path of a callable that fits."""
         value = value_of(config, self.key)
-        if value is not None:
-            yield from registered_problems(self.key, str(value), self.registered, self.kind, self.call)
+        if value is None:
+            return
+        yield from registered_problems(self.key, str(value), self.registered, self.kind, self.call)
 
 
 LOSS_CODE = NamedCode("actor.policy_loss.loss_mode", POLICY_LOSS_REGISTRY, "function", LOSS_CALL)
@@ -119,7 +120,8 @@ def section_problems(options: object) -> Problems:
     for section in _sections_of(options):
         for problem in section.check():
             # a consequence of a value outside its range is no second problem
-            if not any(setting in problem for setting in out_of_range.values()):
+            is_consequence = any(setting in problem for setting in out_of_range.values())
+            if not is_consequence:
                 yield problem
     yield from conflict_problems(options, out_of_range)
 
@@ -127,9 +129,12 @@ def section_problems(options: object) -> Problems:
 def _choice_problems(key: Key, value: object) -> Problems:
     """Yields a problem if the value is none of those that the option declares."""
     assert isinstance(key.expects, tuple)
-    if value not in key.expects:
-        or_null = "; or null" if key.optional else ""
-        yield unknown_value(key.name, value, key.expects) + or_null
+    if value in key.expects:
+        return
+    problem = unknown_value(key.name, value, key.expects)
+    if key.optional:
+        problem += "; or null"
+    yield problem
 
 
 def _sections_of(options: object) -> list[Options]:
@@ -167,12 +172,13 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
         )
 
     for key in schema_of(type(config)).keys.values():
-        if key.path[-1] not in ("fsdp_size", "ulysses_sequence_parallel_size"):
+        name = key.path[-1]
+        if name not in ("fsdp_size", "ulysses_sequence_parallel_size"):
             continue
         size = value_of(config, key.name)
         # -1 stands for all devices
         if isinstance(size, int) and size > 0 and count % size:
-            all_devices = "-1 or " if key.path[-1] == "fsdp_size" else ""
+            all_devices = "-1 or " if name == "fsdp_size" else ""
             yield f"{key.name}={size} does not divide the {count} devices; use {all_devices}one of {divisors(count)}"
 
 
@@ -181,22 +187,27 @@ def reward_problems(reward: RewardConfig) -> Problems:
     yield from python_file("reward.custom_reward_function.path", reward.custom_reward_function.path)
     invalid_parts = list(part_problems(reward.functions))
     yield from invalid_parts
+    # `reward_parts` raises for the first of them
     if invalid_parts:
         return
     for part in reward_parts(reward.functions):
         yield from python_file(f"{part.option}.path", part.path)
-        if part.path is None and part.reward in ("code", "rule/code"):
-            yield from code.time_problems(part.kwargs, reward.timeout_s, f"{part.option}.kwargs")
-        if part.path is None and part.reward in ("judge", "rule/judge"):
-            yield from judge.option_problems(part.kwargs, f"{part.option}.kwargs")
+        if part.path is not None:
+            continue
+        kwargs_option = f"{part.option}.kwargs"
+        if part.reward in ("code", "rule/code"):
+            yield from code.time_problems(part.kwargs, reward.timeout_s, kwargs_option)
+        if part.reward in ("judge", "rule/judge"):
+            yield from judge.option_problems(part.kwargs, kwargs_option)
 
 
 def _engine_problems(config: PPOConfig, count: int | None, engines: Collection[str]) -> Problems:
     """Checks that the rollout engine exists, its extra arguments, and that its devices belong to one machine."""
     rollout = config.rollout
     yield from registered_problems("rollout.name", rollout.name, engines, "Class", ENGINE_CALL)
+    names_of_engines = {*engines, *FOREIGN_ENGINES}
     for name, entries in rollout.engine_kwargs.items():
-        if name not in (*engines, *FOREIGN_ENGINES) or not isinstance(entries, dict):
+        if name not in names_of_engines or not isinstance(entries, dict):
             yield f"rollout.engine_kwargs.{name}={entries}: expected an engine's name, as in engine_kwargs.vllm.KEY"
 
     if not count or config.trainer.nnodes < 1:
@@ -226,6 +237,8 @@ def _environment_problems(config: PPOConfig) -> Problems:
         limit = template.max_tokens_per_step
         if limit is not None and limit > longest:
             yield f"{at}.max_tokens_per_step={limit} exceeds data.max_response_length={longest}: set at most {longest}"
+
+        # a validation computes no advantages
         is_trained = tag in config.agentic.train_env_manager.tags
         if is_trained and rows_of_estimator and template.by_step is not (rows_of_estimator == "step"):
             yield (
@@ -244,6 +257,9 @@ def _model_folder_problems(config: PPOConfig) -> Problems:
     }
     for teacher in config.distillation.valid_teachers():
         folders[f"distillation.teachers.{teacher.name}.path"] = teacher.path
-    for key, folder in folders.items():
-        if folder and not Path(folder).is_dir() and not _HUB_NAME.fullmatch(folder):
-            yield f"{key}={folder}: there is no folder {Path(folder).absolute()}"
+    for key, name in folders.items():
+        if name is None:
+            continue
+        folder = Path(name)
+        if name and not folder.is_dir() and not _HUB_NAME.fullmatch(name):
+            yield f"{key}={name}: there is no folder {folder.absolute()}"

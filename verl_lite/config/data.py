@@ -142,14 +142,15 @@ def _source_problems(sources: FreeDict) -> Problems:
     """Yields the problems of `data.sources` that do not depend on the data."""
     weights: dict[str, object] = {}
     for name, entry in sources.items():
-        is_mapping = isinstance(entry, Mapping)
-        if is_mapping:
+        if isinstance(entry, Mapping):
             weights[name] = entry.get("weight")
-        if not is_mapping or not entry or not all(_is_source_option(*item) for item in entry.items()):
+        if not _is_source(entry):
             yield (
                 f"data.sources.{name}={entry}: expected weight (a number of at least 0), n (a whole number of at least "
                 "1), or both, such as {weight: 0.5, n: 8}"
             )
+
+    # without any weights, the order of the prompts does not depend on their sources
     unweighted = [name for name, weight in weights.items() if weight is None]
     if len(unweighted) == len(weights):
         return
@@ -157,6 +158,13 @@ def _source_problems(sources: FreeDict) -> Problems:
         yield f"data.sources.{name} has no weight, but another source does: set a weight for each source"
     if not any(weights.values()):
         yield "data.sources: every weight is 0, so no prompt would be drawn: set a weight above 0"
+
+
+def _is_source(entry: object) -> bool:
+    """Returns True for an entry of `data.sources` with valid options."""
+    if not isinstance(entry, Mapping) or not entry:
+        return False
+    return all(_is_source_option(name, value) for name, value in entry.items())
 
 
 def _is_source_option(name: object, value: object) -> bool:

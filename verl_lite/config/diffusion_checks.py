@@ -36,13 +36,14 @@ def validate_reward_flow(
     Raises:
         ConfigError: the configuration has problems; the error lists all of them.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    problems = [
-        *(f"{name}: not installed; reward flow needs it: pip install 'verl_lite[diffusion]'" for name in missing),
-        *section_problems(config),
-        *(_pipeline(config, Path(config.model.path)) if files and config.model.path else ()),
-        *machine_problems(config, count, available),
-    ]
+    problems = []
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            problems.append(f"{name}: not installed; reward flow needs it: pip install 'verl_lite[diffusion]'")
+    problems += section_problems(config)
+    if files and config.model.path:
+        problems += _pipeline(config, Path(config.model.path))
+    problems += machine_problems(config, count, available)
     try:
         VISUAL_REWARDS.get_fn(config.reward.name)
     except ValueError as error:
@@ -77,13 +78,16 @@ def _pipeline(config: RewardFlowConfig, folder: Path) -> Problems:
 def _frame_problems(config: RewardFlowConfig, folder: Path) -> Problems:
     """Checks that the VAE and the transformer can divide the frames into latents and patches."""
     vae = _read_json(folder / "vae" / "config.json")
-    default_factor = _WAN_FACTOR if vae.get("_class_name") == _WAN_CLASS else None
-    factor = vae.get("scale_factor_spatial", default_factor)
+    factor = vae.get("scale_factor_spatial")
+    if "scale_factor_spatial" not in vae and vae.get("_class_name") == _WAN_CLASS:
+        factor = _WAN_FACTOR
+    transformer = _read_json(folder / "transformer" / "config.json")
     # absent in some config files
-    patch = _read_json(folder / "transformer" / "config.json").get("patch_size")
+    patch = transformer.get("patch_size")
     if not factor or not isinstance(patch, list):
         return
     data = config.data
+    # patches are frames, height and width
     needed = factor * patch[-1]
     if data.height and data.width:
         sides = {"height": data.height, "width": data.width}
@@ -104,7 +108,8 @@ def _expert_problems(config: RewardFlowConfig, index: FreeDict) -> Problems:
     sampler = config.sampler
     if not second_expert[0] or not boundary or sampler.num_inference_steps < 1 or sampler.shift <= 0:
         return
-    high_steps = high_noise_steps(flow_sigmas(sampler.num_inference_steps, sampler.shift), boundary)
+    sigmas = flow_sigmas(sampler.num_inference_steps, sampler.shift)
+    high_steps = high_noise_steps(sigmas, boundary)
     if 0 <= sampler.mid_timestep < high_steps:
         yield (
             f"sampler.mid_timestep={sampler.mid_timestep}: the high-noise expert, which is not trained, runs the first "
@@ -118,4 +123,6 @@ def _read_json(file: Path) -> FreeDict:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return content

@@ -85,7 +85,9 @@ class DistillationConfig(Options):
     @property
     def active_loss(self) -> DistillationLossConfig | None:
         """The loss against the teachers; None if the run has no teachers."""
-        return self.distillation_loss if self.is_active else None
+        if not self.is_active:
+            return None
+        return self.distillation_loss
 
     @property
     def replaces_rewards(self) -> bool:
@@ -108,18 +110,23 @@ class DistillationConfig(Options):
             return []
         teachers = []
         for name, entry in self.teachers.items():
+            options: FreeDict = {}
             # a single teacher has all rows, whatever its name
-            options: FreeDict = {} if len(self.teachers) == 1 else {"key": name}
+            if len(self.teachers) > 1:
+                options["key"] = name
             for key, value in entry.items():
                 if not _is_ignored(key, value):
-                    options[_NAMES.get(key, key)] = value
+                    name_here = _NAMES.get(key, key)
+                    options[name_here] = value
             teachers.append(Teacher(name, **options))
         return teachers
 
     def valid_teachers(self) -> list[Teacher]:
         """Returns the teachers; none if `check` finds a problem, which would prevent reading them."""
         has_problem = any(self.check())
-        return [] if has_problem else self.named_teachers()
+        if has_problem:
+            return []
+        return self.named_teachers()
 
     def check(self) -> Problems:
         if not re.fullmatch(r"data_source|extra_info\.\w[\w.]*", self.teacher_key):
@@ -134,6 +141,7 @@ class DistillationConfig(Options):
         for name, entry in self.teachers.items():
             entry_problems += _entry_problems(name, entry)
         yield from entry_problems
+        # an entry of another form is no `Teacher`
         if entry_problems:
             return
 

@@ -95,9 +95,13 @@ def load_schema(
         sources.append(merge.reader.parse_words(words))
         merge.merge_sources(sources, recipe_loader, default_recipe)
     config, omega = merge.resolve()
-    refusals = [f"{', '.join(settings)}: {reason}" for reason, settings in merge.refused.items()]
+
+    # one sentence for all keys that are refused for the same reason
+    refusals = []
+    for reason, settings in merge.refused.items():
+        refusals.append(f"{', '.join(settings)}: {reason}")
     if merge.problems or refusals:
-        raise ConfigError([*refusals, *merge.problems])
+        raise ConfigError(refusals + merge.problems)
 
     action: Action = "run"
     if wants_help:
@@ -152,12 +156,16 @@ class _Merge(Generic[C]):
         if assignment is not None:
             return assignment.value
         key = self.schema.keys.get(name)
-        return None if key is None else key.default
+        if key is None:
+            return None
+        return key.default
 
     def source(self, name: str) -> str:
         """Returns the source of the current value of a leaf."""
         assignment = self.leaves.get(tuple(name.split(".")))
-        return "default" if assignment is None else assignment.source
+        if assignment is None:
+            return "default"
+        return assignment.source
 
     def set(self, name: str, value: object, source: str) -> None:
         """Sets a leaf to a value that no source contains, such as one that follows from other options."""
@@ -177,13 +185,15 @@ class _Merge(Generic[C]):
         """
         # before the first translation, because the meaning of some keys of ROLL depends on keys of all sources
         for source in sources:
-            self.written |= {".".join(assignment.path): assignment.value for assignment in source}
+            for assignment in source:
+                self.written[".".join(assignment.path)] = assignment.value
         assignments: list[Assignment] = []
         for source in sources:
             assignments += self.translate(source)
 
         # the recipe comes first, so that every source overrides it, although a source may name it
-        for assignment in (*self.recipe(assignments, recipe_loader, default_recipe), *assignments):
+        of_recipe = self.recipe(assignments, recipe_loader, default_recipe)
+        for assignment in of_recipe + assignments:
             self.assign(assignment)
         self.derive()
         if self.speaks_verl:
@@ -204,12 +214,14 @@ class _Merge(Generic[C]):
         if default is not None and not recipes and not _has_model_or_data(assignments):
             self.set("recipe", default, "default, because neither model.path nor data.train_files is given")
             recipes = [default]
+        # recipe=null turns the default off
         if not recipes or recipes[-1] is None:
             return []
         recipe = str(recipes[-1])
         try:
             overrides = loader(recipe)
-            return self.translate(self.reader.flatten(overrides, (), f"recipe:{recipe}"))
+            leaves = self.reader.flatten(overrides, (), f"recipe:{recipe}")
+            return self.translate(leaves)
         except UserError as error:
             self.problems.append(str(error))
             return []
@@ -247,8 +259,10 @@ class _Merge(Generic[C]):
             if verdict.note:
                 self.notes.append(verdict.note)
             for alias in _renamed(assignment, verdict):
-                index = len(translated) if assignment.source == COMMAND_LINE else num_renamed
-                translated.insert(index, alias)
+                if assignment.source == COMMAND_LINE:
+                    translated.append(alias)
+                else:
+                    translated.insert(num_renamed, alias)
                 num_renamed += 1
         self.problems += self.contradictions(translated)
         return translated
@@ -267,13 +281,13 @@ class _Merge(Generic[C]):
         """Yields a problem for each key of verl that has to equal an option of the same source, and does not."""
         if self.keys is None:
             return
+        # `_renamed` appends the key of verl to the source
         own_values: dict[Path, object] = {}
         for assignment in assignments:
             if ", as " not in assignment.source:
                 own_values[assignment.path] = assignment.value
 
         for assignment in assignments:
-            # `_renamed` appends the key of verl to the source
             written_as = assignment.source.partition(", as ")[2]
             entry = self.keys.entries.get(written_as)
             if entry is None or not entry.must_equal:
@@ -341,7 +355,8 @@ class _Merge(Generic[C]):
             return str(gone[name])
         members = [key for key in self.schema.keys if key.startswith(f"{name}.")]
         if members:
-            return f"{name} is a group of options, such as {', '.join(members[:3])}"
+            examples = ", ".join(members[:3])
+            return f"{name} is a group of options, such as {examples}"
         nearest = self.schema.nearest(name)
         if nearest:
             return f"there is no such key; did you mean {' or '.join(nearest)}?"
@@ -365,10 +380,12 @@ class _Merge(Generic[C]):
         switch = f"{section}.{pass_prefix}use_dynamic_bsz"
         if switch not in self.schema.keys:
             return
+        size = self.value(name)
         # a switch that the same or a later source sets counts
-        if self.value(name) is not None and _rank(self.source(name)) > _rank(self.source(switch)):
+        is_later = _rank(self.source(name)) > _rank(self.source(switch))
+        if size is not None and is_later:
             self.set(switch, False, f"implied by {name}")
-            self.notes.append(f"{switch}=false, because {name}={self.value(name)} is given")
+            self.notes.append(f"{switch}=false, because {name}={size} is given")
 
     def _check_critic(self) -> None:
         """Adds a problem if a user of verl sets options of the critic and relies on verl's default estimator."""
@@ -390,8 +407,10 @@ class _Merge(Generic[C]):
                 "trainer.resume_mode=auto continues the newest checkpoint of trainer.default_local_dir, which is "
                 "new in every run without a name: set trainer.experiment_name"
             )
+        # the last part of a name, of a module or of a path: recipes/gsm8k/recipe.py is gsm8k
         recipe = str(self.value("recipe") or "run")
-        title = re.split(r"[/.]", recipe.removesuffix(".py").removesuffix("/recipe"))[-1]
+        path = recipe.removesuffix(".py").removesuffix("/recipe")
+        title = re.split(r"[/.]", path)[-1]
         # two runs may start within one second in the same folder; their folders must differ
         name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self.set("trainer.experiment_name", name, "made from recipe, date and time")
@@ -416,8 +435,12 @@ class _Merge(Generic[C]):
             names = [str(error.full_key)]
             if not error.full_key:  # OmegaConf does not name an option that refers to no dictionary but needs one
                 names = [".".join(path) for path, leaf in self.leaves.items() if is_interpolation(leaf.value)]
-            setting = "".join(f"{name}={self.value(name)} " for name in names if name in self.schema.keys)
-            self.problems.append(f"{setting}cannot be resolved: {' '.join(str(error).split())}")
+            settings = ""
+            for name in names:
+                if name in self.schema.keys:
+                    settings += f"{name}={self.value(name)} "
+            reason = " ".join(str(error).split())
+            self.problems.append(f"{settings}cannot be resolved: {reason}")
             # the caller raises this problem together with all others
             return self.root(), omega
 
@@ -426,9 +449,13 @@ class _Merge(Generic[C]):
         # a dictionary with entries has no source of its own
         paths_above: set[Path] = set()
         for path in self.leaves:
-            paths_above |= {path[:depth] for depth in range(1, len(path))}
+            for depth in range(1, len(path)):
+                paths_above.add(path[:depth])
 
-        sources = {name: "default" for name, key in self.schema.keys.items() if key.path not in paths_above}
+        sources = {}
+        for name, key in self.schema.keys.items():
+            if key.path not in paths_above:
+                sources[name] = "default"
         for path, assignment in self.leaves.items():
             sources[".".join(path)] = assignment.source
         return sources
@@ -451,7 +478,8 @@ def _has_model_or_data(assignments: Iterable[Assignment]) -> bool:
 
 def _renamed(assignment: Assignment, verdict: spellings.Verdict) -> Iterator[Assignment]:
     """Yields the assignments of the options that a translated key sets."""
-    source = f"{assignment.source}, as {'.'.join(assignment.path)}"
+    written_as = ".".join(assignment.path)
+    source = f"{assignment.source}, as {written_as}"
     for key, value in verdict.settings.items():
         # the text on the command line is that of the written value
         raw = assignment.raw if value == assignment.value else None
@@ -496,4 +524,5 @@ def _rank(source: str) -> int:
     for rank, start in enumerate(order):
         if source.startswith(start):
             return rank
+    # a value that follows from other options
     return 0

@@ -29,10 +29,17 @@ class ConfigError(UserError):
     """An invalid configuration. The message lists all problems, each with key, value, expectation and remedy."""
 
     def __init__(self, problems: list[str]) -> None:
+        # two checks can find the same problem
         self.problems = list(dict.fromkeys(problems))
-        listing = "\n".join("  - " + problem.replace("\n", "\n    ") for problem in self.problems)
-        count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "one problem"
-        super().__init__(f"the configuration has {count}:\n{listing}")
+        count = "one problem"
+        if len(self.problems) > 1:
+            count = f"{len(self.problems)} problems"
+        message = f"the configuration has {count}:"
+        for problem in self.problems:
+            # further lines of a problem stand below its text
+            indented = problem.replace("\n", "\n    ")
+            message += f"\n  - {indented}"
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,11 @@ class Key:
             words = _WORDS[self.kind]
         if self.optional:
             words += " or null"
+        text = f"{words} is expected"
         # an empty value shows nothing
-        has_example = self.default not in (None, "", {}, [])
-        example = f", for example {self.name}={value_text(self.default)}" if has_example else ""
-        return f"{words} is expected{example}"
+        if self.default not in (None, "", {}, []):
+            text += f", for example {self.name}={value_text(self.default)}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -85,9 +93,11 @@ class Schema:
     @cached_property
     def sections(self) -> frozenset[str]:
         """Dotted names of all sections."""
-        names: set[str] = set()
+        names = set()
         for key in self.keys.values():
-            names |= {".".join(key.path[:depth]) for depth in range(1, len(key.path))}
+            for depth in range(1, len(key.path)):
+                section = key.path[:depth]
+                names.add(".".join(section))
         return frozenset(names)
 
     def find(self, path: Path) -> Key | None:
@@ -102,19 +112,20 @@ class Schema:
     def nearest(self, name: str) -> list[str]:
         """Returns up to three keys with a similar last part, the most similar key first."""
         # by the last part first, which also finds an option of another section
-        last_parts = {key: key.rpartition(".")[2] for key in self.keys}
-        last_part = name.rpartition(".")[2]
-        close_parts = [last_part]
-        if last_part not in last_parts.values():
-            close_parts = difflib.get_close_matches(last_part, {*last_parts.values()}, n=2, cutoff=0.75)
+        last_parts = {_last_part(key) for key in self.keys}
+        close_parts = [_last_part(name)]
+        if _last_part(name) not in last_parts:
+            close_parts = difflib.get_close_matches(_last_part(name), last_parts, n=2, cutoff=0.75)
+        # in the order of the options, which decides between equally similar keys
+        candidates = [key for key in self.keys if _last_part(key) in close_parts]
+        if not candidates:
+            return difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
 
         def similarity(key: str) -> float:
             return difflib.SequenceMatcher(None, name, key).ratio()
 
-        candidates = [key for key, part in last_parts.items() if part in close_parts]
-        if candidates:
-            return sorted(candidates, key=similarity, reverse=True)[:3]
-        return difflib.get_close_matches(name, self.keys, n=1, cutoff=0.85)
+        candidates.sort(key=similarity, reverse=True)
+        return candidates[:3]
 
 
 _SCHEMAS: dict[type, Schema] = {}
@@ -123,7 +134,8 @@ _SCHEMAS: dict[type, Schema] = {}
 def schema_of(root: type) -> Schema:
     """Returns the (cached) schema of a root dataclass such as `PPOConfig`."""
     if root not in _SCHEMAS:
-        _SCHEMAS[root] = Schema(root, {key.name: key for key in _walk(root, ())})
+        keys = {key.name: key for key in _walk(root, ())}
+        _SCHEMAS[root] = Schema(root, keys)
     return _SCHEMAS[root]
 
 
@@ -152,8 +164,13 @@ def value_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(value_text(item) for item in value)}]"
+        items = ",".join(map(value_text, value))
+        return f"[{items}]"
     return str(value)
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:
@@ -233,6 +250,7 @@ def _items(kind: str, value: object, raw: str | None) -> list[object]:
     """Converts a value to a list of entries of one kind. For the arguments see `convert`."""
     if value is None:
         return []
+    # a quoted text is one entry, commas included
     is_unquoted = raw is not None and raw.strip()[:1] not in ("", "'", '"')
     if isinstance(value, str) and is_unquoted and not is_interpolation(value):
         # brackets that YAML did not parse, because ` #` in an entry begins a comment there
@@ -255,8 +273,10 @@ def _scalar(kind: str, value: object) -> object:
     """Converts a value to a kind that is no list. Raises ValueError if it cannot have this kind."""
     if is_interpolation(value):
         return value
-    if kind == "bool" and isinstance(value, bool | int | str) and str(value).lower() in _SWITCHES:
-        return _SWITCHES[str(value).lower()]
+    if kind == "bool" and isinstance(value, bool | int | str):
+        word = str(value).lower()
+        if word in _SWITCHES:
+            return _SWITCHES[word]
     # True is an int for Python, but neither a number nor a text for a user
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError

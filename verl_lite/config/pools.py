@@ -14,13 +14,17 @@ def rollout_devices(config: PPOConfig, slots: int) -> int:
     """
     if config.hybrid_engine:
         return slots
-    per_node = config.rollout.n_gpus_per_node or slots // max(1, config.trainer.nnodes)
+    per_node = config.rollout.n_gpus_per_node
+    if not per_node:
+        # as many as the trainer; a wrong number of machines is reported elsewhere
+        per_node = slots // max(1, config.trainer.nnodes)
     return config.rollout.nnodes * per_node
 
 
 def num_engines(config: PPOConfig, slots: int) -> int:
     """Returns the number of rollout engines. For the arguments see `rollout_devices`."""
-    return max(1, rollout_devices(config, slots) // config.rollout.tensor_model_parallel_size)
+    num_devices = rollout_devices(config, slots)
+    return max(1, num_devices // config.rollout.tensor_model_parallel_size)
 
 
 def pool_problems(config: PPOConfig, count: int | None, available: int | None) -> Problems:
@@ -45,6 +49,7 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
             f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {divisors(per_node)}"
         )
 
+    # the devices of a joined cluster are those of several machines
     ray_init = config.ray_kwargs.ray_init
     if available is None or ray_init.address is not None:
         return
@@ -68,4 +73,5 @@ def device_noun(device: str) -> str:
 
 def divisors(number: int) -> str:
     """Returns the divisors of a number, as a list for a message."""
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+    exact = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(exact)

@@ -68,9 +68,12 @@ class PPOConfig(RunOptions):
     @property
     def staleness(self) -> int:
         """Largest number of weight updates between the sampling of a token and its training."""
-        # surplus groups of a batch continue into the next batches
-        carried = math.ceil(self.rollout.oversample - 1) if self.spans_updates else 0
-        return self.async_training.depth + carried + self.agentic.model_update_frequency - 1
+        num_updates = self.async_training.depth
+        if self.spans_updates:
+            # surplus groups of a batch continue into the next batches
+            num_updates += math.ceil(self.rollout.oversample - 1)
+        # the engine has the weights of up to this number of steps ago
+        return num_updates + self.agentic.model_update_frequency - 1
 
     @property
     def validates(self) -> bool:
@@ -86,8 +89,10 @@ class PPOConfig(RunOptions):
 
     def sequence_parallel_size(self, role: str) -> int:
         """Number of ranks that share each sequence in a role: actor, ref, critic or reward_model."""
-        own = getattr(self, role).ulysses_sequence_parallel_size
-        return self.actor.ulysses_sequence_parallel_size if own is None else own
+        own_size = getattr(self, role).ulysses_sequence_parallel_size
+        if own_size is None:
+            return self.actor.ulysses_sequence_parallel_size
+        return own_size
 
     def check(self) -> Problems:
         if self.model.path is None:

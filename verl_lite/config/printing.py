@@ -36,10 +36,11 @@ def print_config(loaded: LoadedConfig[object]) -> str:
             # number of devices, files that a recipe wrote
             sources[name] = "filled in at launch"
 
-    notes = [f"# {note}" for note in loaded.notes]
+    lines = [f"# {note}" for note in loaded.notes]
     resolved = OmegaConf.to_container(OmegaConf.structured(loaded.config), resolve=True)
     assert isinstance(resolved, dict)
-    return "\n".join([*notes, *_render(resolved, (), sources, schema)]) + "\n"
+    lines += _render(resolved, (), sources, schema)
+    return "\n".join(lines) + "\n"
 
 
 def save_config(loaded: LoadedConfig[object], path: str | Path) -> Path:
@@ -72,12 +73,15 @@ def help_text(loaded: LoadedConfig[object]) -> str:
 
 def help_config(root: type = PPOConfig, prefix: str = "") -> str:
     """Returns type, default and help of all keys that begin with `prefix`. Raises UserError if there are none."""
-    lines = ["Options are key=value; verl's prefix actor_rollout_ref. is optional."]
     schema = schema_of(root)
-    keys = [key for key in schema.keys.values() if f"{key.name}.".startswith(prefix)]
+    all_keys = schema.keys.values()
+    # with a dot at the end, so that the prefix `actor.optim.lr.` selects this key alone
+    keys = [key for key in all_keys if f"{key.name}.".startswith(prefix)]
     if not keys:
-        near = schema.nearest(prefix) or sorted({key.path[0] for key in schema.keys.values()})
+        near = schema.nearest(prefix) or sorted({key.path[0] for key in all_keys})
         raise UserError(f"--help-config {prefix}: no key begins with this prefix; there are {', '.join(near)}")
+
+    lines = ["Options are key=value; verl's prefix actor_rollout_ref. is optional."]
     for key in keys:
         lines.append(f"  {key.name} = {_default(key.default)}   ({_values_text(key)})")
         lines += textwrap.wrap(key.doc, 110, initial_indent="      ", subsequent_indent="      ")
@@ -107,15 +111,20 @@ def _render(
         schema: the options of the command.
     """
     lines: list[str] = []
+    indentation = "  " * len(path)
     for name, value in node.items():
-        start = f"{'  ' * len(path)}{_flow(str(name))}:"
-        dotted = ".".join((*path, str(name)))
+        start = f"{indentation}{_flow(str(name))}:"
+        path_of_value = (*path, str(name))
+        dotted = ".".join(path_of_value)
         # a free dictionary that one source gives whole stays on one line; else each entry has a source of its own
-        if isinstance(value, dict) and value and (dotted in schema.sections or dotted not in sources):
-            lines += [start, *_render(value, (*path, str(name)), sources, schema)]
+        has_lines = dotted in schema.sections or dotted not in sources
+        if isinstance(value, dict) and value and has_lines:
+            lines.append(start)
+            lines += _render(value, path_of_value, sources, schema)
         else:
             setting = f"{start} {_flow(value)}"
-            lines.append(f"{setting:<{_COMMENT_COLUMN}} # {sources.get(dotted, 'default')}")
+            source = sources.get(dotted, "default")
+            lines.append(f"{setting:<{_COMMENT_COLUMN}} # {source}")
     return lines
 
 

@@ -14,14 +14,19 @@ from verl_lite.errors import UserError
 def trains_on_prompts(keys: Settings) -> bool:
     """Returns True if the keys are those of ROLL's RLVR pipeline, whose batches count prompts."""
     sections = {name.partition(".")[0] for name in keys}
-    is_agentic = "train_env_manager" in sections
-    return bool(sections & {"validation", "rewards", "num_return_sequences_in_group"}) and not is_agentic
+    # files of ROLL's agentic pipeline can have the other keys as well
+    if "train_env_manager" in sections:
+        return False
+    return bool(sections & {"validation", "rewards", "num_return_sequences_in_group"})
 
 
 def async_generation_ratio(keys: Settings) -> Settings:
     """Returns async_training for ROLL's number of steps by which a batch is started ahead."""
     ratio = keys.get("agentic.async_generation_ratio", keys.get("async_generation_ratio"))
-    return {"async_training.max_off_policy_threshold": ratio, "async_training.batches_ahead": ratio}
+    return {
+        "async_training.max_off_policy_threshold": ratio,
+        "async_training.batches_ahead": ratio,
+    }
 
 
 def colocate_async(keys: Settings) -> Settings | None:
@@ -48,6 +53,7 @@ def dual_clip_loss(keys: Settings) -> Settings | None:
     """Returns the bound of the dual clip, 1 + 2 pg_clip; None if pg_clip is no number."""
     if not keys.get("dual_clip_loss"):
         return {"actor.clip_ratio_c": None}
+    # ROLL's bound depends on the clip range
     clip = keys.get("actor.clip_ratio", keys.get("pg_clip", 0.2))
     if not isinstance(clip, int | float):
         return None
@@ -69,10 +75,13 @@ def train_infer_correction(keys: Settings) -> Settings:
             f"train_infer_correction.filters={filters}: expected a list of filters, such as "
             "[{enabled: true, agg_type: token, ratio_low: 0.5, ratio_high: 2.0}]"
         )
+    # the defaults are ROLL's, here and below
     section = "train_infer_correction.is_weight"
-    is_weighted = keys.get(f"{section}.enabled", False)
-    level = keys.get(f"{section}.weight_type", "token") if is_weighted else None
-    return _correction(level, keys.get(f"{section}.upper_bound", 1.2), filters)
+    level = None
+    if keys.get(f"{section}.enabled", False):
+        level = keys.get(f"{section}.weight_type", "token")
+    bound = keys.get(f"{section}.upper_bound", 1.2)
+    return _correction(level, bound, filters)
 
 
 def infer_correction(keys: Settings) -> Settings:
@@ -122,9 +131,13 @@ def _correction(level: object, bound: object, filters: Iterable[Settings]) -> Se
         roll_level = criterion.get("agg_type", "token")
         level_here = WEIGHT_LEVELS.get(str(roll_level), roll_level)
         if criterion.get("ratio_enabled", True):
-            thresholds[f"{level_here}_ratio"] = f"{criterion.get('ratio_low', 0.8)}_{criterion.get('ratio_high', 1.2)}"
+            low = criterion.get("ratio_low", 0.8)
+            high = criterion.get("ratio_high", 1.2)
+            thresholds[f"{level_here}_ratio"] = f"{low}_{high}"
         if criterion.get("diff_enabled", False):
-            thresholds[f"{level_here}_diff"] = f"{criterion.get('diff_low', -0.2)}_{criterion.get('diff_high', 0.2)}"
+            low = criterion.get("diff_low", -0.2)
+            high = criterion.get("diff_high", 0.2)
+            thresholds[f"{level_here}_diff"] = f"{low}_{high}"
     if thresholds:
         settings[f"{section}.rollout_rs"] = ",".join(thresholds)
         settings[f"{section}.rollout_rs_threshold"] = ",".join(thresholds.values())

@@ -73,8 +73,10 @@ class RolloutConfig(Options):
         """Returns the size of one bucket of a weight update in MiB."""
         if self.update_weights_bucket_megabytes is not None:
             return self.update_weights_bucket_megabytes
-        # gloo needs 2.5 times the bucket, and larger messages do not make it faster
-        return 64 if on_cpu else 512
+        if on_cpu:
+            # gloo needs 2.5 times the bucket, and larger messages do not make it faster
+            return 64
+        return 512
 
 
 @dataclass
@@ -92,4 +94,6 @@ class AsyncTrainingConfig(Options):
     @property
     def depth(self) -> int:
         """Number of batches that are started before they are needed."""
-        return min(1, self.max_off_policy_threshold) if self.batches_ahead is None else self.batches_ahead
+        if self.batches_ahead is not None:
+            return self.batches_ahead
+        return min(1, self.max_off_policy_threshold)

@@ -16,7 +16,8 @@ from verl_lite.config.fields import Options, Problems, opt, unknown_value
 WEIGHT_LEVELS = {"token": "token", "segment": "segment", "geometric": "seq_mean", "sequence": "seq_sum"}
 """The level of an importance weight by the name in `rollout_is` (and in ROLL's weight_type and agg_type)."""
 
-SIGNED_MEASURES, DIVERGENCES = ("k1", "ratio", "diff"), ("k2", "k3")
+SIGNED_MEASURES = ("k1", "ratio", "diff")
+DIVERGENCES = ("k2", "k3")
 REJECTION_OPTIONS = (
     *(f"{level}_{measure}" for level in WEIGHT_LEVELS.values() for measure in (*SIGNED_MEASURES, *DIVERGENCES)),
     *(f"{level}_{measure}" for level in ("seq_max", "batch") for measure in DIVERGENCES),
@@ -116,13 +117,19 @@ def correction_of(options: CorrectionOptions) -> Correction:
             raise ValueError(unknown_value(f"{_KEY}.rollout_is", options.rollout_is, WEIGHT_LEVELS))
         text = str(options.rollout_is_threshold)
         low, upper = _bounds(text)
-        if not upper > 0 or not (low is None or 0 <= low <= 1 <= upper):
+        # the weight of an on-policy sample, 1, passes
+        is_interval = low is None or 0 <= low <= 1 <= upper
+        # false for NaN, a malformed text
+        is_valid = upper > 0 and is_interval
+        if not is_valid:
             raise ValueError(
                 f"{_KEY}.rollout_is_threshold={text}: expected the largest weight, such as 2.0, or low_high with "
                 "low <= 1 <= high, such as 0.5_5.0"
             )
-        weighting = Weighting(WEIGHT_LEVELS[options.rollout_is], upper, low, options.rollout_is_batch_normalize)
-    return Correction(weighting, tuple(_rejections(options)))
+        level = WEIGHT_LEVELS[options.rollout_is]
+        weighting = Weighting(level, upper, low, options.rollout_is_batch_normalize)
+    rejections = tuple(_rejections(options))
+    return Correction(weighting, rejections)
 
 
 def _rejections(options: CorrectionOptions) -> Iterator[Rejection]:
@@ -157,7 +164,8 @@ def _rejection(name: str, threshold: str) -> Rejection:
             raise ValueError("expected one number above 0, such as 0.01")
         return Rejection(level, measure, -math.inf, upper)
     if measure == "diff":
-        low = -upper if low is None else low
+        if low is None:
+            low = -upper
         if not -1 <= low <= 0 <= upper:
             raise ValueError("expected low_high with low <= 0 <= high, such as -0.2_0.2, or 0.2")
         return Rejection(level, measure, low, upper)
@@ -167,7 +175,9 @@ def _rejection(name: str, threshold: str) -> Rejection:
     if not 0 <= low <= 1 <= upper:
         raise ValueError("expected low_high with low <= 1 <= high, such as 0.5_2.0, or 2.0")
     # ratios are compared as logarithms
-    log_low = math.log(low) if low > 0 else -math.inf
+    log_low = -math.inf
+    if low > 0:
+        log_low = math.log(low)
     return Rejection(level, measure, log_low, math.log(upper))
 
 

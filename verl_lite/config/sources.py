@@ -63,7 +63,8 @@ def parse_value(raw: str) -> object:
     """
     without_comments = _COMMENT_SIGN.sub(_NO_COMMENT, raw)
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + without_comments]), resolve=False)
+        dotlist = OmegaConf.from_dotlist(["value=" + without_comments])
+        parsed = OmegaConf.to_container(dotlist, resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException):
         return raw
     assert isinstance(parsed, dict)
@@ -132,9 +133,11 @@ class SourceReader:
     def parse_word(self, word: str) -> Iterator[Assignment]:
         """Parses `key=value`, `+key=value`, `++key=value` or `~key`. A mapping gives one assignment per leaf."""
         if word.startswith("-"):
+            problem = f"{word} is not known; options are key=value, and the switches {SWITCHES}"
             # Hydra's --config-path and --config-name select a file of verl
-            hydra = "; verl's files are not read, its keys are: paste them" if word.startswith("--config-") else ""
-            self.problems.append(f"{word} is not known; options are key=value, and the switches {SWITCHES}{hydra}")
+            if word.startswith("--config-"):
+                problem += "; verl's files are not read, its keys are: paste them"
+            self.problems.append(problem)
             return
         match = _OVERRIDE.fullmatch(word)
         if match is None or not is_unicode(word):
@@ -162,11 +165,13 @@ class SourceReader:
         """Returns the assignments of a YAML file; adds a problem if the file cannot be read."""
         path = FilePath(name).expanduser().absolute()
         try:
+            # not resolved, because a reference may name an option that a later source sets
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             if not isinstance(content, dict):
                 raise ValueError("it is a list; a mapping of keys to values is expected")
             followed = {key: self.follow(entry, content) for key, entry in content.items()}
-            return list(self.flatten(followed, (), f"file:{name}"))
+            assignments = self.flatten(followed, (), f"file:{name}")
+            return list(assignments)
         except FileNotFoundError:
             self.problems.append(f"--config: there is no file {path}")
         except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -197,7 +202,8 @@ class SourceReader:
 
     def _referenced(self, reference: re.Match[str], content: Tree) -> object:
         """Returns the value in the file that a reference names, or the text of a reference to a key."""
-        path = without_prefix(tuple(reference[1].split(".")))
+        name = tuple(reference[1].split("."))
+        path = without_prefix(name)
         if self.exists(".".join(path)):
             return reference[0]
         value: object = content
@@ -226,12 +232,14 @@ class SourceReader:
         for name, value in mapping.items():
             parts = (str(name),) if is_free else split(str(name))
             path = without_prefix((*prefix, *parts))
-            if isinstance(value, Mapping) and value:
+            if not isinstance(value, Mapping):
+                yield Assignment(path, value, source)
+                continue
+            if value:
                 yield from self.flatten(value, path, source)
                 continue
-            is_empty_mapping = isinstance(value, Mapping)
             is_section = not is_free and (not path or self.exists(".".join(path)))
-            if not (is_empty_mapping and is_section):
+            if not is_section:
                 yield Assignment(path, value, source)
 
     def exists(self, dotted: str) -> bool:

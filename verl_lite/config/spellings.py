@@ -53,11 +53,13 @@ class Entry:
             return [part.strip() for part in value.split(",")]
         if isinstance(value, str | bool | int | float):
             # a file may have a switch as text
-            switch = {"true": True, "false": False}.get(str(value).lower(), value)
+            word = str(value).lower()
+            switch = {"true": True, "false": False}.get(word, value)
             value = self.values.get(switch, value)
-        if value is None or self.always is None:
-            return value
-        return self.always
+        # `always` stands for all values of the key except those that are ignored
+        if value is not None and self.always is not None:
+            return self.always
+        return value
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,10 @@ class KeyTable:
             return Verdict()
         further = self.translate(target, new_value, written)
         if further is not None:
-            # the user knows only the first name of the chain
-            note = further.note and further.note.replace(target, name, 1)
+            note = further.note
+            if note:
+                # the user knows only the first name of the chain
+                note = note.replace(target, name, 1)
             return replace(further, note=note)
         if entry.refused and target not in schema_of(self.root).keys:
             return _refused(name, new_value, entry)
@@ -173,7 +177,9 @@ class KeyTable:
 def ppo_keys() -> KeyTable:
     """Returns the keys of verl's PPO trainer and of ROLL."""
     entries = _read("verl_keys") | _read("roll_keys")
-    return KeyTable(PPOConfig, entries, _read("verl_keys", "options"), _content("verl_keys")["groups"])
+    options = _read("verl_keys", "options")
+    groups = _content("verl_keys")["groups"]
+    return KeyTable(PPOConfig, entries, options, groups)
 
 
 @cache
@@ -203,7 +209,8 @@ def left_out(written: Settings, value: Callable[[str], object], source: Callable
     differences = []
     for key, roll_default in _content("roll_keys")["defaults"].items():
         if source(key) == "default":
-            differences.append(f"{key}={value_text(value(key))} (ROLL: {value_text(roll_default)})")
+            default = value_text(value(key))
+            differences.append(f"{key}={default} (ROLL: {value_text(roll_default)})")
     if not differences:
         return []
     return [f"left out, and another default here: {', '.join(differences)}"]
@@ -254,8 +261,11 @@ def _read(
             entries[name] = entry
             continue
         for prefix in prefixes:
-            renamed = entry.renamed and entry.renamed.replace("*.", prefix, 1)
-            entries[name.replace("*.", prefix, 1)] = replace(entry, renamed=renamed)
+            renamed = entry.renamed
+            if renamed is not None:
+                renamed = renamed.replace("*.", prefix, 1)
+            full_name = name.replace("*.", prefix, 1)
+            entries[full_name] = replace(entry, renamed=renamed)
     return entries
 
 
@@ -278,15 +288,18 @@ def _find(entries: Mapping[str, Entry], name: str) -> _Match | None:
     """Returns the entry of the longest key that is `name` or above `name`."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
-        key = ".".join(parts[:depth])
+        key_parts = parts[:depth]
+        key = ".".join(key_parts)
         rest = name.removeprefix(key)
         if key in entries:
             return _Match(entries[key], rest)
         # a `*` stands for one part between the first and the last
         for index in range(1, depth - 1):
-            pattern = ".".join([*parts[:index], "*", *parts[index + 1 : depth]])
+            pattern_parts = key_parts.copy()
+            pattern_parts[index] = "*"
+            pattern = ".".join(pattern_parts)
             if pattern in entries:
-                return _Match(entries[pattern], rest, parts[index])
+                return _Match(entries[pattern], rest, any_part=parts[index])
     return None
 
 
@@ -294,8 +307,8 @@ def _called(name: str, settings: Settings) -> Verdict:
     """Returns the verdict on a key that sets these options here."""
     if not settings:
         return Verdict(note=f"{name} is off, and has no effect")
-    new_names = ", with ".join(f"{key}={value_text(value)}" for key, value in settings.items())
-    return Verdict(dict(settings), f"{name} is called {new_names} here")
+    new_names = [f"{key}={value_text(value)}" for key, value in settings.items()]
+    return Verdict(dict(settings), f"{name} is called {', with '.join(new_names)} here")
 
 
 def _refused(name: str, value: object, entry: Entry) -> Verdict:

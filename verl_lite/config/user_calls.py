@@ -36,9 +36,10 @@ class UserCall:
         except (TypeError, ValueError):
             raise UserError(f"{function} has no signature that Python can read. Expected {self.words}") from None
         offered = [name for name in self.offered if accepts(function, name)]
-        names = [*self.named, *offered]
+        keywords = dict.fromkeys([*self.named, *offered])
+        # the values do not matter: only the signature is compared
         try:
-            require_call(function, self.words, *range(self.positional), **dict.fromkeys(names))
+            require_call(function, self.words, *range(self.positional), **keywords)
         except UserError:
             if self.otherwise is None:
                 raise

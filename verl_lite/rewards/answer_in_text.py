@@ -25,19 +25,21 @@ def answer_in_text(text: str) -> str:
     starts = [match.end() for match in _ANSWER_IS.finditer(plain)]
     if starts:
         rest = plain[starts[-1] :]
-        sentence = re.split(r"\n|[.。](?=\s|$)", rest, maxsplit=1)[0].strip()
+        # the end of the sentence, but not the point of a decimal
+        sentence, *_ = re.split(r"\n|[.。](?=\s|$)", rest, maxsplit=1)
+        sentence = sentence.strip()
         if _can_be_parsed(sentence):
             return sentence
         return _items_from(rest, _first_start(rest))
-    formulas = list(_MATHEMATICS.finditer(plain))
-    if formulas:
-        return _items_from(plain, _first_of_list(plain, formulas))
-    if _can_be_parsed(plain):
-        return plain
-    numbers = list(_NUMBER.finditer(plain))
-    if not numbers:
+
+    items = list(_MATHEMATICS.finditer(plain))
+    if not items:
+        if _can_be_parsed(plain):
+            return plain
+        items = list(_NUMBER.finditer(plain))
+    if not items:
         return ""
-    return _items_from(plain, _first_of_list(plain, numbers))
+    return _items_from(plain, _first_of_list(plain, items))
 
 
 def _can_be_parsed(text: str) -> bool:
@@ -48,8 +50,7 @@ def _can_be_parsed(text: str) -> bool:
         node = parse_answer(text).node
     except (UnknownSyntax, RecursionError):
         return False
-    if not text or node.kind == "word":
-        return False
+    # "I" is a symbol, too
     return any(part.kind in ("number", "constant") for part in node.walk())
 
 

@@ -78,6 +78,7 @@ class _Parser:
 
     @property
     def token(self) -> Token | None:
+        """The next token, None at the end."""
         return self._rest[-1] if self._rest else None
 
     def _next(self) -> Token:
@@ -89,7 +90,9 @@ class _Parser:
     def _is(self, *texts: str) -> bool:
         """Returns True if the next token is one of these marks or commands."""
         token = self.token
-        return token is not None and token.kind in ("mark", "command") and token.text in texts
+        if token is None:
+            return False
+        return token.kind in ("mark", "command") and token.text in texts
 
     def _accept(self, *texts: str) -> bool:
         """Takes the next token if it is one of these marks or commands. Returns True if it did."""
@@ -106,6 +109,7 @@ class _Parser:
         """Parses items between commas, semicolons and the words and, or."""
         items = [self._relation()]
         while self._accept(",", ";"):
+            # "1, 2, and 3" has two separators in a row
             while self._accept(",", ";"):
                 pass
             items.append(self._relation())
@@ -147,7 +151,8 @@ class _Parser:
             elif self._accept("-"):
                 terms.append(Node("negative", (self._signed_term(),)))
             elif self._accept("\\pm", "\\mp"):
-                terms = [Node("plus_minus", (_one_or_all("sum", terms), self._signed_term()))]
+                before = _one_or_all("sum", terms)
+                terms = [Node("plus_minus", (before, self._signed_term()))]
             else:
                 break
         node = _one_or_all("sum", terms)
@@ -221,6 +226,7 @@ class _Parser:
         if token.kind in ("number", "letter", "word", "text", "literal", "begin"):
             return True
         if token.kind != "command":
+            # a bar may close an absolute value as well
             return token.text in ("(", "[", "{")
         if token.text in _OPERAND_COMMANDS:
             return True
@@ -241,13 +247,17 @@ class _Parser:
         if any(map(_contains_names, factors)):
             return False
         if token.kind == "word":
-            return token.text in _SHORT_UNITS or (len(token.text) > 2 and token.text.isascii())
+            is_long = len(token.text) > 2 and token.text.isascii()
+            return token.text in _SHORT_UNITS or is_long
         if token.kind != "letter" or token.text not in _SHORT_UNITS:
             return False
         if not token.follows_space and not self._letters_are_units:
             return False
-        following = self._rest[-2] if len(self._rest) > 1 else None
-        return following is None or following.text in (",", ";", "/", "^")
+        # in "3 m + 2", m is a symbol
+        if len(self._rest) == 1:
+            return True
+        following = self._rest[-2]
+        return following.text in (",", ";", "/", "^")
 
     def _skip_unit(self, value: Node) -> None:
         """Takes the unit of a value: words, with exponents, and products and quotients of them."""
@@ -273,6 +283,7 @@ class _Parser:
             else:
                 break
 
+        # without spaces: "square cm" and "squarecm" are the same unit
         unit = "".join(" ".join(words).lower().split())
         if len(unit) > _LONGEST_UNIT:
             raise UnknownSyntax("a unit is too long")
@@ -295,7 +306,8 @@ class _Parser:
         if next_texts == ["{", "\\circ", "}"]:
             del self._rest[-3:]
             return node
-        return self._postfix(Node("power", (node, self._argument(takes_number=True))))
+        exponent = self._argument(takes_number=True)
+        return self._postfix(Node("power", (node, exponent)))
 
     def _postfix(self, node: Node) -> Node:
         """Takes the percent signs, factorials and indices behind an operand."""
@@ -350,7 +362,8 @@ class _Parser:
             if len(token.text) > 3:
                 return Node("word", (), token.text.lower())
             # ab and abc are products of symbols
-            return Node("product", tuple(map(_symbol, token.text)))
+            symbols = tuple(map(_symbol, token.text))
+            return Node("product", symbols)
         if token.kind == "text":
             return Node("word", (), token.text.lower())
         if token.kind == "literal":
@@ -387,6 +400,7 @@ class _Parser:
         # the brackets of a half-open interval differ
         if closing not in (")", "]"):
             raise UnknownSyntax(f"{closing!r} does not close {opening!r}")
+        # brackets around an expression only group it
         if content.kind != "list":
             return content
         return Node("brackets", content.parts, opening + closing)
@@ -443,10 +457,11 @@ class _Parser:
         if self._accept("["):
             index = self._sum()
             self._expect("]")
-        argument = self._brackets(self._next().text) if self._is("(") else self._argument()
+        # TeX would draw the root over the bracket alone, but \sqrt(2) means the root of 2
+        radicand = self._brackets(self._next().text) if self._is("(") else self._argument()
         if index is None:
-            return Node("root", (argument,))
-        return Node("root", (argument, index))
+            return Node("root", (radicand,))
+        return Node("root", (radicand, index))
 
     def _function(self, name: str) -> Node:
         """Parses a function after its name: a base or an exponent in any order, then the argument."""
@@ -492,6 +507,7 @@ def _symbol(letter: str) -> Node:
 def _number(text: str) -> Node:
     """Returns a numeral, which is a product with a power of ten for 1.6e-19."""
     digits, mark, exponent_text = text.lower().partition("e")
+    # 007 is 7, and .5 is 0.5
     digits = digits.lstrip("0") or "0"
     if digits.startswith("."):
         digits = f"0{digits}"
@@ -499,10 +515,12 @@ def _number(text: str) -> Node:
     if not mark:
         return number
 
-    exponent = Node("number", (), exponent_text.lstrip("+-").lstrip("0") or "0")
+    exponent_digits = exponent_text.lstrip("+-").lstrip("0") or "0"
+    exponent = Node("number", (), exponent_digits)
     if "-" in exponent_text:
         exponent = Node("negative", (exponent,))
-    power_of_ten = Node("power", (Node("number", (), "10"), exponent))
+    ten = Node("number", (), "10")
+    power_of_ten = Node("power", (ten, exponent))
     return Node("product", (number, power_of_ten))
 
 
@@ -529,4 +547,7 @@ def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
 
 
 def _is_unit(text: str) -> bool:
-    return bool(_UNIT_TEXT.fullmatch(text)) and not _NO_UNITS.search(text)
+    """Returns True for letters that can be a unit; "3 or 4" has none."""
+    if _NO_UNITS.search(text):
+        return False
+    return _UNIT_TEXT.fullmatch(text) is not None

@@ -47,13 +47,15 @@ _PREFIX = re.compile(r"(?i)\A(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s+")
 
 def clean(text: str) -> str:
     """Removes marks of layout and emphasis from an answer, and writes the characters of other scripts as LaTeX."""
+    # before single characters are replaced, because \sqrt would apply to the first digit only
     text = _ROOT_OF_DIGITS.sub(r"\\sqrt{\1}", text)
     text = _SUPERSCRIPT.sub(_exponent_of_superscript, text)
     text = "".join(map(_as_latex, text)).strip()
 
     # marks around the whole answer, which can be nested
     while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
-        text = match[match.lastindex or 0].strip()
+        content = match[match.lastindex or 0]
+        text = content.strip()
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _DEGREE.sub(r"^\\circ", text)
     text = _ORDINAL.sub("", text)
@@ -83,7 +85,8 @@ def _as_latex(character: str) -> str:
     if character.isdecimal():
         return str(unicodedata.decimal(character))
     parts = unicodedata.normalize("NFKC", character).split("⁄")
-    if "VULGAR FRACTION" in unicodedata.name(character, "") and len(parts) == 2:
+    is_fraction = "VULGAR FRACTION" in unicodedata.name(character, "")
+    if is_fraction and len(parts) == 2:
         above, below = parts
         return rf"\frac{{{above}}}{{{below}}}"
     return _REPLACED.get(character, character)
@@ -95,10 +98,13 @@ def _fraction_of_repeating(match: re.Match[str]) -> str:
     # with d = 0.1666..., 100 d - 10 d = 16 - 1: the difference has no decimals
     above = int(whole + first_digits + repeated) - int(whole + first_digits)
     below = 10 ** len(first_digits) * (10 ** len(repeated) - 1)
+    # reduced, because 14/2 would leave a quotient to compute
     divisor = math.gcd(above, below)
-    if divisor == below:
-        return str(above // below)
-    return rf"\frac{{{above // divisor}}}{{{below // divisor}}}"
+    above //= divisor
+    below //= divisor
+    if below == 1:
+        return str(above)
+    return rf"\frac{{{above}}}{{{below}}}"
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
@@ -165,7 +171,8 @@ def tokens_of(text: str) -> list[Token]:
         # inside brackets a comma separates items: 12,345 is a number, and (12,345) a pair
         grouped = _COMMAS.match(text, position) if depth == 0 else None
         if grouped is not None:
-            tokens.append(Token("number", grouped[0].replace(",", ""), follows_space))
+            digits = grouped[0].replace(",", "")
+            tokens.append(Token("number", digits, follows_space))
             position = grouped.end()
             follows_space = False
             continue
@@ -201,11 +208,13 @@ def _converted(match: re.Match[str], follows_space: bool) -> list[Token]:
         if name == "\\varnothing":
             name = "\\emptyset"
         elif name.startswith("\\mathbb"):
-            name = f"\\mathbb{{{name[-1]}}}"
+            letter = name[-1]
+            name = f"\\mathbb{{{letter}}}"
         return [Token("literal", name)]
     if match["number"]:
         return [Token("number", match[0], follows_space)]
     if match["command"]:
+        # some synonyms are marks: \lt is <
         name = _SYNONYMS.get(match[0], match[0])
         kind = "command" if name.startswith("\\") else "mark"
         return [Token(kind, name, follows_space)]
@@ -228,7 +237,8 @@ def _text_tokens(content: str, follows_space: bool) -> list[Token]:
     if _MATHEMATICS.fullmatch(content) or _LETTERS.fullmatch(content):
         return tokens_of(content)
     if match := _VALUE_WITH_UNIT.fullmatch(content):
-        return [*tokens_of(match["value"]), Token("text", match["unit"], True)]
+        value = tokens_of(match["value"])
+        return [*value, Token("text", match["unit"], follows_space=True)]
     if match := _UNIT_BEFORE_NEXT.fullmatch(content):
         return [Token("text", match["unit"], follows_space), Token("mark", ",")]
     return [Token("text", content, follows_space)]

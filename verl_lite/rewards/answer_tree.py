@@ -69,6 +69,7 @@ def render(node: Node) -> str:
         case "percent" if node.parts[0].kind == "number":
             return rf"{parts[0]}\%"
         case "percent":
+            # the sign is a unit, which does not change the value
             return parts[0]
         case "brackets":
             return f"{node.text[0]}{items}{node.text[1]}"
@@ -79,6 +80,7 @@ def render(node: Node) -> str:
         case "operation":
             return f" {node.text} ".join(parts)
         case "matrix":
+            # each part is a row, rendered as a list
             rows = r" \\ ".join(part.replace(", ", " & ") for part in parts)
             return rf"\begin{{pmatrix}} {rows} \end{{pmatrix}}"
         case "absolute":
@@ -109,7 +111,8 @@ def _render_sum(terms: tuple[Node, ...], rendered: list[str]) -> str:
 def _render_mixed(parts: tuple[Node, ...]) -> str:
     r"""Returns a mixed number as one fraction: math-verify would read 2\frac{1}{2} as a product."""
     whole, above, below = (int(part.text) for part in parts)
-    return rf"\frac{{{whole * below + above}}}{{{below}}}"
+    numerator = whole * below + above
+    return rf"\frac{{{numerator}}}{{{below}}}"
 
 
 def _render_relation(operators: list[str], sides: list[str]) -> str:

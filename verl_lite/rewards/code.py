@@ -83,26 +83,30 @@ def compute_score(
         ValueError: if the ground truth has no tests.
         UserError: if the machine cannot confine programs and `allow_unsafe` is false.
     """
+    # before the program, so that invalid tests fail every sample of their prompt
     tests = read_tests(ground_truth, max_tests)
     code = extract_code(solution_str)
     if code.strip():
         limits = Limits(cpu_s=timeout_s, wall_s=_CLOCK_FACTOR * timeout_s, memory_mb=memory_mb)
         with _ONE_AT_A_TIME:
             sandbox = _sandbox(limits, allow_unsafe, os.getpid())
+            # not counting the time in which this thread waits and the sandbox starts
             deadline = time.monotonic() + total_timeout_s
             outcome = _run_tests(sandbox, code, tests, stop_early=not partial, deadline=deadline)
     else:
         outcome = ProgramOutcome([Outcome(False, error="the answer has no code")], [False], 1)
 
-    share = sum(outcome.passed) / outcome.num_tests
-    acc = float(sum(outcome.passed) == outcome.num_tests)
-    score = share if partial else acc
+    num_passed = sum(outcome.passed)
+    share = num_passed / outcome.num_tests
+    acc = float(num_passed == outcome.num_tests)
+    is_compiled = all(test.is_compiled for test in outcome.tests)
+    num_timeouts = sum(test.is_timeout for test in outcome.tests)
     return {
-        "score": score,
+        "score": share if partial else acc,
         "acc": acc,
         "passed": share,
-        "compiled": float(all(test.is_compiled for test in outcome.tests)),
-        "timeouts": float(sum(test.is_timeout for test in outcome.tests)),
+        "compiled": float(is_compiled),
+        "timeouts": float(num_timeouts),
         "error": outcome.first_error(),
     }
 
@@ -154,15 +158,20 @@ def extract_code(solution_str: str) -> str:
     has no block, else "". A block without a closing fence extends to the end of the text. The indentation of a block in
     a list is removed.
     """
-    text = solution_str.rpartition("</think>")[2].replace("\r\n", "\n").replace("\r", "\n")
+    conclusion = solution_str.rpartition("</think>")[2]
+    text = conclusion.replace("\r\n", "\n").replace("\r", "\n")
     blocks = _fenced_blocks(text)
     if not blocks:
         return _without_indentation(text)
-    labelled = [code for language, code in blocks if _PYTHON.fullmatch(language)]
-    if labelled:
-        return labelled[-1]
-    unlabelled = [code for language, code in blocks if not language]
-    return unlabelled[-1] if unlabelled else ""
+
+    program = ""
+    for language, code in blocks:
+        if not language:
+            program = code
+    for language, code in blocks:
+        if _PYTHON.fullmatch(language):
+            program = code
+    return program
 
 
 def _fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -179,6 +188,7 @@ def _fenced_blocks(text: str) -> list[tuple[str, str]]:
             opening = None
         else:
             content.append(line)
+    # the answer was cut off, or the model has forgotten the closing fence
     if opening is not None:
         blocks.append(_block(opening, content))
     return blocks
@@ -188,24 +198,31 @@ def _closes(line: str, opening: re.Match[str]) -> bool:
     """Returns True for a line of the characters of the opening fence, at least as many."""
     mark = line.strip(" \t>\n")
     fence = opening["fence"]
-    return len(mark) >= len(fence) and set(mark) == set(fence)
+    has_only_its_character = set(mark) == set(fence)
+    return has_only_its_character and len(mark) >= len(fence)
 
 
 def _block(opening: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
     """Returns the language and the content of a block, without the indentation of its fence."""
+    language = ""
     words = opening["info"].split()
-    language = words[0].strip("{}.=,:") if words else ""
+    if words:
+        # Pandoc and R Markdown write {.python} and {python}
+        language = words[0].strip("{}.=,:")
 
-    indentation = len(opening["before"].replace("\t", "    "))
+    before = opening["before"]
+    indentation = len(before.replace("\t", "    "))
     plain_lines = []
     for line in lines:
-        spaces = line[: len(line) - len(line.lstrip(" \t"))]
-        if ">" in opening["before"]:
+        num_spaces = len(line) - len(line.lstrip(" \t"))
+        if ">" in before:
             line = _QUOTE_MARK.sub("", line, count=1)
-        elif "\t" not in spaces:
-            line = line[min(len(spaces), indentation) :]
+        elif "\t" not in line[:num_spaces]:
+            # a line that is indented less than the fence loses nothing but spaces
+            line = line[min(num_spaces, indentation) :]
         plain_lines.append(line)
-    return language, _without_indentation("".join(plain_lines))
+    code = "".join(plain_lines)
+    return language, _without_indentation(code)
 
 
 def _without_indentation(code: str) -> str:
@@ -228,6 +245,7 @@ def _run_tests(
         stop_early: True to stop after the first failure.
         deadline: value of `time.monotonic()` at which the tests end.
     """
+    passed: list[bool]
     if isinstance(tests, SnippetTests):
         outcomes, num_tests = sandbox.run_snippets(
             code,
@@ -237,17 +255,20 @@ def _run_tests(
             stop_early=stop_early,
             total_s=deadline - time.monotonic(),
         )
-        return ProgramOutcome(outcomes, [outcome.value is True for outcome in outcomes], num_tests)
+        passed = [outcome.value is True for outcome in outcomes]
+        return ProgramOutcome(outcomes, passed, num_tests)
 
     outcomes = []
-    passed: list[bool] = []
+    passed = []
     while len(outcomes) < len(tests.outputs):
         # at least one test runs: its outcome says whether the program could be compiled
         if outcomes and time.monotonic() > deadline:
             break
         first = len(outcomes)
-        new_outcomes = _run_next(sandbox, code, tests, first, stop_early, deadline - time.monotonic())
+        left_s = deadline - time.monotonic()
+        new_outcomes = _run_next(sandbox, code, tests, first, stop_early, left_s)
         outcomes += new_outcomes
+
         truths = tests.outputs[first : len(outcomes)]
         for outcome, truth in zip(new_outcomes, truths, strict=True):
             passed.append(_has_passed(outcome, truth, is_script=tests.function is None))
@@ -281,10 +302,14 @@ def _run_next(
     if tests.function is None:
         return [sandbox.run_script(code, tests.inputs[first], left_s)]
 
-    # most wrong programs fail their first test: start with one call per process, then double the number
-    end = 2 * first + 1 if stop_early else len(tests.inputs)
+    end = len(tests.inputs)
+    if stop_early:
+        # most wrong programs fail their first test: start with one call per process, then double the number
+        end = 2 * first + 1
     calls = tests.inputs[first:end]
     outputs = tests.outputs[first:end]
+
+    # one reply more than calls: the first one says whether the code itself has run
     size_of_tests = len(json.dumps(encode([calls, outputs])))
     max_reply_bytes = _REPLY_BYTES * (1 + len(calls)) + _REPLY_FACTOR * size_of_tests
     return sandbox.call(code, tests.function, calls, left_s, max_reply_bytes)
@@ -347,7 +372,9 @@ def read_tests(ground_truth: GroundTruth, max_tests: int | None = None) -> PairT
         try:
             content = _from_json(ground_truth)
         except ValueError:
+            # test code; a blank text is refused below
             content = [ground_truth] if ground_truth.strip() else []
+
     tests = None
     if isinstance(content, list | tuple) and content:
         tests = _tests_of_list(content, max_tests)
@@ -368,16 +395,21 @@ def _tests_of_list(content: Sequence[JsonValue], max_tests: int | None) -> PairT
     if len(snippets) == len(content):
         return SnippetTests(tuple(snippets[:max_tests]))
 
-    pairs = [test for test in content if isinstance(test, dict) and {"input", "output"} <= set(test)]
-    if len(pairs) == len(content):
-        inputs = [pair["input"] for pair in pairs]
-        outputs = [pair["output"] for pair in pairs]
-        return _pairs(inputs, outputs, pairs[0].get("fn_name"), max_tests)
-    return None
+    pairs = []
+    for test in content:
+        if not isinstance(test, dict) or "input" not in test or "output" not in test:
+            return None
+        pairs.append(test)
+    inputs = [pair["input"] for pair in pairs]
+    outputs = [pair["output"] for pair in pairs]
+    # all tests of a program call the same function
+    function = pairs[0].get("fn_name")
+    return _pairs(inputs, outputs, function, max_tests)
 
 
 def _tests_of_dict(content: JsonMapping, max_tests: int | None) -> PairTests | SnippetTests | None:
     """Returns the tests of a dict with inputs and outputs, with asserts, or with test code; None for other dicts."""
+    # beside assert_case, inputs and outputs may be placeholders
     has_pairs = "outputs" in content and len(content.get("inputs", "")) > 0
     if has_pairs and not content.get("assert_case"):
         inputs = list(content["inputs"])
@@ -451,14 +483,18 @@ def _pairs(
         raise ValueError(f"The ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
     inputs = inputs[:max_tests]
     outputs = outputs[:max_tests]
-    if function:
-        return PairTests(tuple(map(_arguments, inputs)), tuple(map(_parsed, outputs)), str(function))
-    return PairTests(tuple(map(_as_lines, inputs)), tuple(map(_as_lines, outputs)))
+    if not function:
+        return PairTests(tuple(map(_as_lines, inputs)), tuple(map(_as_lines, outputs)))
+    arguments = tuple(map(_arguments, inputs))
+    values = tuple(map(_parsed, outputs))
+    return PairTests(arguments, values, str(function))
 
 
 def _as_lines(entry: JsonValue) -> str:
     """Returns the text of an input or output of a script; a list has one line per entry."""
-    return "\n".join(map(str, entry)) if isinstance(entry, list | tuple) else str(entry)
+    if isinstance(entry, list | tuple):
+        return "\n".join(map(str, entry))
+    return str(entry)
 
 
 def _arguments(entry: JsonValue) -> tuple[JsonValue, ...]:
@@ -487,7 +523,10 @@ def _from_json(text: str) -> JsonValue:
 
 
 def _integer(digits: str) -> int:
-    return int(digits) if len(digits) < _MOST_CONVERTED_DIGITS else int(Decimal(digits))
+    if len(digits) < _MOST_CONVERTED_DIGITS:
+        return int(digits)
+    # a Decimal has no such limit
+    return int(Decimal(digits))
 
 
 def _is_right_word(word: str, truth: str) -> bool:
@@ -496,17 +535,19 @@ def _is_right_word(word: str, truth: str) -> bool:
         return True
     if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(truth):
         return False
-    integers = sum(text.lstrip("+-").isdigit() for text in (word, truth))
+    num_integers = sum(text.lstrip("+-").isdigit() for text in (word, truth))
     # 007 is not 7: it may be a text of digits
-    if integers == 2:
+    if num_integers == 2:
         return False
+    if num_integers == 0:
+        return _is_near(float(word), float(truth))
     try:
-        if integers == 1:
-            return abs(Decimal(word) - Decimal(truth)) <= Decimal(_TOLERANCE)
+        # a float would lose digits of a long integer
+        difference = Decimal(word) - Decimal(truth)
+        return abs(difference) <= Decimal(_TOLERANCE)
     except ArithmeticError:
         # an exponent that Decimal does not have
         return False
-    return _is_near(float(word), float(truth))
 
 
 def _is_near(value: float, truth: float) -> bool:
@@ -541,18 +582,24 @@ def _as_json(data: JsonValue) -> JsonValue:
 
 def _is_close(value: JsonValue, expected: JsonValue) -> bool:
     """Returns True if two JSON values are equal, with the tolerance of `is_right_value` for floats."""
-    if isinstance(value, int | float) and isinstance(expected, int | float):
-        num_floats = isinstance(value, float) + isinstance(expected, float)
-        if value == expected or num_floats == 0:
-            return value == expected
-        # an integer is exact, so its size does not make the tolerance larger
-        if num_floats == 1:
-            return abs(value - expected) <= _TOLERANCE
-        return _is_near(value, expected)
-    if isinstance(expected, list) and isinstance(value, list):
-        return len(value) == len(expected) and all(map(_is_close, value, expected))
-    if isinstance(expected, dict) and isinstance(value, dict):
-        if value.keys() != expected.keys():
-            return False
-        return all(_is_close(value[key], expected[key]) for key in expected)
+    match value, expected:
+        case int() | float(), int() | float():
+            return _is_close_number(value, expected)
+        case list(), list():
+            return len(value) == len(expected) and all(map(_is_close, value, expected))
+        case dict(), dict():
+            if value.keys() != expected.keys():
+                return False
+            return all(_is_close(value[key], expected[key]) for key in expected)
     return bool(value == expected)
+
+
+def _is_close_number(value: float, expected: float) -> bool:
+    """Compares two numbers, each of which is an integer or a float."""
+    num_floats = isinstance(value, float) + isinstance(expected, float)
+    if value == expected or num_floats == 0:
+        return value == expected
+    # an integer is exact, so its size does not make the tolerance larger
+    if num_floats == 1:
+        return abs(value - expected) <= _TOLERANCE
+    return _is_near(value, expected)

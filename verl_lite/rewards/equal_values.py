@@ -56,6 +56,7 @@ def _exact(node: Expression) -> Expression:
     if node == _PERCENT:
         return sympy.S.One
     if isinstance(node, sympy.Float):
+        # by its digits: 0.1 is one tenth, and not the float next to it
         return sympy.Rational(str(node))
     if not node.args:
         return node
@@ -115,9 +116,10 @@ def _snapped(exact: Expression, written: Expression, other: Expression) -> Expre
 
 def _digits(number: sympy.Float) -> int:
     """Returns the number of significant digits of a decimal, without zeros at its end."""
-    mantissa = str(number).lower().partition("e")[0]
+    mantissa, _, _ = str(number).lower().partition("e")
     digits = mantissa.lstrip("-").replace(".", "")
-    return len(digits.strip("0"))
+    significant_digits = digits.strip("0")
+    return len(significant_digits)
 
 
 def _is_short_decimal(constant: sympy.Expr) -> bool:
@@ -127,18 +129,25 @@ def _is_short_decimal(constant: sympy.Expr) -> bool:
     """
     if not isinstance(constant, sympy.Rational):
         return False
+    # finite expansions have denominators without other primes
     denominator = int(constant.q)
     for prime in (2, 5):
         while denominator % prime == 0:
             denominator //= prime
-    return denominator == 1 and len(str(abs(constant.p)).strip("0")) < _ROUNDED_DIGITS
+    if denominator != 1:
+        return False
+    digits = str(abs(constant.p)).strip("0")
+    return len(digits) < _ROUNDED_DIGITS
 
 
 def _is_close(number: sympy.Rational, constant: sympy.Expr) -> bool:
     """Returns True if a number differs from a constant by at most one millionth of it."""
     difference = sympy.Abs(number - constant).evalf(_PRECISION)
     size = sympy.Abs(constant).evalf(_PRECISION)
-    return bool(difference.is_number and size.is_number and difference <= _TOLERANCE * size)
+    # evalf returns an expression without a value as it is
+    if not difference.is_number or not size.is_number:
+        return False
+    return bool(difference <= _TOLERANCE * size)
 
 
 def _is_contradicted(gold: Expression, answer: Expression) -> bool:
@@ -146,27 +155,32 @@ def _is_contradicted(gold: Expression, answer: Expression) -> bool:
 
     math-verify compares absolutely: 1e-19 times the root of 2 and of 3 are equal to it.
     """
-    if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
-        return any(map(_is_contradicted, gold.flat(), answer.flat()))
-    if isinstance(gold, sympy.Tuple) and isinstance(answer, sympy.Tuple) and len(gold) == len(answer):
-        return any(map(_is_contradicted, gold, answer))
-    if isinstance(gold, sympy.FiniteSet) and isinstance(answer, sympy.FiniteSet):
-        return any(_is_missing(element, answer) for element in gold)
-    if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
-        return _is_contradicted(gold.start, answer.start) or _is_contradicted(gold.end, answer.end)
-    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
-        return False
-    if gold == answer:
-        return False
+    match gold, answer:
+        case sympy.MatrixBase(), sympy.MatrixBase():
+            return any(map(_is_contradicted, gold.flat(), answer.flat()))
+        case sympy.Tuple(), sympy.Tuple():
+            return len(gold) == len(answer) and any(map(_is_contradicted, gold, answer))
+        case sympy.FiniteSet(), sympy.FiniteSet():
+            return any(_is_missing(element, answer) for element in gold)
+        case sympy.Interval(), sympy.Interval():
+            return _is_contradicted(gold.start, answer.start) or _is_contradicted(gold.end, answer.end)
+        case sympy.Expr(), sympy.Expr():
+            return gold != answer and _differ_at_a_point(gold, answer)
+    # other kinds of sets, and relations, are left to math-verify
+    return False
 
-    # at several points, because different expressions can have the same value at one
+
+def _differ_at_a_point(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """Returns True if two expressions have different values at one of `_POINTS`."""
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    # at several points, because different expressions can have the same value at one
     num_points = len(_POINTS) if symbols else 1
     for shift in range(num_points):
-        points = {}
+        # the symbols have different values, so that x - y is not 0
+        values = {}
         for number, symbol in enumerate(symbols, shift):
-            points[symbol] = _POINTS[number % len(_POINTS)]
-        if _differ(gold.xreplace(points), answer.xreplace(points)):
+            values[symbol] = _POINTS[number % len(_POINTS)]
+        if _differ(gold.xreplace(values), answer.xreplace(values)):
             return True
     return False
 
@@ -186,7 +200,8 @@ def _differ(first: sympy.Expr, second: sympy.Expr) -> bool:
     difference = sympy.Abs(first_value - second_value).evalf(_PRECISION)
     first_size = sympy.Abs(first_value).evalf(_PRECISION)
     second_size = sympy.Abs(second_value).evalf(_PRECISION)
-    return bool(difference > _EQUAL * sympy.Max(first_size, second_size))
+    size = sympy.Max(first_size, second_size)
+    return bool(difference > _EQUAL * size)
 
 
 def complex_value(constant: sympy.Expr) -> sympy.Expr | None:
@@ -195,7 +210,9 @@ def complex_value(constant: sympy.Expr) -> sympy.Expr | None:
         value = constant.doit().evalf(_PRECISION)
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
         return None
-    return value if value.is_number and value.is_finite else None
+    if not value.is_number or not value.is_finite:
+        return None
+    return value
 
 
 # -------------------------------------------------------------------------------------------------------- relations
@@ -204,6 +221,7 @@ def complex_value(constant: sympy.Expr) -> sympy.Expr | None:
 def _are_relations_solved(answer: Expression, gold: Expression) -> bool:
     """Returns True if the answer leaves no relation unsolved that the reference does not leave unsolved."""
     gold_relations = _relations(gold)
+    # the reference is an equation of a curve, for example
     if not all(map(_is_solved, gold_relations)):
         return True
 
@@ -217,7 +235,9 @@ def _are_relations_solved(answer: Expression, gold: Expression) -> bool:
 
 
 def _relations(node: Expression) -> set[Relational]:
-    return node.atoms(Relational) if isinstance(node, sympy.Basic) else set()
+    if not isinstance(node, sympy.Basic):
+        return set()
+    return node.atoms(Relational)
 
 
 def _is_solved(relation: Relational) -> bool:
@@ -253,30 +273,35 @@ def _measure(node: Expression | str) -> tuple[float, float]:
         binary_exponent = node._mpf_[2]
         return 53 + abs(binary_exponent), 1
 
-    bits: list[float] = [1.0]
-    terms: list[float] = [1.0]
     parts = _parts(node)
-    if parts:
-        measures = [_measure(part) for part in parts]
-        bits = [part_bits for part_bits, _ in measures]
-        terms = [part_terms for _, part_terms in measures]
+    if not parts:
+        # a symbol, a named constant, an empty set
+        return 1.0, 1.0
 
+    bits = []
+    terms = []
+    for part in parts:
+        part_bits, part_terms = _measure(part)
+        bits.append(part_bits)
+        terms.append(part_terms)
     most_bits = max(bits)
     most_terms = max(terms)
     # the exponent of a power, the argument of a factorial, or the limits of a sum
-    value = _largest_value(parts[-1], bits[-1]) if parts else 2.0
+    value = _largest_value(parts[-1], bits[-1])
     match node:
         case sympy.Add():
             return most_bits + len(bits), sum(terms)
         case sympy.Mul():
             return sum(bits), math.prod(terms)
         case sympy.Pow():
+            power_bits = bits[0] * value
             is_expanded = node.exp.is_Integer and value < MOST_BITS and terms[0] < MOST_TERMS
             if not is_expanded:
-                return bits[0] * value, most_terms
+                return power_bits, most_terms
             # the multinomial theorem: number of terms of a sum raised to a power
             further_terms = int(terms[0] - 1)
-            return bits[0] * value, math.comb(int(value) + further_terms, further_terms)
+            power_terms = math.comb(int(value) + further_terms, further_terms)
+            return power_bits, power_terms
         case sympy.Sum() | sympy.Product():
             if value >= MOST_TERMS:
                 return math.inf, most_terms
@@ -298,8 +323,12 @@ def _largest_value(part: sympy.Basic, bits: float) -> float:
     # The digits of a decimal say nothing about its size: 1.5 has 53. At least 2, because a power with an exponent
     # below one can have more digits than `bits` times that exponent.
     if isinstance(part, sympy.Float):
-        return max(2.0, abs(float(part)))
-    return 2.0**bits if bits < 64 else math.inf
+        size = abs(float(part))
+        return max(2.0, size)
+    # 2.0**1024 raises OverflowError, and values far below 2^64 exceed the bounds already
+    if bits >= 64:
+        return math.inf
+    return 2.0**bits
 
 
 def _parts(node: Expression | str) -> tuple[sympy.Basic, ...]:

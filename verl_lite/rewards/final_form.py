@@ -27,19 +27,32 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|textrm|mbox)\b|[{}$~.\s*]")
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 _COMMAND = re.compile(r"\\(?!text|left|right|dfrac|tfrac|frac)[a-zA-Z]+")
-_UNITS = {
-    name: names[0]
-    for names in (
-        ("m", "meter", "meters", "metre", "metres"), ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
-        ("mm", "millimeter", "millimeters"), ("km", "kilometer", "kilometers", "kilometre", "kilometres"),
-        ("g", "gram", "grams"), ("kg", "kilogram", "kilograms"), ("mg", "milligram", "milligrams"),
-        ("s", "sec", "second", "seconds"), ("min", "minute", "minutes"), ("h", "hr", "hrs", "hour", "hours"),
-        ("day", "days"), ("week", "weeks"), ("month", "months"), ("year", "years"), ("l", "liter", "liters", "litres"),
-        ("ml", "milliliter", "milliliters"), ("in", "inch", "inches"), ("ft", "foot", "feet"), ("yd", "yard", "yards"),
-        ("mi", "mile", "miles"), ("lb", "lbs", "pound", "pounds"), ("cent", "cents"), ("dollar", "dollars"),
-    )
-    for name in names
-}  # fmt: skip
+_NAMES_OF_UNITS = (
+    "m meter meters metre metres",
+    "cm centimeter centimeters centimetre centimetres",
+    "mm millimeter millimeters",
+    "km kilometer kilometers kilometre kilometres",
+    "g gram grams",
+    "kg kilogram kilograms",
+    "mg milligram milligrams",
+    "s sec second seconds",
+    "min minute minutes",
+    "h hr hrs hour hours",
+    "day days",
+    "week weeks",
+    "month months",
+    "year years",
+    "l liter liters litres",
+    "ml milliliter milliliters",
+    "in inch inches",
+    "ft foot feet",
+    "yd yard yards",
+    "mi mile miles",
+    "lb lbs pound pounds",
+    "cent cents",
+    "dollar dollars",
+)
+_UNITS = {name: names.split()[0] for names in _NAMES_OF_UNITS for name in names.split()}
 """The usual name of each unit that is known."""
 
 _UNIT_FACTOR = re.compile(r"(?P<unit>[a-z]+)(?:\^\(?(?P<power>-?\d)\)?)?")
@@ -63,7 +76,10 @@ def read_reference(ground_truth: str) -> list[Expression | str]:
 
     Raises ValueError if it is not an expression, or is too large.
     """
-    text = ground_truth if "\\boxed" in ground_truth else _boxed(ground_truth)
+    text = ground_truth
+    if "\\boxed" not in ground_truth:
+        # math-verify takes all of a box for the answer, but searches other texts for one
+        text = _boxed(ground_truth)
     gold: list[Expression | str] = parse(text, parsing_timeout=None)
     if not gold:
         raise ValueError("cannot be read as a mathematical expression by math-verify")
@@ -86,12 +102,18 @@ def compare(ground_truth: str, text: str, is_boxed: bool, strict: bool) -> tuple
         return _compare_strictly(ground_truth, answer)
 
     gold = read_reference(ground_truth)
-    searched_text = _boxed(text) if is_boxed else text
-    parsed = parse(searched_text, parsing_timeout=None)
-    pred = str(parsed[-1]) if parsed else ""
-    if not parsed or is_too_large(parsed[0]):
+    if is_boxed:
+        text = _boxed(text)
+    # without math-verify's time limits: `mathematics` limits this process
+    parsed = parse(text, parsing_timeout=None)
+    if not parsed:
+        return False, ""
+    # its last entry is the text of the expression
+    pred = str(parsed[-1])
+    if is_too_large(parsed[0]):
         return False, pred
-    return bool(verify(gold, parsed, timeout_seconds=None)), pred
+    is_right = verify(gold, parsed, timeout_seconds=None)
+    return bool(is_right), pred
 
 
 def _boxed(text: str) -> str:
@@ -114,6 +136,7 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     if plain_text and plain_text == _without_spaces(ground_truth):
         return True, text
 
+    # 3m is three metres if the reference has no symbols, else a product
     reference = _reference_answer(ground_truth)
     has_symbols = reference is None or bool(symbols_of(reference.node))
     try:
@@ -121,27 +144,36 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     except UnknownSyntax:
         return _compare_unknown(ground_truth, reference, text), text
     if reference is None:
-        pred = answer.latex()
-        if not is_final(answer.node, None):
-            return False, pred
-        return are_equal(_gold_expression(ground_truth), _parse_rendered(answer)), pred
+        return _compare_with_unknown(ground_truth, answer), answer.latex()
 
     # the reference is an interval or a union of some: an answer may write it as inequalities
     if reference.node.kind in ("brackets", "operation"):
         answer = Answer(_as_intervals(answer.node), answer.unit)
     pred = answer.latex()
-    expected_unit = reference.unit or ("dollar" if r"\$" in ground_truth else "")
+    expected_unit = reference.unit
+    if not expected_unit and r"\$" in ground_truth:
+        expected_unit = "dollar"
     if _are_different_units(expected_unit, answer.unit) or _differ_in_form(reference.node, answer.node):
         return False, pred
     if not is_final(answer.node, reference.node):
         return False, pred
-    return are_equal(_parse_rendered(reference), _parse_rendered(answer)), pred
+    is_equal = are_equal(_parse_rendered(reference), _parse_rendered(answer))
+    return is_equal, pred
+
+
+def _compare_with_unknown(ground_truth: str, answer: Answer) -> bool:
+    """Compares an answer with a reference that only math-verify can read."""
+    if not is_final(answer.node, None):
+        return False
+    return are_equal(_gold_expression(ground_truth), _parse_rendered(answer))
 
 
 def _gold_expression(ground_truth: str) -> Expression | None:
     """Returns the reference as math-verify parses it, None if math-verify finds only text."""
     gold = read_reference(ground_truth)[0]
-    return None if isinstance(gold, str) else gold
+    if isinstance(gold, str):
+        return None
+    return gold
 
 
 def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> bool:
@@ -149,23 +181,31 @@ def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> 
 
     The answer may use only the commands of the reference: both may be binomial coefficients, for example.
     """
-    if reference is not None or not set(_COMMAND.findall(text)) <= set(_COMMAND.findall(ground_truth)):
+    if reference is not None:
         return False
-    return are_equal(_gold_expression(ground_truth), _parse_latex(clean(text), _AS_WRITTEN))
+    commands = set(_COMMAND.findall(text))
+    allowed_commands = set(_COMMAND.findall(ground_truth))
+    if not commands <= allowed_commands:
+        return False
+    expression = _parse_latex(clean(text), _AS_WRITTEN)
+    return are_equal(_gold_expression(ground_truth), expression)
 
 
 @functools.lru_cache(maxsize=4096)
 def _reference_answer(ground_truth: str) -> Answer | None:
     """Returns the reference as a tree, None if `answer_syntax` cannot read it."""
     text = ground_truth
-    start = ground_truth.rfind("\\boxed{")
-    if start >= 0:
-        text = ground_truth[start + len("\\boxed{") :].rstrip().removesuffix("}")
+    _, box, content = ground_truth.rpartition("\\boxed{")
+    if box:
+        text = content.rstrip().removesuffix("}")
     try:
         answer = parse_answer(text)
     except UnknownSyntax:
         return None
-    return answer if _parse_rendered(answer) is not None else None
+    # a tree that math-verify cannot read has no value to compare
+    if _parse_rendered(answer) is None:
+        return None
+    return answer
 
 
 def _parse_rendered(answer: Answer) -> Expression | None:
@@ -182,13 +222,18 @@ def _parse_latex(latex: str, config: LatexExtractionConfig) -> Expression | None
         extraction_mode="first_match",
         parsing_timeout=None,
     )
-    return parsed[0] if parsed else None
+    # without an expression the list is empty, because "no_fallback" leaves out the text
+    if not parsed:
+        return None
+    return parsed[0]
 
 
 def _words(text: str) -> str:
     r"""Returns the letters of a text that consists of words, such as `\text{No solution}`; "" for mathematics."""
     letters = _WRAPPERS.sub("", text).lower()
-    return letters if _WORDS.fullmatch(letters) else ""
+    if not _WORDS.fullmatch(letters):
+        return ""
+    return letters
 
 
 def _without_spaces(text: str) -> str:
@@ -201,14 +246,21 @@ def _are_different_units(unit: str, other: str) -> bool:
     """Returns True if two units are known and differ. A missing unit differs from none."""
     factors = _unit_factors(unit)
     other_factors = _unit_factors(other)
-    return bool(factors and other_factors) and factors != other_factors
+    if not factors or not other_factors:
+        return False
+    return factors != other_factors
 
 
 def _unit_factors(unit: str) -> Counter[str]:
     """Returns the exponent of each unit in a product or quotient of units; nothing if a unit is not known."""
     # "square cm" becomes cm^2, and "mph" mi/h
-    text = _POWER_WORD.sub(lambda match: f"{match['unit']}^{_POWERS_OF_WORDS[match['power']]}", unit.rstrip("."))
+    text = unit.rstrip(".")
+    power_word = _POWER_WORD.match(text)
+    if power_word is not None:
+        power_of_word = _POWERS_OF_WORDS[power_word["power"]]
+        text = f"{power_word['unit']}^{power_of_word}"
     text = _SPEEDS.get(text, text).replace("per", "/")
+
     exponents: Counter[str] = Counter()
     sign = 1
     for part in re.split(r"(/|\\cdot)", text):
@@ -221,7 +273,9 @@ def _unit_factors(unit: str) -> Counter[str]:
         match = _UNIT_FACTOR.fullmatch(part)
         if match is None or match["unit"] not in _UNITS:
             return Counter()
-        exponents[_UNITS[match["unit"]]] += sign * int(match["power"] or 1)
+        name = _UNITS[match["unit"]]
+        power = int(match["power"] or 1)
+        exponents[name] += sign * power
     return exponents
 
 
@@ -229,24 +283,34 @@ def _differ_in_form(reference: Node, answer: Node) -> bool:
     """Returns True for forms that math-verify takes for equal: a set and a pair, and numerals of different bases."""
     if reference.kind == "brackets" and reference.text == "()" and answer.kind == "set":
         return True
+    # of an answer without a base, only the value counts
     bases = _bases_of_numerals(answer)
     return bool(bases) and bases != _bases_of_numerals(reference)
 
 
 def _bases_of_numerals(node: Node) -> set[str]:
-    return {render(part.parts[1]) for part in node.walk() if part.kind == "command" and part.text == "_"}
+    """Returns the LaTeX of the bases of all numerals such as 101_2."""
+    bases = set()
+    for part in node.walk():
+        if part.kind == "command" and part.text == "_":
+            _, base = part.parts
+            bases.add(render(base))
+    return bases
 
 
 def _as_intervals(answer: Node) -> Node:
     """Returns inequalities of a symbol as an interval or a union: [0, 1) for 0 <= x < 1. Returns others unchanged."""
     relations = answer.parts if answer.kind == "list" else (answer,)
-    intervals = [_interval(relation) for relation in relations]
-    union = intervals[0]
-    for interval in intervals[1:]:
-        if union is None or interval is None:
+    union: Node | None = None
+    for relation in relations:
+        interval = _interval(relation)
+        if interval is None:
             return answer
-        union = Node("operation", (union, interval), "\\cup")
-    return answer if union is None else union
+        if union is None:
+            union = interval
+        else:
+            union = Node("operation", (union, interval), "\\cup")
+    return union or answer
 
 
 def _interval(relation: Node) -> Node | None:
@@ -264,6 +328,7 @@ def _interval(relation: Node) -> Node | None:
         operator = operators[0]
         symbol, bound = sides
         if symbol.kind != "symbol":
+            # 3 < x is x > 3
             bound, symbol = sides
             operator = _MIRRORED[operator]
         is_closed = operator in ("\\le", "\\ge")
@@ -280,6 +345,7 @@ def _interval(relation: Node) -> Node | None:
     else:
         return None
 
+    # the bounds of an interval are constants
     if symbol.kind != "symbol" or names_of(lower) or names_of(upper):
         return None
     return Node("brackets", (lower, upper), opening + closing)

@@ -129,21 +129,25 @@ async def compute_score(
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
-    message = _filled(template, values)
-    body: JsonObject = {"model": model, "messages": [{"role": "user", "content": message}]}
+    message = {"role": "user", "content": _filled(template, values)}
+    body: JsonObject = {"model": model, "messages": [message]}
+    # OpenAI's reasoning models refuse these entries, so None leaves them out
     if temperature is not None:
         body["temperature"] = temperature
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
+    # last, so that they can replace the entries above
     body |= request or {}
-    url = f"{str(base_url).rstrip('/')}/chat/completions"
-    reply = _content(await _endpoint(url, api_key_env, max_retries).post(body))
 
+    url = f"{str(base_url).rstrip('/')}/chat/completions"
+    answer = await _endpoint(url, api_key_env, max_retries).post(body)
+    reply = _content(answer)
     rating = read_verdict(reply, verdict, lowest, highest, solution_str)
     result: dict[str, float | str] = {"judgement": reply[:_SHOWN_CHARACTERS], "rating": rating}
     if verdict == "yes_no":
         return {"score": rating, "acc": rating, **result}
-    return {"score": (rating - lowest) / (highest - lowest), **result}
+    score = (rating - lowest) / (highest - lowest)
+    return {"score": score, **result}
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
@@ -157,9 +161,11 @@ def _prompt_texts(prompt: Sequence[ChatMessage]) -> dict[str, str]:
     question = ""
     lines = []
     for message in prompt:
-        if message["role"] == "user":
-            question = message["content"]
-        lines.append(f"{message['role']}: {message['content']}")
+        role = message["role"]
+        content = message["content"]
+        if role == "user":
+            question = content
+        lines.append(f"{role}: {content}")
     return {"question": question, "conversation": "\n\n".join(lines)}
 
 
@@ -184,6 +190,7 @@ def option_problems(kwargs: KeywordArguments, option: str) -> Iterator[str]:
         yield f"{option}.verdict={values['verdict']!r}: one of {', '.join(_FORMS)} is expected"
     if not lowest < highest:
         yield f"{option}.lowest={lowest:g} has to be less than highest={highest:g}"
+    # a variable that is empty is as good as none
     if variable and not os.environ.get(variable):
         yield f"{option}.api_key_env={variable}: the environment variable {variable} is not set"
     if "{answer}" not in values["template"]:
@@ -207,6 +214,7 @@ def read_verdict(reply: str, verdict: str, lowest: float, highest: float, answer
             return ratings.read_yes_no(reply)
         return ratings.read_rating(reply, lowest, highest, answer)
     except ValueError as error:
+        # the template asks for the verdict at the end
         end = reply[-_SHOWN_CHARACTERS:]
         raise ValueError(f"The judge's verdict cannot be read as {verdict}, because {error}: {end!r}") from error
 
@@ -250,11 +258,14 @@ class JudgeServer:
         not JSON.
         """
         openai = self._openai
+        # connections belong to the event loop that opened them
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            lasting = self._lasting_client(loop)
-            self._clients[loop] = (await anext(lasting), lasting)
-        client = self._clients[loop][0]
+            generator = self._lasting_client(loop)
+            new_client = await anext(generator)
+            # with the generator, whose end would close the client
+            self._clients[loop] = (new_client, generator)
+        client, _ = self._clients[loop]
 
         # values that JSON does not have, such as the dates of a parquet file, are sent as text
         json_body = json.loads(json.dumps(body, default=str))
@@ -264,7 +275,9 @@ class JudgeServer:
             beginning = error.response.text[:_SHOWN_CHARACTERS]
             raise RemoteRewardError(f"{self.url} answered with status {error.status_code}: {beginning}") from error
         except openai.APIConnectionError as error:
+            # its own text, such as "Connection error.", does not say the reason
             raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
+
         text = response.content.decode("utf-8", "replace")
         try:
             reply: JsonValue = json.loads(text, parse_int=_json_integer)
@@ -319,6 +332,8 @@ def _content(answer: JsonValue) -> str:
         refusal = message.get("refusal")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RemoteRewardError(no_completion) from error
+
+    # each of these is a fault of the request or the server, so the sample fails instead of scoring 0
     if not content:
         reason = refusal or f"finish_reason {finish_reason}"
         raise RemoteRewardError(f"The judge's reply is empty: {_beginning(reason)}")
@@ -333,8 +348,9 @@ def _content(answer: JsonValue) -> str:
 
 def _beginning(value: JsonValue) -> str:
     """Returns the beginning of a JSON value for a message."""
+    if isinstance(value, str):
+        return value[:_SHOWN_CHARACTERS]
     try:
-        text = value if isinstance(value, str) else json.dumps(value)
+        return json.dumps(value)[:_SHOWN_CHARACTERS]
     except (RecursionError, ValueError):
         return "a deeply nested value"
-    return text[:_SHOWN_CHARACTERS]

@@ -7,7 +7,9 @@ from typing import Any
 import openai
 
 _CLIENT_BASE = openai.DefaultAsyncHttpxClient.__mro__[1]
-_HTTPX: Any = importlib.import_module(_CLIENT_BASE.__module__.partition(".")[0])
+_HTTPX_NAME, _, _ = _CLIENT_BASE.__module__.partition(".")
+# Any: mypy cannot know the types of a module that is imported by a computed name
+_HTTPX: Any = importlib.import_module(_HTTPX_NAME)
 """The package on which openai is built: httpx, or httpx2 in later versions."""
 
 Response: type = _HTTPX.Response

@@ -45,13 +45,16 @@ def compare(ground_truth: str, answer: str, is_boxed: bool, strict: bool) -> tup
     if _is_too_long(answer):
         return wrong
 
+    request = json.dumps([ground_truth, answer, is_boxed, strict])
+    # a reply belongs to the request before it
     with _ONE_AT_A_TIME:
-        problem, result = _reply(json.dumps([ground_truth, answer, is_boxed, strict]))
+        problem, result = _reply(request)
     # the process writes `problem` before it reads the answer, so an empty line is the fault of the reference
     if not problem:
         raise ValueError(too_large)
     if problem != "null\n":
         raise ValueError(f"{reference} {json.loads(problem)}")
+    # the comparison has exceeded a limit of the process
     if not result:
         return wrong
     is_right, pred, fault = json.loads(result)
@@ -98,9 +101,11 @@ def _reply(request: str) -> list[str]:
 @functools.cache
 def _process(pid: int) -> subprocess.Popen[str]:
     """Starts the comparison process of the process `pid`. It exits when its stdin is closed."""
+    # this process may have a path that the environment does not contain
     code = f"import sys; sys.path[:] = {sys.path!r}; from verl_lite.rewards.mathematics import serve; serve()"
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    )
 
 
 def serve() -> None:

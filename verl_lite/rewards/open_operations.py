@@ -27,6 +27,7 @@ def is_final(answer: Node, reference: Node | None) -> bool:
     if reference is None:
         return not open_operations(answer)
     symbols = symbols_of(reference)
+    # y is a symbol of y = x^2 as well
     if reference.kind == "relation":
         symbols |= names_of(reference.parts[0])
     if not symbols_of(answer) <= symbols:
@@ -43,6 +44,7 @@ def _allowed_operations(reference: Node) -> set[str]:
     # a set has several notations: R \ {2} is right for (-oo, 2) u (2, oo), and [-1, 2) for -1 <= x < 2
     if "brackets" in kinds or "operation" in kinds or _INEQUALITY.search(" ".join(relations)):
         allowed |= _SETS
+    # identities and equivalent equations have other forms of products and quotients
     if "function" in allowed:
         allowed |= {"denominator", "mixed form"}
     if "relation" in kinds:
@@ -52,11 +54,10 @@ def _allowed_operations(reference: Node) -> set[str]:
 
 def symbols_of(node: Node) -> set[str]:
     """Returns the symbols and words of an expression in lower case, without the name that a solved relation defines."""
-    if node.kind == "relation" and _is_name(node.parts[0]) and set(node.text.split()) <= {"=", "\\in"}:
-        parts = node.parts[1:]  # y = x^2 is right for x^2
-    elif node.kind in ("list", "set"):
-        parts = node.parts
-    else:
+    parts = node.parts
+    if node.kind == "relation" and _is_name(parts[0]) and set(node.text.split()) <= {"=", "\\in"}:
+        parts = parts[1:]  # y = x^2 is right for x^2
+    elif node.kind not in ("list", "set"):
         return names_of(node)
 
     symbols: set[str] = set()
@@ -79,9 +80,10 @@ def _is_name(node: Node) -> bool:
 
 def open_operations(node: Node) -> set[str]:
     """Returns the names of the operations that an expression leaves to be computed."""
-    # f(3) = 7
-    is_value_of_function = node.kind == "relation" and node.parts[0].kind == "call"
-    parts = node.parts[1:] if is_value_of_function else node.parts
+    parts = node.parts
+    # the call on the left of f(3) = 7 is computed on the right
+    if node.kind == "relation" and parts[0].kind == "call":
+        parts = parts[1:]
     names: set[str] = set()
     for part in parts:
         names |= open_operations(part)
@@ -108,10 +110,13 @@ def open_operations(node: Node) -> set[str]:
 
 def _is_open_root(node: Node) -> bool:
     """Returns True if a root has a rational value, or an index that is no integer."""
+    radicand = node.parts[0]
     if len(node.parts) == 1:
-        return _is_rational_power(node.parts[0], Fraction(1, 2))
-    radicand, index = node.parts
-    return not is_integer(index) or _is_rational_power(radicand, Fraction(1, int(index.text)))
+        return _is_rational_power(radicand, Fraction(1, 2))
+    index = node.parts[1]
+    if not is_integer(index):
+        return True
+    return _is_rational_power(radicand, Fraction(1, int(index.text)))
 
 
 def _open_sum(node: Node) -> set[str]:
@@ -120,18 +125,19 @@ def _open_sum(node: Node) -> set[str]:
     terms = list(_terms(node))
     numerals = [term for term in terms if _is_numeral(term)]
     others = [term for term in terms if not _is_numeral(term)]
+    has_zero = any(term.text == "0" for term in numerals)
+    if len(numerals) > 1 or has_zero:
+        names.add("sum")
 
     # with several of these terms a sum can restate the exercise: 2^101 - 2^100, ln 6 - ln 2
     operation_terms = [term for term in others if _contains_operation(term)]
-    has_zero = any(term.text == "0" for term in numerals)
-    if len(numerals) > 1 or len(operation_terms) > 1 or has_zero:
+    if len(operation_terms) > 1 or _has_repeated(map(_term_key, others)):
+        names.add("sum")
+    # a sum of tuples or matrices is one of their entries
+    if any(term.kind in _COLLECTIONS for term in others):
         names.add("sum")
 
-    has_equal_terms = _has_repeated(map(_term_key, others))
-    is_entrywise = any(term.kind in _COLLECTIONS for term in others)
-    if has_equal_terms or is_entrywise:
-        names.add("sum")
-
+    # x(x + 1) + 1 is neither expanded nor factored
     has_symbols = any(map(names_of, terms))
     has_factored_term = any(map(_contains_sum, terms))
     is_polynomial = all(part.kind in _POLYNOMIAL for part in node.walk())
@@ -153,8 +159,10 @@ def _is_operation(node: Node) -> bool:
     """Returns True for ln 2, 10! and 2^100, which are final only if the reference has the same operation."""
     if node.kind == "power":
         base, exponent = node.parts
-        return _is_numeral(base) and is_integer(exponent) and not _is_numeral(node)
-    return node.kind == "function" or (node.kind == "command" and node.text == "!")
+        is_power_of_ten = _is_numeral(node)
+        return _is_numeral(base) and is_integer(exponent) and not is_power_of_ten
+    is_factorial = node.kind == "command" and node.text == "!"
+    return node.kind == "function" or is_factorial
 
 
 def _terms(node: Node) -> Iterator[Node]:
@@ -188,13 +196,17 @@ def _term_key(term: Node) -> str:
 
 def _radical_key(node: Node) -> str:
     """Returns the LaTeX of a factor, in which a square root has the largest square taken out: root 3 for root 12."""
-    is_square_root = node.kind == "root" and len(node.parts) == 1 and is_integer(node.parts[0])
-    if not is_square_root or len(node.parts[0].text) > _MOST_RADICAND_DIGITS:
+    if not _is_square_root_of_integer(node):
         return render(node)
-    radicand = int(node.parts[0].text)
+    digits = node.parts[0].text
+    # the loop below would take long
+    if len(digits) > _MOST_RADICAND_DIGITS:
+        return render(node)
+    radicand = int(digits)
     for root in range(math.isqrt(radicand), 1, -1):
-        if radicand % root**2 == 0:
-            return f"root {radicand // root**2}"
+        square = root**2
+        if radicand % square == 0:
+            return f"root {radicand // square}"
     return f"root {radicand}"
 
 
@@ -204,17 +216,20 @@ def _open_product(node: Node) -> set[str]:
         return set()
     above, below = _factors(node)
     names = _open_numbers(above, below)
-    if any(map(names_of, below)):
-        names.add("denominator")
-    if any(map(_is_fraction, below)):
-        names.add("quotient")
     if _has_open_constants(above) or _has_open_constants(below):
         names.add("product")
-    has_collection = any(factor.kind in _COLLECTIONS for factor in above + below)
-    if has_collection and len(above) + len(below) > 1:
-        names.add("product")
+    if any(map(_is_fraction, below)):
+        names.add("quotient")
+    # (x^2 - 1) / (x - 1): whether it can be simplified is not decided, so the reference must have one, too
+    if any(map(names_of, below)):
+        names.add("denominator")
     if _has_cancelling_factors(above, below):
         names.add("cancelling")
+    # a multiple of a tuple or a matrix
+    factors = above + below
+    has_collection = any(factor.kind in _COLLECTIONS for factor in factors)
+    if has_collection and len(factors) > 1:
+        names.add("product")
     return names
 
 
@@ -227,8 +242,9 @@ def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
         names.add("product")
 
     if len(numbers_above) == 1 and len(numbers_below) == 1:
-        number = numbers_above[0]
-        divisor = numbers_below[0]
+        [number] = numbers_above
+        [divisor] = numbers_below
+        # 14/2 and 1.5/3 are to be computed; 14/4, a fraction that can be reduced, is accepted
         if not is_integer(number) or not is_integer(divisor) or _divides(divisor, number):
             names.add("quotient")
     elif len(numbers_below) == 1 and numbers_below[0].text in ("0", "1"):
@@ -250,11 +266,11 @@ def _is_factor_of_integers(factor: Node) -> bool:
 def _has_open_constants(factors: list[Node]) -> bool:
     """Returns True if constants among the factors on one side of the line can be multiplied."""
     constants = [factor for factor in factors if not _is_numeral(factor) and not names_of(factor)]
-    radicals = [factor for factor in constants if factor.kind == "root"]
-    sums = [factor for factor in constants if factor.kind == "sum"]
-    operations = [factor for factor in constants if _is_operation(factor)]
-    if len(radicals) > 1 or len(sums) > 1 or len(operations) > 1:
+    kinds = Counter(factor.kind for factor in constants)
+    num_operations = sum(map(_is_operation, constants))
+    if kinds["root"] > 1 or kinds["sum"] > 1 or num_operations > 1:
         return True
+    # pi * pi^2
     return _has_repeated(map(_base_key, constants))
 
 
@@ -265,8 +281,9 @@ def _has_cancelling_factors(above: list[Node], below: list[Node]) -> bool:
     if keys_above & keys_below:
         return True
     for factor in above:
-        if any(_divide_radicands(factor, divisor) for divisor in below):
-            return True
+        for divisor in below:
+            if _divide_radicands(factor, divisor):
+                return True
     return False
 
 
@@ -293,25 +310,33 @@ def _factors(node: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _base_key(node: Node) -> str:
-    return render(node.parts[0]) if node.kind == "power" else render(node)
+    """Returns the LaTeX of the base of a power, or of another factor itself."""
+    base = node.parts[0] if node.kind == "power" else node
+    return render(base)
 
 
 def _divides(divisor: Node, number: Node) -> bool:
-    return int(divisor.text) == 0 or int(number.text) % int(divisor.text) == 0
+    """Returns True if one integer divides another; also for a divisor of 0, which leaves a quotient without a value."""
+    divisor_value = int(divisor.text)
+    return divisor_value == 0 or int(number.text) % divisor_value == 0
 
 
 def _divide_radicands(above: Node, below: Node) -> bool:
     """Returns True for two square roots of integers of which the lower divides the upper, such as root 6 / root 2."""
-    for node in (above, below):
-        if node.kind != "root" or len(node.parts) != 1 or not is_integer(node.parts[0]):
-            return False
+    if not _is_square_root_of_integer(above) or not _is_square_root_of_integer(below):
+        return False
     return _divides(below.parts[0], above.parts[0])
+
+
+def _is_square_root_of_integer(node: Node) -> bool:
+    return node.kind == "root" and len(node.parts) == 1 and is_integer(node.parts[0])
 
 
 def _open_power(node: Node) -> set[str]:
     """Returns what a power leaves to compute: a power of a number, and of constants that have a simpler form."""
     base, exponent = node.parts
     if names_of(base):
+        # x^{-1} is 1/x
         return {"denominator"} if exponent.kind == "negative" else set()
     if base.kind == "power":  # (2^50)^2
         return {"power", "power of a power"}
@@ -322,8 +347,11 @@ def _open_power(node: Node) -> set[str]:
     is_pi_or_e = base.kind == "constant" and base.text in ("\\pi", "e")
     if not is_pi_or_e:
         return {"power"}
+    # Euler's formula gives it a simpler form: e^{i pi} is -1
     has_imaginary_exponent = any(part.kind == "constant" and part.text == "i" for part in exponent.walk())
-    return {"power"} if exponent_value in (0, 1) or has_imaginary_exponent else set()
+    if exponent_value in (0, 1) or has_imaginary_exponent:
+        return {"power"}
+    return set()
 
 
 def _open_power_of_number(node: Node, exponent: Fraction | None) -> set[str]:
@@ -331,6 +359,7 @@ def _open_power_of_number(node: Node, exponent: Fraction | None) -> set[str]:
     base = node.parts[0]
     if exponent is None:
         return set()
+    # a fraction as exponent is a root: 4^{1/2}
     if exponent.denominator > 1:
         return {"root"} if _is_rational_power(base, exponent) else set()
     is_power_of_ten = base.text == "10" and _is_numeral(node)
@@ -360,26 +389,29 @@ def _is_scientific(node: Node) -> bool:
     number, power = node.parts
     if number.kind != "number" or power.kind != "power":
         return False
+    # 10 or 100 before a power of ten
     is_power_of_ten = is_integer(number) and number.text.rstrip("0") == "1" and number.text != "1"
     return not is_power_of_ten and _is_numeral(power)
 
 
 def _is_fraction(node: Node) -> bool:
     """Returns True for a number that is written as a fraction, a decimal or a percentage."""
-    is_decimal = node.kind == "number" and not is_integer(node)
-    return is_decimal or node.kind in ("quotient", "mixed", "percent")
+    if node.kind == "number":
+        return not is_integer(node)
+    return node.kind in ("quotient", "mixed", "percent")
 
 
 def _rational(node: Node) -> Fraction | None:
     """Returns the value of a number or a fraction of integers; None for others."""
-    if node.kind == "negative":
-        value = _rational(node.parts[0])
-        return None if value is None else -value
-    if node.kind == "number":
-        return Fraction(node.text)
-    if node.kind == "quotient" and all(map(is_integer, node.parts)):
-        above, below = (int(part.text) for part in node.parts)
-        return Fraction(above, below) if below else None
+    match node.kind:
+        case "negative":
+            value = _rational(node.parts[0])
+            return None if value is None else -value
+        case "number":
+            return Fraction(node.text)
+        case "quotient" if all(map(is_integer, node.parts)):
+            above, below = (int(part.text) for part in node.parts)
+            return Fraction(above, below) if below else None
     return None
 
 

@@ -22,6 +22,7 @@ _OPENING = " \t*_`\"'$({[\\"
 
 _GROUP_MARKS = ",'’_\u00a0\u2009\u202f"
 _PLAIN = rf"(?:\d{{1,3}}(?:[{_GROUP_MARKS}]\d{{3}})+(?:\.\d+)?|\d{{1,3}}(?:\.\d{{3}})+,\d+|\d+(?:[.,]\d+)?|[.,]\d+)"
+_GROUPED = re.compile(rf"\d{{1,3}}([{_GROUP_MARKS}]\d{{3}})+(\.\d+)?")
 _POWER = r"(?:[eE][+-]?\d+|\s*(?:×|x|\*|\\times|\\cdot|·)\s*10\s*(?:\^|\*\*)\s*\{?[+-]?\d+\}?)"
 _NUMBER = rf"[+-]?\s*{_PLAIN}{_POWER}?"
 _RATING = re.compile(
@@ -65,22 +66,26 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
     Raises:
         ValueError: if there is no rating, several that contradict each other, or one outside the bounds.
     """
-    text = _ascii(reply.rpartition("</think>")[2]).rstrip()
+    conclusion = reply.rpartition("</think>")[2]
+    text = _ascii(conclusion).rstrip()
     is_quotable = bool(_labelled(_ascii(answer), with_inline=True))
 
     # each candidate is a text that begins with a rating
     candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)
     if not candidates:
         raise ValueError("there is no rating")
+    last = candidates[-1]
     if is_quotable:
         # the template asks for a rating at the end; what stands before may be the answer's
-        before_rating = text[: -len(candidates[-1])].rpartition("\n")[2]
-        if "\n" in candidates[-1] or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
+        before_rating = text[: -len(last)].rpartition("\n")[2]
+        if "\n" in last or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
             raise ValueError("it does not end with a rating, and the answer contains ratings that it may quote")
         ratings = {_rating_at(candidate, highest) for candidate in candidates}
         if len(ratings) > 1:
             raise ValueError("it has several ratings, and the answer contains ratings that it may quote")
-    rating = _rating_at(candidates[-1], highest)
+
+    rating = _rating_at(last, highest)
+    # not limited to the bounds, because a rating outside them shows that the judge used another scale
     if not lowest <= rating <= highest:
         raise ValueError(f"its rating {_as_text(rating)} is not between {lowest:g} and {highest:g}")
     return float(rating)
@@ -102,13 +107,16 @@ def read_yes_no(reply: str) -> float:
     lines = [line for line in text.splitlines() if _VERDICT.search(line)]
     if not lines:
         raise ValueError("there is neither yes nor no")
-    words = [word.lower() for word in _VERDICT.findall(lines[-1])]
-    at_edges = set()
-    if re.match(r"\W*(?:yes|no)\b", lines[-1], re.IGNORECASE):
-        at_edges.add(words[0])
-    if re.search(r"\b(?:yes|no)\W*$", lines[-1], re.IGNORECASE):
-        at_edges.add(words[-1])
-    verdicts = set(words) if len(set(words)) == 1 else at_edges
+    last_line = lines[-1]
+    words = [word.lower() for word in _VERDICT.findall(last_line)]
+    verdicts = set(words)
+    if len(verdicts) > 1:
+        # "Yes: there is no error." and "There is no error, so yes.", but not "Yes for the first part, for the rest no."
+        verdicts = set()
+        if re.match(r"\W*(?:yes|no)\b", last_line, re.IGNORECASE):
+            verdicts.add(words[0])
+        if re.search(r"\b(?:yes|no)\W*$", last_line, re.IGNORECASE):
+            verdicts.add(words[-1])
     if len(verdicts) != 1:
         raise ValueError("its last verdict contains both yes and no")
     return float(verdicts == {"yes"})
@@ -126,7 +134,8 @@ def _ascii(text: str) -> str:
 
 def _json_rating(text: str) -> list[str]:
     """Returns the value of "score" as text, if the whole reply is a JSON object (also in a fenced block)."""
-    body = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```").strip()
+    body = text.strip().removeprefix("```json").removeprefix("```")
+    body = body.removesuffix("```").strip()
     if not body.startswith("{"):
         return []
     try:
@@ -149,21 +158,23 @@ def _labelled(text: str, with_inline: bool) -> list[str]:
         text: the text.
         with_inline: True to accept labels inside lines as well, if there are no others.
     """
+    labels = [*_LINE_LABEL.finditer(text), *_KEY_LABEL.finditer(text)]
+    if not labels and with_inline:
+        labels = list(_INLINE_LABEL.finditer(text))
     # a set, because a key at the beginning of a line matches both patterns
-    ends = set()
-    for pattern in (_LINE_LABEL, _KEY_LABEL):
-        ends |= {match.end() for match in pattern.finditer(text)}
-    if not ends and with_inline:
-        ends = {match.end() for match in _INLINE_LABEL.finditer(text)}
+    ends = {label.end() for label in labels}
     return [text[end : end + _MOST_READ] for end in sorted(ends)]
 
 
 def _rating_at(text: str, highest: float) -> Fraction:
     """Returns the rating at the beginning of a text. Raises ValueError if there is none."""
-    text = _FRACTION.sub(r"\1/\2", _EMPHASIS.sub("", text)).lstrip(_OPENING)
-    match = _RATING.match(text)
-    if match is None or _CONTINUES.match(text, match.end()):
+    without_emphasis = _EMPHASIS.sub("", text)
+    plain = _FRACTION.sub(r"\1/\2", without_emphasis).lstrip(_OPENING)
+    match = _RATING.match(plain)
+    if match is None or _CONTINUES.match(plain, match.end()):
         raise ValueError("the text after its label is no rating")
+
+    # fractions, so that no rounding moves a rating across a bound
     number = _value(match["number"])
     if match["percent"]:
         return number / 100 * Fraction(highest)
@@ -185,20 +196,23 @@ def _as_text(rating: Fraction) -> str:
 def _value(number: str) -> Fraction:
     """Returns the value of a text that matches `_NUMBER`."""
     factor = Fraction(1)
-    exponent = _EXPONENT.search(number)
-    if exponent is not None:
-        if len(exponent[1].lstrip("+-0")) > _LONGEST_EXPONENT:
+    match = _EXPONENT.search(number)
+    if match is not None:
+        exponent = match[1]
+        if len(exponent.lstrip("+-0")) > _LONGEST_EXPONENT:
             raise ValueError("its rating has too large an exponent")
-        factor = Fraction(10) ** int(exponent[1])
+        factor = Fraction(10) ** int(exponent)
         number = re.split(r"[eE×x*\\·]", number, maxsplit=1)[0]
 
-    sign = -1 if number.lstrip().startswith("-") else 1
+    if number.lstrip().startswith("-"):
+        factor = -factor
     digits = re.sub(r"[\s+-]", "", number)
-    if re.fullmatch(rf"\d{{1,3}}([{_GROUP_MARKS}]\d{{3}})+(\.\d+)?", digits) and not digits.startswith("0"):
+    # 0,500 is a half, and 7,500 seven thousand five hundred
+    if _GROUPED.fullmatch(digits) and not digits.startswith("0"):
         digits = re.sub(f"[{_GROUP_MARKS}]", "", digits)
     elif "," in digits:
         # a comma as decimal point, and points between groups
         digits = digits.replace(".", "").replace(",", ".")
     if len(digits) > _MOST_DIGITS:
         raise ValueError("its rating has too many digits")
-    return sign * Fraction(digits) * factor
+    return Fraction(digits) * factor

@@ -43,7 +43,9 @@ def find_reward(data_source: str) -> RewardFunction:
         return REWARDS[data_source]
     matching = [pattern for pattern in REWARDS if fnmatchcase(data_source, pattern)]
     if matching:
-        return REWARDS[max(matching, key=len)]
+        # the most specific one: a user's `math_mine*` takes precedence over the built-in `math*`
+        longest = max(matching, key=len)
+        return REWARDS[longest]
     raise UserError(
         f"No reward function for data_source={data_source!r}{did_you_mean(data_source, REWARDS)}. "
         f"Known: {', '.join(sorted(REWARDS))}. "
@@ -57,11 +59,13 @@ def find_named_reward(name: str) -> RewardFunction:
 
     Raises UserError, with the registered names, if there is neither.
     """
-    if NAMED + name in REWARDS:
-        return REWARDS[NAMED + name]
+    prefixed_name = NAMED + name
+    if prefixed_name in REWARDS:
+        return REWARDS[prefixed_name]
     try:
         return find_reward(name)
     except UserError:
+        # its remedies do not apply to a name that the user wrote in the configuration
         names = sorted({registered.removeprefix(NAMED) for registered in REWARDS})
         raise UserError(f"no reward has this name{did_you_mean(name, names)}. Known: {', '.join(names)}") from None
 
@@ -99,6 +103,7 @@ def default_compute_score(
         "ground_truth": ground_truth,
         "extra_info": extra_info,
     }
+    # verl's functions do not have these parameters
     if takes(function, "prompt"):
         arguments["prompt"] = prompt
     if takes(function, "images"):

@@ -90,15 +90,16 @@ class RewardResult:
             score: the score.
             extra: see `RewardResult`.
         """
-        if is_score(score):
-            return cls(score, extra or {})
-        return cls.failure(f"{giver} gave {score:g}; expected {SCORE}")
+        if not is_score(score):
+            return cls.failure(f"{giver} gave {score:g}; expected {SCORE}")
+        return cls(score, extra or {})
 
     @classmethod
     def failure(cls, error: str, *, timed_out: bool = False) -> RewardResult:
         """Returns a result without a score. The middle of a very long error is omitted."""
         excess = len(error) - _ERROR_CHARACTERS
         if excess > 0:
+            # the beginning names the part, and the end of a traceback the exception
             half = _ERROR_CHARACTERS // 2
             error = f"{error[:half]}\n[{excess} characters omitted]\n{error[-half:]}"
         return cls(score=math.nan, failed=True, error=error, timed_out=timed_out)
@@ -106,6 +107,7 @@ class RewardResult:
 
 def is_score(number: float) -> bool:
     """Returns True if float32, the dtype of scores, can hold the number: not NaN, magnitude at most 3.4e38."""
+    # false for NaN, which compares with nothing
     return abs(number) <= _FLOAT32_MAX
 
 
@@ -122,9 +124,10 @@ def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
     entries = returned if isinstance(returned, dict) else {"score": returned}
     if "score" not in entries:
         raise ValueError(f"The reward function returned a dict without 'score': {returned!r:.200}")
-    score = number_of(entries["score"])
+    value = entries["score"]
+    score = number_of(value)
     if not is_score(score):
-        description = f"{entries['score']!r:.200} ({type(entries['score']).__name__})"
+        description = f"{value!r:.200} ({type(value).__name__})"
         if isinstance(returned, dict):
             description = f"a dict whose 'score' is {description}"
         raise ValueError(f"The reward function returned {description}; expected {SCORE}")
@@ -134,6 +137,7 @@ def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
         if isinstance(value, str):
             extra[str(key)] = value[:_EXTRA_CHARACTERS]
             continue
+        # entries of other types cannot become a column or a metric
         number = number_of(value)
         if key != "score" and is_score(number):
             extra[str(key)] = number

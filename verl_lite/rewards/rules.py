@@ -40,7 +40,9 @@ def last_boxed(text: str) -> str | None:
             if start > last_start:
                 last_start = start
                 last_end = brace.start()
-    return None if last_start < 0 else text[last_start:last_end]
+    if last_start < 0:
+        return None
+    return text[last_start:last_end]
 
 
 def last_tagged(text: str, tag: str) -> str | None:
@@ -77,12 +79,14 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_
 
     Source: verl's strict rule, which rejects `####5`, `#### 5.` and `#### $5`.
     """
-    answers = _GSM8K_STRICT.findall(solution_str[-SEARCHED_CHARACTERS:])
+    end = solution_str[-SEARCHED_CHARACTERS:]
+    answers = _GSM8K_STRICT.findall(end)
     truth = str(ground_truth).replace(",", "")
     # an empty ground truth must not equal "#### ,"
     if not answers or not truth:
         return 0.0
-    return float(answers[-1].replace(",", "") == truth)
+    answer = answers[-1].replace(",", "")
+    return float(answer == truth)
 
 
 SEARCHED_FOR_BOX = 100
@@ -144,10 +148,10 @@ def math_dapo(
         is_right = bool(boxed) and boxed == str(ground_truth)
     else:
         end = solution_str[-SEARCHED_CHARACTERS:]
-        answer_lines = _ANSWER_LINE.findall(end)
-        answer = answer_lines[-1] if answer_lines else last_boxed(end) or NO_ANSWER
-        pred = normalize_answer(answer)
+        answers = _ANSWER_LINE.findall(end) or [last_boxed(end) or NO_ANSWER]
+        pred = normalize_answer(answers[-1])
         truth = normalize_answer(str(ground_truth))
+        # an empty answer is not right, even if the ground truth is empty by mistake
         is_right = bool(truth) and pred == truth
     score = 1.0 if is_right else -1.0
     return {"score": score, "acc": float(is_right), "pred": pred}
@@ -199,9 +203,11 @@ def math_verify(
     Raises:
         ValueError: if the ground truth is not an expression or exceeds a limit, because no answer could be right.
     """
-    boxed = last_boxed(solution_str)
-    answer = solution_str[-mathematics.MOST_CHARACTERS :] if boxed is None else boxed
-    is_right, pred = mathematics.compare(str(ground_truth), answer, boxed is not None, strict)
+    answer = last_boxed(solution_str)
+    is_boxed = answer is not None
+    if answer is None:
+        answer = solution_str[-mathematics.MOST_CHARACTERS :]
+    is_right, pred = mathematics.compare(str(ground_truth), answer, is_boxed, strict)
     return {"score": float(is_right), "pred": pred}
 
 
@@ -229,24 +235,31 @@ def exact_answer(data_source: str, solution_str: str, ground_truth: GroundTruth,
     Raises:
         ValueError: if the ground truth has another form.
     """
+    # before the answer is read, so that an invalid ground truth fails every sample of its prompt
     targets = _targets(ground_truth)
     answer = last_tagged(solution_str, "answer")
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
+
     pred = _short_form(answer)
-    is_right = pred in map(_short_form, targets)
+    acc = float(pred in map(_short_form, targets))
+    score = acc
     num_tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
-    full_score = 0.25 if num_tags > MOST_TAGS else 1.0
-    return {"score": float(is_right) * full_score, "acc": float(is_right), "pred": pred}
+    if num_tags > MOST_TAGS:
+        score = 0.25 * acc
+    return {"score": score, "acc": acc, "pred": pred}
 
 
 def _targets(ground_truth: GroundTruth) -> list[str]:
     """Returns the correct answers that are not blank. Raises ValueError if there are none, or one is not text."""
-    entries = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
+    entries = ground_truth
+    if isinstance(entries, dict):
+        entries = entries.get("target")
     if isinstance(entries, str):
         entries = [entries]
     elif not isinstance(entries, Iterable):
         entries = []
+    # a blank one would make an empty answer right
     targets = [entry for entry in entries if entry != "" and not str(entry).isspace()]
     if not targets or not all(isinstance(target, str) for target in targets):
         raise ValueError(f'ground_truth={ground_truth!r}: a text, a list of texts or {{"target": ...}} is expected')
@@ -292,12 +305,18 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTru
     Raises:
         ValueError: if the ground truth is not one of the letters.
     """
-    choices = (extra_info or {}).get("choices")
-    letters = LETTERS[: len(choices)] if isinstance(choices, list | tuple) else LETTERS
+    info = extra_info or {}
+    choices = info.get("choices")
+    letters = LETTERS
+    if isinstance(choices, list | tuple):
+        letters = LETTERS[: len(choices)]
     truth = _right_letter(ground_truth, letters)
 
+    text = solution_str
     tagged = last_tagged(solution_str, "answer")
-    text = solution_str if tagged is None else f"answer: {tagged.strip()}"
+    if tagged is not None:
+        # in the form that the pattern of a choice expects, because the tag alone may contain just the letter
+        text = f"answer: {tagged.strip()}"
     pred = _chosen_letter(text)
     score = float(pred == truth)
     return {"score": score, "acc": score, "pred": pred}
@@ -306,7 +325,8 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTru
 def _right_letter(ground_truth: GroundTruth, letters: str) -> str:
     """Returns the letter of a ground truth. Raises ValueError if it is not one of the letters or their positions."""
     truth = str(ground_truth).strip().strip("().").upper()
-    is_position = truth.isascii() and truth.isdigit() and not isinstance(ground_truth, bool)
+    # isdigit alone is true for ² as well, which `int` refuses
+    is_position = truth.isascii() and truth.isdigit()
     if is_position and int(truth) < len(letters):
         truth = letters[int(truth)]
     if len(truth) != 1 or truth not in letters:
@@ -320,10 +340,12 @@ def _right_letter(ground_truth: GroundTruth, letters: str) -> str:
 def _chosen_letter(text: str) -> str:
     """Returns the letter of the last box, or without a box the one after the last "answer"; "" if there is none."""
     boxed = last_boxed(text)
-    if boxed is not None:
+    if boxed is None:
+        letters = _CHOICE.findall(text)
+    else:
+        # at the beginning of the box only: a letter inside \boxed{Paris (B)} may be a part of the choice's text
         match = _BOXED.match(boxed)
-        return match[1] if match is not None else ""
-    letters = _CHOICE.findall(text)
+        letters = [match[1]] if match else []
     return letters[-1] if letters else ""
 
 
@@ -353,13 +375,17 @@ def format(
     are_names = all(re.fullmatch(r"\w[\w-]*", tag) for tag in tags)
     if not tags or not are_names or len(set(tags)) < len(tags):
         raise ValueError(f"tags={list(tags)}: expected different names, such as [think, answer]")
-    text = f"<{tags[0]}>{solution_str}" if opened else solution_str
+    text = solution_str
+    if opened:
+        text = f"<{tags[0]}>{solution_str}"
+
     outside = []  # the text around the sections
     sections = []
     rest = text
     for tag in tags:
         opening = f"<{tag}>"
         closing = f"</{tag}>"
+        # in the whole text, also inside the sections of other tags
         if text.count(opening) != 1 or text.count(closing) != 1:
             return 0.0
         before, _, after_opening = rest.partition(opening)
@@ -401,7 +427,9 @@ def regex(
     """
     if pattern is None and group is not None:
         raise ValueError(f"group={group!r} needs a pattern: without one the ground truth is the pattern")
-    compiled = re.compile(str(ground_truth) if pattern is None else pattern)
+    if pattern is None:
+        pattern = str(ground_truth)
+    compiled = re.compile(pattern)
     last_match: re.Match[str] | None = None
     for match in compiled.finditer(solution_str.strip()):
         last_match = match
@@ -442,7 +470,8 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth
             f"data_source={data_source!r} needs extra_info['entry'], the JSON text of reasoning-gym's entry; "
             f"found extra_info={extra_info!r}"
         )
-    score = _gym_score(data_source.partition("/")[2], solution_str.strip(), json.loads(entry))
+    _, _, task = data_source.partition("/")
+    score = _gym_score(task, solution_str.strip(), json.loads(entry))
     has_full_marks = score >= 1
     if info.get("full_marks_only") and not has_full_marks:
         return 0.0

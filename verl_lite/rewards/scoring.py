@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
-from verl_lite.json_types import ChatMessage, JsonMapping, JsonValue, KeywordArguments
+from verl_lite.json_types import ChatMessage, JsonMapping, JsonObject, JsonValue, KeywordArguments
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
 from verl_lite.rewards.judge import JudgeServer
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
@@ -94,20 +94,24 @@ class RewardPart:
     def call(self, item: RewardItem) -> object:
         """Calls the function with one sample. The result of an async function is an awaitable."""
         arguments = {name: getattr(item, name) for name in _ARGUMENTS}
+        # verl's functions do not have these parameters
         if takes(self.function, "prompt"):
             arguments["prompt"] = item.prompt
         if takes(self.function, "images"):
             arguments["images"] = _open_images(item)
         # the user's arguments last, so that they can replace those of the sample
-        return self.function(**{**arguments, **self.kwargs})
+        arguments |= self.kwargs
+        return self.function(**arguments)
 
     async def score_async(self, item: RewardItem) -> RewardResult:
         """Scores one sample and awaits the function's result if it is an awaitable."""
         try:
             returned = self.call(item)
+            # in a run with an async part, the other parts return their results at once
             if inspect.isawaitable(returned):
                 returned = await returned
-            return RewardResult(*read_score(returned))
+            score, extra = read_score(returned)
+            return RewardResult(score, extra)
         except Exception as error:
             # untrusted code: any exception fails this sample, not the run
             return RewardResult.failure(user_traceback(error))
@@ -118,12 +122,13 @@ class RewardPart:
         Raises the function's exceptions, and ValueError if the function does not return one result per sample: the
         sample that caused such an error is unknown.
         """
-        arguments = _LISTS[self.style](items)
+        arguments: JsonObject = {**_LISTS[self.style](items)}
         has_images = any(item.images for item in items)
         # a function that has only **kwargs gets the argument if there are images
         if takes(self.function, "images") or (has_images and accepts(self.function, "images")):
             arguments["images"] = [_open_images(item) for item in items]
-        returned = _awaited(self.function(**{**arguments, **self.kwargs}))
+        arguments |= self.kwargs
+        returned = _awaited(self.function(**arguments))
 
         # a list, a tuple, an array or a tensor; a text or a dict has a length, too, but is one result
         is_list = hasattr(returned, "__len__") and not isinstance(returned, str | dict)
@@ -149,6 +154,7 @@ class RewardPart:
         except Exception as error:  # untrusted code, as above
             if len(items) == 1:
                 return [RewardResult.failure(user_traceback(error))]
+            # alone, so that only the samples that cause the error fail
             results = []
             for item in items:
                 results += self.score_all([item])
@@ -177,13 +183,16 @@ def reward_parts(functions: JsonMapping) -> list[RewardPart]:
     problems = list(part_problems(functions))
     if problems:
         raise UserError("; ".join(problems))
+
     # the first part, unless another one is marked
     outcome_label = next(iter(functions), None)
     for label, entry in functions.items():
         if entry and entry.get("outcome"):
             outcome_label = label
+
     parts = []
     for label, entry in functions.items():
+        # None for a part without options, whose function is selected by the row's data_source
         options = dict(entry or {})
         options["kwargs"] = dict(options.get("kwargs") or {})
         options["outcome"] = label == outcome_label
@@ -193,17 +202,21 @@ def reward_parts(functions: JsonMapping) -> list[RewardPart]:
 
 def part_problems(functions: JsonMapping) -> Iterator[str]:
     """Yields the problems of `reward.functions` that can be detected without running the user's files."""
+    outcomes = []
     for label, entry in functions.items():
         option = f"{OPTION}.{label}"
+        # the label becomes a part of columns, metrics and keys of the command line
         if not re.fullmatch(r"[A-Za-z][\w-]*", label):
             yield f"{option}: a part's name has to consist of letters, digits, _ and -, and to begin with a letter"
         elif label in _TAKEN:
             yield f"{option}: reward/{label} is already the name of another column or metric; rename the part"
-        if isinstance(entry, Mapping | None):
-            yield from _entry_problems(option, entry or {})
-        else:
+        if not isinstance(entry, Mapping | None):
             yield f"{option}={entry!r}: expected a mapping, such as {{reward: format, weight: 0.1}}"
-    outcomes = [label for label, entry in functions.items() if isinstance(entry, Mapping) and entry.get("outcome")]
+            continue
+        entries = entry or {}
+        yield from _entry_problems(option, entries)
+        if entries.get("outcome"):
+            outcomes.append(label)
     if len(outcomes) > 1:
         yield f"{OPTION}: {' and '.join(outcomes)} have outcome: true; only one part can be the outcome"
 
@@ -222,8 +235,9 @@ def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
             continue
         types, expected = _ENTRIES[key]
         is_valid = isinstance(value, types)
-        if key == "weight":
-            is_valid = is_valid and not isinstance(value, bool) and math.isfinite(number_of(value))
+        if key == "weight" and is_valid:
+            # true is an int of Python
+            is_valid = not isinstance(value, bool) and math.isfinite(number_of(value))
         if not is_valid:
             yield f"{option}.{key}={value!r}: expected {expected}"
 
@@ -238,15 +252,18 @@ def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
         yield f"{option}.{key}={entry[key]} applies only to a function of your own: set {option}.path"
     if reward is not None and path is not None:
         yield f"{option}: reward={reward} and path={path} are both set, but a part has one function; remove one of them"
-    elif isinstance(reward, str):
-        kwargs = entry.get("kwargs")
-        try:
-            function = find_named_reward(reward)
-        except UserError as error:
-            yield f"{option}.reward={reward}: {error}"
-            return
-        if isinstance(kwargs, Mapping):
-            yield from _kwargs_problems(function, kwargs, option)
+        return
+    # a function in a file is checked by `_function`, because a check of the options does not run files of the user
+    if not isinstance(reward, str):
+        return
+    try:
+        function = find_named_reward(reward)
+    except UserError as error:
+        yield f"{option}.reward={reward}: {error}"
+        return
+    kwargs = entry.get("kwargs")
+    if isinstance(kwargs, Mapping):
+        yield from _kwargs_problems(function, kwargs, option)
 
 
 def _kwargs_problems(function: RewardFunction, kwargs: KeywordArguments, option: str) -> Iterator[str]:
@@ -267,6 +284,7 @@ def lists_of_verl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     """Returns the arguments of a function for verl's batch reward manager."""
     arguments: dict[str, list[object]] = {}
     for name in _ARGUMENTS:
+        # data_sources, solution_strs, ground_truths, extra_infos
         arguments[f"{name}s"] = [getattr(item, name) for item in items]
     return arguments
 
@@ -278,17 +296,20 @@ def lists_of_trl(items: Sequence[RewardItem]) -> dict[str, list[object]]:
     """
     infos = [item.extra_info or {} for item in items]
     names: set[str] = set().union(*infos)
-    columns: dict[str, list[object]] = {}
+    arguments: dict[str, list[object]] = {}
     for name in sorted(names):
-        columns[name] = [info.get(name) for info in infos]
+        arguments[name] = [info.get(name) for info in infos]
+
     # the names of TRL last, so that an entry of extra_info cannot replace them
-    return {
-        **columns,
-        "data_source": [item.data_source for item in items],
-        "ground_truth": [item.ground_truth for item in items],
-        "prompts": [item.prompt for item in items],
-        "completions": [[{"role": "assistant", "content": item.solution_str}] for item in items],
-    }
+    arguments["data_source"] = [item.data_source for item in items]
+    arguments["ground_truth"] = [item.ground_truth for item in items]
+    arguments["prompts"] = [item.prompt for item in items]
+    completions: list[object] = []
+    for item in items:
+        message = {"role": "assistant", "content": item.solution_str}
+        completions.append([message])
+    arguments["completions"] = completions
+    return arguments
 
 
 _LISTS = {"batch": lists_of_verl, "trl": lists_of_trl}
@@ -314,12 +335,15 @@ class Scorer:
         """
         if any(part.takes_lists for part in self.parts):
             return "batch"
-        return "async" if any(part.is_async for part in self.parts) else "sample"
+        if any(part.is_async for part in self.parts):
+            return "async"
+        return "sample"
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in this process, without raising exceptions."""
         results_by_part = [part.score_all(items) for part in self.parts]
-        return [self.combined(results) for results in zip(*results_by_part, strict=True)]
+        results_by_item = zip(*results_by_part, strict=True)
+        return [self.combined(results) for results in results_by_item]
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples as `score_all` does, but raises the exceptions of a single part that takes lists."""
@@ -331,7 +355,8 @@ class Scorer:
 
     async def score(self, item: RewardItem) -> RewardResult:
         """Scores one sample, with all parts concurrently."""
-        return self.combined(await _all_of(part.score_async(item) for part in self.parts))
+        results = await _all_of(part.score_async(item) for part in self.parts)
+        return self.combined(results)
 
     def combined(self, results: Sequence[RewardResult]) -> RewardResult:
         """Combines the results of all parts for one sample.
@@ -344,6 +369,7 @@ class Scorer:
         is_single = labels == {""}
         if is_single:
             return results[0]
+
         weighted_scores = []
         outcome = 0.0
         extra: dict[str, float | str] = {}
@@ -359,14 +385,18 @@ class Scorer:
                 keeps_name = part.outcome and name not in labels
                 combined_name = name if keeps_name else f"{part.label}.{name}"
                 extra[combined_name] = value
+
         extra.setdefault("acc", outcome)
+        # finite scores can have a sum that is not
         return RewardResult.scored("The weighted sum of reward.functions", sum(weighted_scores), extra)
 
 
 def _guarded(work: Callable[..., object], *args: object) -> RewardResult:
     """Returns the result of a call, or a failure if it raises or returns no score."""
     try:
-        return RewardResult(*read_score(_awaited(work(*args))))
+        returned = _awaited(work(*args))
+        score, extra = read_score(returned)
+        return RewardResult(score, extra)
     except Exception as error:  # untrusted code, as above
         return RewardResult.failure(user_traceback(error))
 
@@ -395,7 +425,8 @@ def _is_async(function: RewardFunction) -> bool:
         by_source = [registered for name, registered in REWARDS.items() if not name.startswith(NAMED)]
         return any(map(_is_async, by_source))
     # a callable object whose __call__ is async is not a coroutine function itself
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    call = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 # ------------------------------------------------------------------------------------------------------ configuration
@@ -413,9 +444,13 @@ def load_scorer(config: RewardConfig) -> Scorer:
     if config.remote.url is not None:
         remote_part = RewardPart(kwargs=config.reward_kwargs, function=_remote(config))
         return Scorer((remote_part,))
+
     # a file with several parts is loaded once
     modules: dict[str, ModuleType] = {}
-    parts = [replace(part, function=_function(part, modules)) for part in _parts(config)]
+    parts = []
+    for part in _parts(config):
+        function = _function(part, modules)
+        parts.append(replace(part, function=function))
     return Scorer(tuple(parts))
 
 
@@ -448,7 +483,10 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
         UserError: if the function does not exist or cannot be called with the arguments of the part.
     """
     if part.path is None:
-        return find_named_reward(part.reward) if part.reward else default_compute_score
+        if part.reward:
+            return find_named_reward(part.reward)
+        return default_compute_score
+
     if part.path not in modules:
         modules[part.path] = load_module(part.path, f"{part.option}.path")
     function: RewardFunction = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
@@ -464,7 +502,9 @@ def _require_signature(function: RewardFunction, part: RewardPart) -> None:
     # the columns are those of the data, so that only a call with rows can check their names
     if part.style == "trl":
         return
-    names = _ARGUMENTS if part.style == "sample" else tuple(f"{name}s" for name in _ARGUMENTS)
+    names = list(_ARGUMENTS)
+    if part.style != "sample":
+        names = [f"{name}s" for name in _ARGUMENTS]
     optional = [name for name in ("prompt", "images") if takes(function, name)]
     arguments = dict.fromkeys([*names, *optional, *part.kwargs])
     try:

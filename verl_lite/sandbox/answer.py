@@ -59,13 +59,16 @@ class UntrustedCode:
             first = self._read()
             loaded = fields(first, names=dict)
             if loaded is not None:
-                return self._rebuild_names(loaded[0]), None
+                [names] = loaded
+                return self._rebuild_names(names), None
             failed = fields(first, compiled=bool, error=str)
             if failed is not None:
                 _, error = failed
+                # "compiled" itself may be forged
                 return {}, {"compiled": False, "error": error[:ERROR_CHARACTERS] or "not valid Python"}
             kind, _, text = self._raised(first)
-            return {}, {"error": f"{kind}: {text}"[:ERROR_CHARACTERS]}
+            error = f"{kind}: {text}"
+            return {}, {"error": error[:ERROR_CHARACTERS]}
         except EndOfTest:
             return {}, {"error": self.problem}
 
@@ -84,10 +87,12 @@ class UntrustedCode:
         contents_after = reply.pop("after", None)
         if type(contents_after) is not list or len(contents_after) != len(args):
             raise self._broken()
-        for argument, content in zip(args, contents_after, strict=True):
-            if content is None:
+        for argument, described in zip(args, contents_after, strict=True):
+            # an argument of another type, which the call cannot change
+            if described is None:
                 continue
-            if not _replace(argument, self._decoded(content)):
+            content = self._decoded(described)
+            if not _replace(argument, content):
                 raise self._broken()
         return self._value_of(reply)
 
@@ -104,22 +109,25 @@ class UntrustedCode:
 
         The code's `async def` becomes one here, so that tests can await its calls; the other process runs it at once.
         """
+        call = functools.partial(self.call, of, name)
         if described == {"function": True}:
-            return functools.partial(self.call, of, name)
+            return call
         if described != {"coroutine": True}:
             return None
 
-        async def call(*args: object, **kwargs: object) -> object:
-            return self.call(of, name, *args, **kwargs)
+        async def call_as_coroutine(*args: object, **kwargs: object) -> object:
+            return call(*args, **kwargs)
 
-        return call
+        return call_as_coroutine
 
     def _value_of(self, reply: JsonObject) -> object:
         """Returns the value in a reply, or a proxy if the value remained in the other process."""
         held = fields(reply, object=int)
-        # the other process counts its objects from 0
-        if held is not None and held[0] >= 0:
-            return _ObjectProxy(self, held[0])
+        if held is not None:
+            [number] = held
+            # the other process counts its objects from 0
+            if number >= 0:
+                return _ObjectProxy(self, number)
         return self._decoded(reply)
 
     def _decoded(self, described: JsonValue) -> object:
@@ -233,8 +241,10 @@ def _exception_type(name: str) -> type[Exception]:
     Returns RuntimeError for exceptions that would end a process, such as SystemExit, and for StopIteration, which would
     end a loop of the test (as in PEP 479).
     """
+    # the name comes from the other process: it may be that of any builtin
     builtin = getattr(builtins, name, None)
-    if not isinstance(builtin, type) or not issubclass(builtin, Exception) or issubclass(builtin, _ENDS_LOOPS):
+    is_exception = isinstance(builtin, type) and issubclass(builtin, Exception)
+    if not is_exception or issubclass(builtin, _ENDS_LOOPS):
         return RuntimeError
     for kind in builtin.__mro__:
         if issubclass(kind, Exception) and not issubclass(kind, _NEEDS_MORE):

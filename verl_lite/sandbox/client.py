@@ -107,11 +107,13 @@ class Ended:
 
     def outcome(self) -> Outcome:
         """Returns the outcome of the test that was running: the exceeded limit, or the last line of stderr."""
+        error = f"exit code {self.exit_code}"
+        lines = self.stderr.strip().splitlines()
         if self.met:
             error = f"exceeded its limit of {self.met}"
-        else:
-            lines = self.stderr.strip().splitlines()
-            error = lines[-1] if lines else f"exit code {self.exit_code}"
+        elif lines:
+            # the last line of a traceback names the exception
+            error = lines[-1]
         return Outcome(True, error=error[:ERROR_CHARACTERS], is_timeout=self.met == "time")
 
 
@@ -174,8 +176,10 @@ class Sandbox:
             the last one has the reason.
         """
         task: list[JsonObject] = [{"code": code, "has_requests": True}]
+        no_kwargs = encode({})
         for number, args in enumerate(calls, 1):
-            task.append({"call": name, "args": encode(list(args)), "kwargs": encode({}), "number": number})
+            request: JsonObject = {"call": name, "args": encode(list(args)), "kwargs": no_kwargs, "number": number}
+            task.append(request)
         [ended] = self.run([("hold_functions", task)], "", total_s, reply_bytes)
 
         outcomes = [_returned(message, number) for number, message in enumerate(ended.messages)]
@@ -215,9 +219,10 @@ class Sandbox:
             ValueError: if the tests are not valid Python.
         """
         # in two processes: the tested code cannot reach the tests, whatever it does
-        answer_task: JsonObject = {"code": code, "has_requests": False}
+        code_task: JsonObject = {"code": code, "has_requests": False}
         tests_task: JsonObject = {"tests": list(tests), "setup": setup, "call": call, "stop_early": stop_early}
-        programs = [("hold_functions", [answer_task]), ("run_tests", [tests_task])]
+        # the tests last, because the run ends with its last process
+        programs = [("hold_functions", [code_task]), ("run_tests", [tests_task])]
         functions, tester = self.run(programs, "", total_s)
 
         outcomes = []
@@ -236,7 +241,9 @@ class Sandbox:
             outcomes.append(tester.outcome())
         # the exceeded limit is the reason of the first failure
         if functions.met:
-            first_failure = next((number for number, outcome in enumerate(outcomes) if outcome.error), len(outcomes))
+            first_failure = 0
+            while first_failure < len(outcomes) and not outcomes[first_failure].error:
+                first_failure += 1
             outcomes[first_failure : first_failure + 1] = [functions.outcome()]
         return outcomes, max(count, len(outcomes))
 
@@ -265,6 +272,7 @@ class Sandbox:
             "total_s": min(total_s, _LONGEST_JOB_S),
             "programs": [name for name, _ in programs],
         }
+        # an input from JSON can contain lone surrogates
         stdin_bytes = stdin.encode("utf-8", "surrogatepass")
         files: list[int] = []
         try:
@@ -273,9 +281,10 @@ class Sandbox:
                 # see `server.FILES`
                 for content in (stdin_bytes, b"", b"", task_bytes, b""):
                     files.append(_file(content))
+            reports = self._send_job(request, files)
 
             ended = []
-            for number, report in enumerate(self._send_job(request, files)):
+            for number, report in enumerate(reports):
                 # each program has five files
                 own_files = files[5 * number : 5 * number + 5]
                 ended.append(_read_results(report, own_files, reply_bytes))
@@ -294,8 +303,10 @@ class Sandbox:
     def _send_job(self, request: JobRequest, fds: Sequence[int]) -> list[ProcessReport]:
         """Sends a job to the fork server and waits for the reports of its processes."""
         assert self._control is not None
+        message = json.dumps(request).encode()
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
+            socket.send_fds(self._control, [message], list(fds))
+            # empty if the server has died
             body = self._control.recv(1 << 16)
         except OSError:
             body = b""
@@ -320,6 +331,7 @@ class Sandbox:
                 "(reward.remote.url)."
             )
         environment = dict(_ENVIRONMENT)
+        # Python itself may need it to find its shared libraries
         if "LD_LIBRARY_PATH" in os.environ:
             environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
         # packets, so that a job's request and its descriptors always arrive together
@@ -339,6 +351,7 @@ class Sandbox:
         if self.run_script("print(1)").value != "1\n":
             raise SandboxError("no program runs in the sandbox on this machine")
         done = [action for action, attempt in ATTEMPTS if not self.run_script(attempt).error]
+        # two attempts may have the same action
         self._could = tuple(dict.fromkeys(done))
         if set(self._could) - {READ} and not self._allow_unsafe:
             self.close()
@@ -356,6 +369,7 @@ def _server_program(control: int) -> str:
     import installed packages only.
     """
     own_root = str(Path(verl_lite.__file__).parents[1])
+    # the server runs without the module `site`, which adds them
     packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
     return (
         f"import sys; sys.path.insert(0, {own_root!r}); from verl_lite.sandbox.server import main; "
@@ -381,6 +395,7 @@ def _content(fd: int) -> bytes:
 def _read_results(report: ProcessReport, files: Sequence[int], reply_bytes: int) -> Ended:
     """Returns the end of a process, with the content of its `server.FILES`. For `reply_bytes` see `Sandbox.run`."""
     _, stdout, stderr, _, reply = files
+    # an untrusted program may write bytes that are no text
     return Ended(
         met=report["met"],
         exit_code=report["exit"],
@@ -426,20 +441,29 @@ def _returned(message: JsonObject, number: int) -> Outcome:
         if exception is None:
             return forged
         name, _, text = exception
-        return Outcome(True, error=f"{name}: {text}"[:ERROR_CHARACTERS])
-
+        error = f"{name}: {text}"
+        return Outcome(True, error=error[:ERROR_CHARACTERS])
     if number == 0:
-        failure = fields(message, compiled=bool, error=str)
-        if failure is not None:
-            _, error = failure
-            return Outcome(False, error=error[:ERROR_CHARACTERS] or "not valid Python")
-        has_run = fields(message, names=dict) is not None
-        return Outcome(True) if has_run else forged
+        return _loaded(message) or forged
 
     if fields(message, object=int, after=list) is not None:
         return Outcome(True, error="the call returned no plain value")
     returned = fields(message, value=object, after=list)
-    return forged if returned is None else Outcome(True, returned[0])
+    if returned is None:
+        return forged
+    value, _ = returned
+    return Outcome(True, value)
+
+
+def _loaded(message: JsonObject) -> Outcome | None:
+    """Returns whether the code has run, from the first reply of `hold_functions`; None for another message."""
+    failure = fields(message, compiled=bool, error=str)
+    if failure is not None:
+        _, error = failure
+        return Outcome(False, error=error[:ERROR_CHARACTERS] or "not valid Python")
+    if fields(message, names=dict) is None:
+        return None
+    return Outcome(True)
 
 
 def _readable_folders() -> list[str]:
@@ -448,5 +472,5 @@ def _readable_folders() -> list[str]:
     # conda's shared libraries
     for name in ("lib", "lib64"):
         folders.append(os.path.join(sys.base_prefix, name))
-    python_folders = {os.path.realpath(folder) for folder in folders}
-    return [*sorted(python_folders), *_SYSTEM_FILES]
+    real_folders = {os.path.realpath(folder) for folder in folders}
+    return [*sorted(real_folders), *_SYSTEM_FILES]

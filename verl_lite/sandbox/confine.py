@@ -60,6 +60,7 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getppid()
+    # a group of its own, which the server kills as a whole
     os.setsid()
     os.chdir(folder)
     for name, value in (
@@ -71,8 +72,10 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        hard = resource.getrlimit(name)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        _, hard = resource.getrlimit(name)
+        # nobody but root may raise a hard limit
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(name, (value, value))
     # only if the user nobody can import these packages
     if os.getuid() == 0 and all(map(_is_open_to_all, readable)):
@@ -82,12 +85,16 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     # after the change of user, which resets it
     die_with_parent(parent)
-    libc.capset(struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), struct.pack("=6I", *[0] * 6))
+    # the kernel's two structs of capset: this process, and three empty sets of 64 capabilities
+    header = struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0)
+    no_capabilities = struct.pack("=6I", 0, 0, 0, 0, 0, 0)
+    libc.capset(header, no_capabilities)
     has_landlock = landlock_version(libc) > 0
     # Landlock and seccomp require it
     libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
     if has_landlock:
         _restrict_files(libc, readable, folder)
+    # last, since the filter refuses most of the calls above
     if is_known_machine():
         # the kernel lacks seccomp, which `Sandbox.could` detects
         with contextlib.suppress(OSError):
@@ -102,25 +109,39 @@ def _is_open_to_all(path: str) -> bool:
     for part in (Path(path), *Path(path).parents):
         # reading a folder needs two rights: to list it, and to enter it
         needed = 0o005 if part.is_dir() else 0o004
-        if part.stat().st_mode & needed != needed:
+        mode = part.stat().st_mode
+        if mode & needed != needed:
             return False
     return True
 
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION_FLAG, _PATH_BENEATH = 1, 1
+# constants of the kernel's linux/landlock.h; the numbers of its system calls are those of both machines
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
+_VERSION_FLAG = 1
+_PATH_BENEATH = 1
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _REMOVE_FILE = 1 << 5
 _MAKE_FILE = 1 << 8
-_BASIC, _REFER, _TRUNCATE, _IOCTL = (1 << 13) - 1, 1 << 13, 1 << 14, 1 << 15
-_TCP, _SIGNALS_AND_SOCKETS = 0b11, 0b11
+# all 13 actions of version 1
+_BASIC = (1 << 13) - 1
+_REFER = 1 << 13
+_TRUNCATE = 1 << 14
+_IOCTL = 1 << 15
+# to bind a TCP socket, and to connect it
+_TCP = 0b11
+# connections to abstract Unix sockets of processes outside, and signals to them
+_SIGNALS_AND_SOCKETS = 0b11
 
 
 def landlock_version(libc: ctypes.CDLL) -> int:
     """Returns the kernel's version of Landlock (Linux 5.13 and later), or 0 if Landlock is missing or disabled."""
-    return max(0, libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
+    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    # -1 is an error
+    return max(0, version)
 
 
 def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
@@ -143,13 +164,17 @@ def _restrict_files(libc: ctypes.CDLL, read: Sequence[str], write: str) -> None:
         attributes += struct.pack("=Q", _TCP)
     if version >= 6:
         attributes += struct.pack("=Q", _SIGNALS_AND_SOCKETS)
-    ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, size, 0))
 
     allowed = dict.fromkeys(("/dev/zero", "/dev/urandom", "/dev/random"), _READ_FILE)
     for path in read:
         allowed[path] = _READ_FILE | _READ_DIR
     allowed["/dev/null"] = _READ_FILE | _WRITE_FILE
-    allowed[write] = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE | (_TRUNCATE & handled)
+    # no folders, links or devices: `folder_mb` counts the files of this folder only
+    allowed[write] = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_FILE
+    # a rule may only allow what the ruleset handles
+    allowed[write] |= _TRUNCATE & handled
     for path, access in allowed.items():
         try:
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)

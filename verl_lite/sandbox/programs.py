@@ -71,7 +71,9 @@ def prepare() -> None:
 
     def pipe_ends() -> tuple[_PipeEnd, _PipeEnd]:
         readable, writable = os.pipe()
-        return _PipeEnd(readable, "r"), _PipeEnd(writable, "w")
+        reader = _PipeEnd(readable, "r")
+        writer = _PipeEnd(writable, "w")
+        return reader, writer
 
     # only for asyncio: a program that uses the module `socket` itself meets the filter of system calls
     sockets = vars(socket) | {"socketpair": pipe_ends}
@@ -88,12 +90,15 @@ def run_script(task: int, reply: int) -> int:
     """
     _prepare_answer()
     with open(task, "rb") as file:
-        compiled = _compile(read_line(file)["code"], reply)
+        message = read_line(file)
+    compiled = _compile(message["code"], reply)
+    # so that the code cannot forge an error of its compilation
     os.close(reply)
     exit_code = 0 if compiled else 1
     try:
-        exec(compiled or "", _become_main("__main__").__dict__)
+        exec(compiled or "", vars(_become_main("__main__")))
     except SystemExit as end:
+        # as Python does: None is success, and any other object a failure
         exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
@@ -104,6 +109,7 @@ def run_script(task: int, reply: int) -> int:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
+    # as the kernel does with an exit status
     return exit_code & 0xFF
 
 
@@ -150,7 +156,7 @@ class _HeldCode:
     """The module of an answer's code, and the objects that its functions have returned. See `hold_functions`."""
 
     def __init__(self) -> None:
-        self._namespace = _become_main(ANSWER).__dict__
+        self._namespace: Namespace = vars(_become_main(ANSWER))
         self._objects: list[object] = []
         # one loop for all calls, since objects of the code may be bound to it
         self._runner = asyncio.Runner()
@@ -173,11 +179,13 @@ class _HeldCode:
                 return _function(attribute)
             return self._value_or_object(attribute)
         args = decode(request["args"])
-        returned = attribute(*args, **decode(request["kwargs"]))
+        kwargs = decode(request["kwargs"])
+        returned = attribute(*args, **kwargs)
         if inspect.iscoroutine(returned):
             returned = self._runner.run(returned)
         reply = self._value_or_object(returned)
 
+        # functions that work in place return nothing: tests look at their arguments
         after: list[JsonObject | None] = []
         for arg in args:
             after.append(_plain(arg) if type(arg) in CHANGEABLE else None)
@@ -187,10 +195,12 @@ class _HeldCode:
     def _find(self, name: str, object_number: int | None) -> Any:
         """Returns the attribute of a held object, or a function of the code, also as a method of its `Solution`."""
         if object_number is not None:
-            return getattr(self._objects[object_number], name)
+            held = self._objects[object_number]
+            return getattr(held, name)
         if name not in self._namespace and "Solution" in self._namespace:
             # a new object per call, as LeetCode makes it
-            return getattr(self._namespace["Solution"](), name)
+            solution = self._namespace["Solution"]()
+            return getattr(solution, name)
         return self._namespace[name]
 
     def _value_or_object(self, value: object) -> JsonObject:
@@ -305,15 +315,20 @@ def _describe(value: object) -> JsonObject | None:
     """Returns the description of a value that the answer defines, None if tests cannot use the value."""
     if isinstance(value, type) and issubclass(value, Exception):
         return {"exception": value.__name__, "base": _builtin_base(value)}
+    # len() may run code of the answer; an exception there is reported as one of the whole code
     is_long = isinstance(value, Sized) and not isinstance(value, type) and len(value) > _NAMED_ITEMS_MAX
     if callable(value):
         return _function(value)
-    return None if is_long else _plain(value)
+    if is_long:
+        return None
+    return _plain(value)
 
 
 def _builtin_base(kind: type[BaseException]) -> str:
     """Returns the name of the nearest exception of Python itself, as which the tests' process rebuilds this one."""
-    return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
+    # never empty, since BaseException is one
+    builtin_bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
+    return builtin_bases[0].__name__
 
 
 def _function(value: Callable[..., object]) -> JsonObject:
@@ -334,13 +349,16 @@ def _plain(value: object) -> JsonObject | None:
 
 def _namespace(names: Namespace) -> Namespace:
     """Returns the namespace of a new module for one snippet, and makes the answer importable as a module."""
-    sys.modules[TESTS] = types.ModuleType(TESTS)
     for alias in ("solution", ANSWER):
-        sys.modules[alias] = types.ModuleType(alias)
+        module = types.ModuleType(alias)
         # `import *` must not replace a test's imports
-        vars(sys.modules[alias]).update(names, __all__=[])
+        vars(module).update(names, __all__=[])
+        sys.modules[alias] = module
 
-    namespace = vars(sys.modules[TESTS])
+    # registered, because pickle and dataclasses look up a class in its module
+    tests_module = types.ModuleType(TESTS)
+    sys.modules[TESTS] = tests_module
+    namespace = vars(tests_module)
     for name in LIBRARY:
         namespace[name] = sys.modules[name]
     for name, value in names.items():
@@ -425,20 +443,23 @@ def _collect(cases: list[unittest.TestCase], namespace: Namespace, names: Namesp
     # without the names that the snippet imported, or that come from the answer
     own = {name: value for name, value in namespace.items() if getattr(value, "__module__", None) == TESTS}
     if call is not None:
+        # looked up when the test runs, which fails if a name is missing
         check = unittest.FunctionTestCase(lambda: own["check"](names[call]))
         cases.append(check)
         return
 
     for name, value in own.items():
-        if type(value) is types.FunctionType and name.startswith("test"):
+        if isinstance(value, type):
+            if issubclass(value, unittest.TestCase):
+                cases += _cases_of_class(value)
+            elif name.startswith("Test"):
+                cases += _cases_of_class(_test_case(value))
+        elif type(value) is types.FunctionType and name.startswith("test"):
             # a function such as `testing(value)` is a helper of the tests
             is_helper = not name.startswith("test_") and inspect.signature(value).parameters
             if not is_helper:
-                cases.append(unittest.FunctionTestCase(_running_coroutines(value)))
-        elif isinstance(value, type) and issubclass(value, unittest.TestCase):
-            cases += _cases_of_class(value)
-        elif isinstance(value, type) and name.startswith("Test"):
-            cases += _cases_of_class(_test_case(value))
+                test = _running_coroutines(value)
+                cases.append(unittest.FunctionTestCase(test))
 
 
 def _cases_of_class(kind: type[unittest.TestCase]) -> list[unittest.TestCase]:
@@ -511,10 +532,12 @@ def _become_main(name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = sys.modules["__main__"] = module
     sys.argv = [f"{ANSWER}.py"]
+    # so that a program that draws random numbers gets the same score in each run
     random.seed(0)
     return module
 
 
 def _short(error: BaseException | None) -> str:
     """Returns the end of an exception's type and message. unittest's type of an exception includes None."""
-    return "".join(traceback.format_exception_only(error)).strip()[-ERROR_CHARACTERS:]
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text[-ERROR_CHARACTERS:]

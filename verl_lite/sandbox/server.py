@@ -76,24 +76,27 @@ def _run_job(
     """
     limits = Limits(**request["limits"])
     deadline = time.monotonic() + request["total_s"]
-    connection_ends = socket.socketpair()
+    names = request["programs"]
+    end_of_code, end_of_tests = socket.socketpair()
     processes: list[_Process] = []
     try:
-        for number, program in enumerate(request["programs"]):
-            files = fds[number * len(FILES) : (number + 1) * len(FILES)]
-            has_connection = len(request["programs"]) > 1
+        for number, program in enumerate(names):
+            first = number * len(FILES)
+            files = fds[first : first + len(FILES)]
+            has_connection = len(names) > 1
             # the tested functions reply to the tests instead of the parent
             if has_connection and number == 0:
-                files[-1] = connection_ends[0].fileno()
+                files[-1] = end_of_code.fileno()
             elif has_connection:
-                files.append(connection_ends[1].fileno())
+                files.append(end_of_tests.fileno())
             processes.append(_Process(program, files, limits, number * _GRACE_S, readable))
         # now only the processes hold them, so that each notices the end of the other
-        for end_of_connection in connection_ends:
-            end_of_connection.close()
+        end_of_code.close()
+        end_of_tests.close()
 
         _watch(processes, fds[-1], connection, deadline)
     finally:
+        # the functions may still run when the tests have ended
         reports = [process.end() for process in processes]
         for fd in fds:
             os.close(fd)
@@ -134,10 +137,10 @@ class _Process:
     """
 
     def __init__(self, program: str, files: list[int], limits: Limits, grace_s: float, readable: Sequence[str]) -> None:
+        self.met = ""
         self._limits = limits
         self._wall_s = limits.wall_s + grace_s
-        self._output_files = files[1:3]
-        self.met = ""
+        _, *self._output_files = files[:3]
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
         run = functools.partial(_run_confined, program, files, limits, self._folder, readable)
         self._process = ForkedProcess(run)
@@ -145,7 +148,7 @@ class _Process:
 
     def begin_test(self) -> None:
         """Restarts the limits of wall time and processor time."""
-        self._cpu_before = self._usage()[0]
+        self._cpu_before, _ = self._usage()
         self._deadline = time.monotonic() + self._wall_s
 
     def has_ended(self) -> bool:
@@ -186,7 +189,9 @@ class _Process:
         self._process.kill()
 
     def _has_printed_too_much(self) -> bool:
-        return any(os.fstat(fd).st_size > self._limits.output_kb << 10 for fd in self._output_files)
+        # the kernel limits each file only to `file_mb`
+        max_bytes = self._limits.output_kb << 10
+        return any(os.fstat(fd).st_size > max_bytes for fd in self._output_files)
 
     def _folder_bytes(self) -> int:
         """Returns the size of the files in the folder, which has no subfolders. Small and empty files count 4 KiB."""
@@ -195,7 +200,8 @@ class _Process:
             for entry in entries:
                 # the process may remove files meanwhile
                 with contextlib.suppress(FileNotFoundError):
-                    size += max(_LEAST_FILE_BYTES, entry.stat(follow_symlinks=False).st_size)
+                    file_size = entry.stat(follow_symlinks=False).st_size
+                    size += max(_LEAST_FILE_BYTES, file_size)
         return size
 
     def _usage(self) -> tuple[float, int]:
@@ -227,7 +233,9 @@ def _run_confined(program: str, files: list[int], limits: Limits, folder: str, r
         sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
         confine(limits, folder, readable)
-        code = getattr(programs, program)(*range(3, len(files))) or 0
+        run = getattr(programs, program)
+        # its arguments are the descriptors behind stdin, stdout and stderr; see `FILES`
+        code = run(*range(3, len(files))) or 0
     except BaseException:  # untrusted code may raise anything
         traceback.print_exc()
     # the fork leaves by `os._exit`, which flushes nothing

@@ -12,7 +12,10 @@ import platform
 import struct
 import sys
 
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+ARCHITECTURES = {
+    "x86_64": (0, 0xC000003E),
+    "aarch64": (1, 0xC00000B7),
+}
 """By machine: column of the table below, and the kernel's constant AUDIT_ARCH_*."""
 
 NONE = -1
@@ -58,28 +61,55 @@ CHANGING: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 """Calls that change files, allowed only if Landlock restricts them to the program's folder."""
 
-OPEN = {"open": (2, NONE), "openat": (257, 56)}
-ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
+OPEN = {
+    "open": (2, NONE),
+    "openat": (257, 56),
+}
+ABSENT = {
+    "clone3": (435, 435),
+    "openat2": (437, 437),
+}
 """Calls with arguments in memory, which a filter cannot read. They fail with ENOSYS, so the C library uses others."""
 
-CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
-PRLIMIT, IOCTL, FCNTL = (302, 261), (16, 29), (72, 25)
+# calls that are allowed for some values of an argument
+CLONE = (56, 220)
+KILL = (62, 129)
+TGKILL = (234, 131)
+PRLIMIT = (302, 261)
+IOCTL = (16, 29)
+FCNTL = (72, 25)
 
 # terminal queries, bytes to read, flags of descriptors
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # duplicates, flags, pipe sizes, but no F_SETOWN and F_SETSIG: signals
 _FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)
 _CLONE_THREAD = 0x10000
+# set in the numbers of a third ABI of x86-64, whose calls the table does not contain
 _X32_BIT = 0x40000000
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND
 _WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE = 0, 4  # offsets in seccomp_data
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+# instructions of the kernel's classic BPF: BPF_LD (a word), BPF_JMP with BPF_JEQ, BPF_JGE and BPF_JSET, and BPF_RET
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_JUMP_BITS = 0x45
+_RETURN = 0x06
+# verdicts of seccomp; the lower 16 bits of _ERRNO are the error number
+_ALLOW = 0x7FFF0000
+_KILL_PROCESS = 0x80000000
+_ERRNO = 0x00050000
+# offsets in seccomp_data
+_NUMBER = 0
+_ARCHITECTURE = 4
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
 
 _Instruction = tuple[int, int, int, int]
+"""The fields of the kernel's struct sock_filter: code, jump if the test holds, jump if it does not, operand."""
+
+_REFUSE: _Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+_REPORT_ABSENT: _Instruction = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
 
 
 def is_known_machine() -> bool:
@@ -98,11 +128,12 @@ def filter_calls(libc: ctypes.CDLL, *, may_write: bool) -> None:
         OSError: if the kernel has no seccomp filters.
     """
     instructions = _program(os.getpid(), may_write)
-    # the kernel's struct sock_filter for each instruction, and a struct sock_fprog that points to them
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
+    # the kernel's struct sock_fprog: number of instructions, and a pointer to them
     program = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))
-    result = libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), program, 0, 0)
+    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
+    result = libc.prctl(_PR_SET_SECCOMP, mode, program, 0, 0)
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp filter refused: {os.strerror(number)}")
@@ -119,7 +150,6 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
     allowed = dict(ALLOWED)
     if may_write:
         allowed |= CHANGING | OPEN
-    absent: _Instruction = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
     # a jump skips as many instructions as its second number if the test holds, else as its third
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -128,30 +158,33 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
         (_JUMP_AT_LEAST, 0, 1, _X32_BIT),
-        absent,
+        _REPORT_ABSENT,
     ]
     for numbers in allowed.values():
-        if numbers[column] != NONE:
-            lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
+        number = numbers[column]
+        if number != NONE:
+            lines += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for numbers in ABSENT.values():
-        lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), absent]
+        lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), _REPORT_ABSENT]
 
-    # these calls are allowed for some values of an argument
+    # a clone without this flag is a new process
     lines += _if_called(CLONE[column], 0, [(_JUMP_BITS, 0, 1, _CLONE_THREAD)])
     for call, argument, values in (
         (KILL, 0, (pid,)),
         (TGKILL, 0, (pid,)),
+        # 0 is the process itself
         (PRLIMIT, 0, (0, pid)),
         (IOCTL, 1, _IOCTLS),
         (FCNTL, 1, _FCNTLS),
     ):
-        lines += _if_called(call[column], argument, [(_JUMP_EQUAL, 0, 1, value) for value in values])
+        tests: list[_Instruction] = [(_JUMP_EQUAL, 0, 1, value) for value in values]
+        lines += _if_called(call[column], argument, tests)
     if not may_write:
         for name, argument in (("open", 1), ("openat", 2)):
             number = OPEN[name][column]
             if number != NONE:
                 lines += _if_called(number, argument, [(_JUMP_BITS, 1, 0, _WRITING)])
-    return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    return [*lines, _REFUSE]
 
 
 def _if_called(number: int, argument: int, tests: list[_Instruction]) -> list[_Instruction]:
@@ -161,9 +194,13 @@ def _if_called(number: int, argument: int, tests: list[_Instruction]) -> list[_I
     argument, as the kernel does for these calls. Both machines are little-endian.
     """
     # the arguments follow after 16 bytes of seccomp_data, with 8 bytes each
-    lines: list[_Instruction] = [(_LOAD, 0, 0, 16 + 8 * argument)]
+    offset = 16 + 8 * argument
+    lines: list[_Instruction] = [(_LOAD, 0, 0, offset)]
     for test in tests:
-        lines += [test, (_RETURN, 0, 0, _ALLOW)]
-    lines.append((_RETURN, 0, 0, _ERRNO | errno.EPERM))
+        lines.append(test)
+        lines.append((_RETURN, 0, 0, _ALLOW))
+    lines.append(_REFUSE)
+
     # another call skips all of them, so that its number stays loaded
-    return [(_JUMP_EQUAL, 0, len(lines), number), *lines]
+    is_call: _Instruction = (_JUMP_EQUAL, 0, len(lines), number)
+    return [is_call, *lines]

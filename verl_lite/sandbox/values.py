@@ -98,9 +98,13 @@ def encode(value: object, depth: int = 0) -> JsonValue:
         if len(items) > ITERATOR_ITEMS_MAX:
             raise Unreadable(f"an iterator has more than {ITERATOR_ITEMS_MAX} items")
         return {"iterator": encode(items, depth + 1)}
+    # numpy itself is not imported: few programs use it
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         plain = encode(value.tolist(), depth + 1)
-        return {"array": plain} if getattr(value, "shape", ()) else plain
+        # a scalar has an empty shape
+        if getattr(value, "shape", ()):
+            return {"array": plain}
+        return plain
     raise Unreadable(f"not a plain value: {type(value).__name__}")
 
 
@@ -145,10 +149,13 @@ def fields(message: object, **kinds: type) -> list[Any] | None:
     """
     if type(message) is not dict or message.keys() != kinds.keys():
         return None
+    values = []
     for key, kind in kinds.items():
-        if kind is not object and type(message[key]) is not kind:
+        value = message[key]
+        if kind is not object and type(value) is not kind:
             return None
-    return [message[key] for key in kinds]
+        values.append(value)
+    return values
 
 
 def send(fd: int, line: bytes) -> None:
@@ -193,5 +200,6 @@ def _arguments(value: Any, kind: type) -> list[object]:
         return [str(value)]
     if kind is dict:
         # pairs, because keys of JSON are always text
-        return [[[key, entry] for key, entry in value.items()]]
+        pairs = [[key, entry] for key, entry in value.items()]
+        return [pairs]
     return [list(value)]

@@ -38,7 +38,7 @@ class WorkerArguments:
 
     def map(self, convert: Callable[[object], object]) -> "WorkerArguments":
         """Returns the arguments with `convert` applied to each value."""
-        positional = tuple(convert(value) for value in self.positional)
+        positional = tuple(map(convert, self.positional))
         keywords = {name: convert(value) for name, value in self.keywords.items()}
         return WorkerArguments(positional, keywords)
 
@@ -60,8 +60,12 @@ class Mesh:
     @property
     def collecting(self) -> list[int]:
         """Ranks whose results are used, in the order of their parts."""
-        ranks = [rank for rank, collects in enumerate(self.is_collect) if collects]
-        return sorted(ranks, key=lambda rank: self.dp_rank[rank])
+        ranks = []
+        for rank, collects in enumerate(self.is_collect):
+            if collects:
+                ranks.append(rank)
+        ranks.sort(key=self.dp_rank.__getitem__)
+        return ranks
 
 
 class RankGroup(Protocol):
@@ -168,8 +172,9 @@ def _entry(rank: int, value: object) -> object:
 
 
 def _one_to_all(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
-    calls = _calls_of_ranks(group.world_size, arguments, _entry)
-    return Dispatched(calls, list(range(group.world_size)))
+    size = group.world_size
+    calls = _calls_of_ranks(size, arguments, _entry)
+    return Dispatched(calls, collect=list(range(size)))
 
 
 def _lists(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
@@ -185,27 +190,34 @@ def _as_per_rank(value: object) -> PerRank[object]:
 def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
     """Splits every batch among the arguments over the mesh. Ranks with the same dp_rank receive the same object."""
     # by identity, so that a batch that is passed as two arguments is packed and sent once
-    batches = {id(value): value for value in arguments.values if isinstance(value, DataProto)}
+    batches: dict[int, DataProto] = {}
+    for value in arguments.values:
+        if isinstance(value, DataProto):
+            batches[id(value)] = value
     sizes = {len(batch) for batch in batches.values()}
     if len(sizes) != 1:
         raise ValueError(
             f"a dispatch mode that splits needs at least one DataProto among the arguments, and all of them with the "
             f"same number of rows; found rows {sorted(sizes)}"
         )
-    rows = sizes.pop()
+    [rows] = sizes
     padding = -rows % mesh.dp_size
-    marked = padding > 0 and not any("is_padding" in batch for batch in batches.values())
+    # a column of the caller stays in the result
+    is_marked_by_caller = any("is_padding" in batch for batch in batches.values())
+    marked = padding > 0 and not is_marked_by_caller
 
     # Each part is cut once. Tensor or sequence parallel ranks get the same object, which the transport sends once.
     parts: dict[int, list[wire.Packed]] = {}
     for key, batch in batches.items():
         packed = batch.pad(mesh.dp_size).pack()
-        parts[key] = [packed.slice(start, stop) for start, stop in chunk_bounds(packed.rows, mesh.dp_size)]
+        bounds = chunk_bounds(packed.rows, mesh.dp_size)
+        parts[key] = [packed.slice(start, stop) for start, stop in bounds]
 
     def value_for(rank: int, value: object) -> object:
-        if id(value) in parts:
-            return parts[id(value)][mesh.dp_rank[rank]]
-        return _entry(rank, value)
+        if id(value) not in parts:
+            return _entry(rank, value)
+        part = mesh.dp_rank[rank]
+        return parts[id(value)][part]
 
     calls = _calls_of_ranks(len(mesh.dp_rank), arguments, value_for)
     return Dispatched(calls, mesh.collecting, rows, padding, marked)
@@ -213,7 +225,8 @@ def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
 
 def _split_flat(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
     size = group.world_size
-    return _split(Mesh(size, tuple(range(size)), (True,) * size), arguments)
+    flat = Mesh(dp_size=size, dp_rank=tuple(range(size)), is_collect=(True,) * size)
+    return _split(flat, arguments)
 
 
 def _as_list(group: RankGroup, results: list[object], dispatched: Dispatched) -> list[object]:
@@ -226,10 +239,17 @@ def _single(group: RankGroup, results: list[object], dispatched: Dispatched) -> 
 
 def _concat(group: RankGroup, results: list[object], dispatched: Dispatched) -> DataProto:
     """Concatenates the parts and removes the padding rows of the dispatch."""
-    parts = [result for result in results if isinstance(result, wire.Packed)]
-    if len(parts) < len(results):
-        wrong = sorted({type(result).__name__ for result in results if not isinstance(result, wire.Packed)})
-        raise TypeError(f"answers that are concatenated must be a DataProto on each collecting rank, found {wrong}")
+    parts = []
+    wrong = set()
+    for result in results:
+        if isinstance(result, wire.Packed):
+            parts.append(result)
+        else:
+            wrong.add(type(result).__name__)
+    if wrong:
+        raise TypeError(
+            f"answers that are concatenated must be a DataProto on each collecting rank, found {sorted(wrong)}"
+        )
     batch = DataProto.from_parts(parts)
     if dispatched.padding == 0 or len(batch) == 0:
         return batch
@@ -278,7 +298,8 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, concat: bool = True) -
 
     def dispatch(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
         # looked up at each call, because the workers register the mesh after this decorator has run
-        return _split(group.mesh(mesh_name), arguments)
+        mesh = group.mesh(mesh_name)
+        return _split(mesh, arguments)
 
     combine = _concat if concat else _as_list
     return DispatchMode(f"nd_compute({mesh_name})", dispatch, combine, splits=True)
@@ -306,15 +327,18 @@ def _user_mode(name: str, dispatch_fn: UserDispatch, collect_fn: UserCollect) ->
     """Adapts the two functions of a user, which know neither `WorkerArguments` nor packed batches."""
 
     def dispatch(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
+        size = group.world_size
         calls = dispatch_fn(group, *arguments.positional, **arguments.keywords)
-        if len(calls) != group.world_size:
-            raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {group.world_size} ranks")
-        calls_of_ranks = [WorkerArguments(tuple(args), dict(kwargs)) for args, kwargs in calls]
+        if len(calls) != size:
+            raise ValueError(f"dispatch mode {name!r} gave {len(calls)} calls for {size} ranks")
+        calls_of_ranks = []
+        for args, kwargs in calls:
+            calls_of_ranks.append(WorkerArguments(tuple(args), dict(kwargs)))
         # the user's collect_fn gets the results of all ranks and chooses itself, as in verl
-        return Dispatched(calls_of_ranks, list(range(group.world_size)))
+        return Dispatched(calls_of_ranks, collect=list(range(size)))
 
     def combine(group: RankGroup, results: list[object], dispatched: Dispatched) -> object:
-        return collect_fn(group, _as_list(group, results, dispatched))
+        return collect_fn(group, list(map(unpacked, results)))
 
     return DispatchMode(name, dispatch, combine)
 

@@ -8,6 +8,7 @@ so an accepted connection alone proves nothing.
 import contextlib
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,7 +37,8 @@ def silence_of(address: Address) -> str | None:
         # A server that expects TLS closes the connection. Only a running process does that.
         return None
     except OSError as error:
-        return f"{address[0]}:{address[1]} does not answer ({error.strerror or error})"
+        host, port = address
+        return f"{host}:{port} does not answer ({error.strerror or error})"
     return None
 
 
@@ -59,7 +61,7 @@ class Lookout:
     def __init__(self, never_return: Collection[Address] = ()) -> None:
         self._never_return = never_return
         self._last_look = float("-inf")
-        self._silent_looks: dict[Address, int] = {}
+        self._silent_looks: Counter[Address] = Counter()
 
     def lost(self, addresses: Collection[Address]) -> list[Address]:
         """Returns the lost servers among `addresses`. Looks again if the last look is at least LOOK_EVERY_S ago."""
@@ -70,17 +72,17 @@ class Lookout:
         if addresses and now - self._last_look >= LOOK_EVERY_S:
             self._last_look = now
             self._look(addresses)
-        return [address for address in addresses if self._silent_looks.get(address, 0) >= LOST_AFTER_LOOKS]
+        return [address for address in addresses if self._silent_looks[address] >= LOST_AFTER_LOOKS]
 
     def _look(self, addresses: Collection[Address]) -> None:
         """Asks all servers at the same time, because each that does not answer takes _ANSWER_S seconds."""
-        with ThreadPoolExecutor(min(_THREADS, len(addresses))) as pool:
+        num_threads = min(_THREADS, len(addresses))
+        with ThreadPoolExecutor(num_threads) as pool:
             silences = list(pool.map(silence_of, addresses))
         for address, silence in zip(addresses, silences, strict=True):
+            self._silent_looks[address] += 1
             if silence is None:
                 self._silent_looks[address] = 0
-            else:
-                self._silent_looks[address] = self._silent_looks.get(address, 0) + 1
 
 
 def silent_process(address: Address, pid: int | None = None) -> str:
@@ -99,9 +101,11 @@ def silent_process(address: Address, pid: int | None = None) -> str:
         if pid is None:
             return f"nobody listens at {host}:{port} any more (killed, or the machine ran out of memory)"
         process = psutil.Process(pid)
-        is_stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        state = ": it is stopped (SIGSTOP, Ctrl-Z or a debugger)" if is_stopped else ""
-        return f"{process.name()} (pid {pid}) has not answered for {_PATIENCE_S:g} s{state}"
+        message = f"{process.name()} (pid {pid}) has not answered for {_PATIENCE_S:g} s"
+        if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            message += ": it is stopped (SIGSTOP, Ctrl-Z or a debugger)"
+        return message
+
     process_id = "" if pid is None else f" (pid {pid} on its machine)"
     return f"{host}:{port}{process_id} has not answered for {_PATIENCE_S:g} s"
 

@@ -71,8 +71,12 @@ class Machine:
 
     def has(self, bundle: dict[str, float]) -> bool:
         """Returns True if the machine's total resources (used ones included) suffice for `bundle`."""
-        # fractions of cores add up with rounding errors
-        return all(self.resources.get(name, 0.0) + 1e-6 >= amount for name, amount in bundle.items())
+        for name, amount in bundle.items():
+            total = self.resources.get(name, 0.0)
+            # fractions of cores add up with rounding errors
+            if total + 1e-6 < amount:
+                return False
+        return True
 
 
 def machines() -> list[Machine]:
@@ -121,12 +125,15 @@ class Cluster:
     def look_at_parts(self) -> None:
         """Records the servers that this process depends on: the control store and the raylet of this machine."""
         context = ray.get_runtime_context()
-        host, port = context.gcs_address.rsplit(":", 1)
+        host, _, port = context.gcs_address.rpartition(":")
         store = (host, int(port))
         own_id = context.get_node_id()
         [own_node] = [node for node in ray.nodes() if node["NodeID"] == own_id]
         raylet = (own_node["NodeManagerAddress"], int(own_node["NodeManagerPort"]))
-        self.parts = {store: "control store", raylet: "raylet on this machine"}
+        self.parts = {
+            store: "control store",
+            raylet: "raylet on this machine",
+        }
         # the control store of a joined cluster may be restarted; nobody restarts the servers of a private one
         never_return = [raylet] if self.address else [store, raylet]
         self.lookout = Lookout(never_return)
@@ -158,7 +165,8 @@ def ray_loss() -> str | None:
     if not lost or cluster is not _cluster:
         return None
     whose = "the run's own Ray" if cluster.address is None else f"the Ray cluster at {cluster.address}"
-    return f"{whose} has lost its {cluster.parts[lost[0]]}: {silent_process(lost[0])}"
+    part = lost[0]
+    return f"{whose} has lost its {cluster.parts[part]}: {silent_process(part)}"
 
 
 def require_ray() -> None:
@@ -198,9 +206,11 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
 def process_of(actor: ray.actor.ActorHandle) -> tuple[Address, int]:
     """Returns the address at which the process of a started actor listens, and its process id."""
     actor_id = actor._actor_id.hex()
+    # Ray has no public call for one actor
     state = call_ray(lambda: ray._private.state.actors(actor_id))
-    address = state["Address"]
-    return (address["IPAddress"], address["Port"]), state["Pid"]
+    host = state["Address"]["IPAddress"]
+    port = state["Address"]["Port"]
+    return (host, port), state["Pid"]
 
 
 @contextmanager
@@ -423,10 +433,12 @@ def _end_processes(guard: Guard, is_lost: bool = False) -> None:
         is_lost: True if a part of Ray no longer answers; Ray's own shutdown would then not return.
     """
     # before the shutdown, because the mappings of an ended process cannot be read
-    shared_memory = watcher.shared_memory_of(marked_processes(watcher.CLUSTER_MARK, guard.token))
+    pids = marked_processes(watcher.CLUSTER_MARK, guard.token)
+    shared_memory = watcher.shared_memory_of(pids)
     if not is_lost:
         ray.shutdown()
-    sessions = [str(path) for path in (guard.folder / "ray").glob("session_*")]
+    ray_folder = guard.folder / "ray"
+    sessions = [str(session) for session in ray_folder.glob("session_*")]
     watcher.end(watcher.CLUSTER_MARK, guard.token, sessions, shared_memory=shared_memory)
 
 
@@ -458,6 +470,7 @@ def worker_runtime(env: dict[str, str]) -> dict[str, object]:
 
 def current_umask() -> int:
     """Returns the umask of this process."""
+    # only a call that sets it returns it; a strict one, in case another thread creates a file meanwhile
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -474,10 +487,12 @@ def begin_process(umask: int, log_file: str | None) -> None:
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
+    # appended, because a run that continues has the same log files
     target = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(target, stream)
     os.close(target)
+    # line by line, so that the log is complete if the process is killed
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 

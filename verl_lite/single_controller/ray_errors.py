@@ -88,7 +88,11 @@ def cause_of_death(error: RayError) -> str:
 
 def is_consequence(error: Exception) -> bool:
     """Returns True if an error only reports that another rank has ended."""
-    return not isinstance(error, WorkerDiedError) and any(sign in str(error) for sign in _CONSEQUENCES)
+    # a process that has ended is a cause, whatever its log contains
+    if isinstance(error, WorkerDiedError):
+        return False
+    message = str(error)
+    return any(sign in message for sign in _CONSEQUENCES)
 
 
 def stalled(who: str, timeout_s: float, role: str, method: str, log: str | None, rank: int | None = None) -> Exception:
@@ -121,8 +125,9 @@ def portable_errors() -> Iterator[None]:
             cloudpickle.loads(cloudpickle.dumps(error))
         except (TypeError, AttributeError, ValueError, KeyError, RuntimeError, cloudpickle.PicklingError) as reason:
             portable = RuntimeError(f"{type(error).__name__}: {error}")
-            for note in [*getattr(error, "__notes__", ()), f"(the exception itself does not pickle: {reason})"]:
+            for note in getattr(error, "__notes__", ()):
                 portable.add_note(note)
+            portable.add_note(f"(the exception itself does not pickle: {reason})")
             vars(circumstances(portable)).update(vars(circumstances(error)))
             raise portable from error
         raise

@@ -50,14 +50,20 @@ class RayService:
     ) -> None:
         self._name = recipe.cls.__name__
         self._stall_timeout_s = stall_timeout_s
-        self._log = None if log_dir is None else str(Path(log_dir).resolve() / f"{self._name}.log")
+        self._log: str | None = None
+        if log_dir is not None:
+            # absolute, because an actor of a joined cluster has another working directory
+            folder = Path(log_dir).resolve()
+            self._log = str(folder / f"{self._name}.log")
+
+        # on the driver's machine: the service survives the loss of other machines and sees the driver's files
+        own_node = ray.get_runtime_context().get_node_id()
         actor = ray.remote(ServiceProcess)
         self._actor = actor.options(
             num_cpus=0,
             runtime_env={"env_vars": ray_cluster.worker_env(env)},
             max_concurrency=max_concurrency,
-            # on the driver's machine: the service survives the loss of other machines and sees the driver's files
-            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(own_node, soft=False),
         ).remote(ray_cluster.current_umask(), self._log)
         self._lookout = Lookout()
         self._process: tuple[Address, int] | None = None
@@ -68,15 +74,19 @@ class RayService:
         self._actor.send.remote(method, *args, **kwargs)
 
     def call(self, method: str, *args: object, **kwargs: object) -> object:
-        return self._wait(self._actor.call.remote(method, *args, **kwargs), method)
+        ref = self._actor.call.remote(method, *args, **kwargs)
+        return self._wait(ref, method)
 
     def _wait(self, ref: ray.ObjectRef, method: str) -> object:
         """Waits for a call and returns its result, or raises the exception of the method or the cause of its end."""
         start_time = time.monotonic()
         limit_s = self._stall_timeout_s
-        while not ray_cluster.call_ray(lambda: ray.wait([ref], timeout=_POLL_S))[0]:
-            if self._process is not None and self._lookout.lost([self._process[0]]):
-                raise self._death(f"{silent_process(*self._process)}. The run ends the process", method)
+        # Ray keeps the call of a stopped process pending forever
+        while not self._has_ended(ref):
+            if self._process is not None:
+                address, pid = self._process
+                if self._lookout.lost([address]):
+                    raise self._death(f"{silent_process(address, pid)}. The run ends the process", method)
             if limit_s is not None and time.monotonic() - start_time > limit_s:
                 raise ray_errors.stalled(f"{self._name}.{method} has", limit_s, self._name, method, self._log)
         try:
@@ -89,6 +99,11 @@ class RayService:
             ray_cluster.require_ray()
             cause = self._death(ray_errors.cause_of_death(error), method)
         raise cause
+
+    def _has_ended(self, ref: ray.ObjectRef) -> bool:
+        """Waits up to _POLL_S seconds for a call. Returns True if it has ended."""
+        ended, _ = ray_cluster.call_ray(lambda: ray.wait([ref], timeout=_POLL_S))
+        return bool(ended)
 
     def _death(self, cause: str, method: str) -> WorkerDiedError:
         return ray_errors.death(cause, self._name, None, method, self._log)

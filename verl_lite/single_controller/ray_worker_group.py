@@ -109,7 +109,9 @@ def shortage(bundles: list[Bundle], slots: int, present: list[ray_cluster.Machin
     if 0 < num_fitting < num_wanted:
         fewer = f"trainer.nnodes={num_fitting}"
     machines = "machines" if num_wanted > 1 else "machine"
-    listed = "".join(f"\n  {machine.name}: {_listed(machine.resources)}" for machine in present)
+    listed = ""
+    for machine in present:
+        listed += f"\n  {machine.name}: {_listed(machine.resources)}"
     return (
         f"the run needs {slots} slots on {num_wanted} {machines} with {_listed(largest)} each; {num_fitting} of the "
         f"{len(present)} machines in the cluster can hold that:{listed}\n  free now, in total: {_listed(free)}\n"
@@ -276,7 +278,8 @@ class RayTransport:
         """
         handles = []
         for rank, actor in enumerate(self._actors):
-            handles.append(_Handle(actor.begin.remote(rank == 0), rank, name, "start"))
+            ref = actor.begin.remote(opens_store=rank == 0)
+            handles.append(_Handle(ref, rank, name, "start"))
         started = self._wait(handles)
 
         machine_of_node: dict[str, ray_cluster.Machine] = {}
@@ -313,7 +316,8 @@ class RayTransport:
     def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
         handles = []
         for rank, arguments in enumerate(calls):
-            handles.append(self._submit(rank, role, method, arguments))
+            handle = self._submit(rank, role, method, arguments)
+            handles.append(handle)
         return partial(self._wait, handles)
 
     def _submit(self, rank: int, role: str, method: str, arguments: WorkerArguments) -> _Handle:
@@ -322,7 +326,8 @@ class RayTransport:
             raise WorkerDiedError(f"{role}.{method}: the workers were ended: {self._ended}")
         invoke = self._actors[rank].invoke
         names = list(arguments.keywords)
-        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, names, *arguments.values))
+        values = arguments.values
+        ref = ray_cluster.call_ray(lambda: invoke.remote(role, method, names, *values))
         return _Handle(ref, rank, role, method, has_usage=True)
 
     # Any: the results of the methods of `SlotProcess`, of which Ray's types say nothing
@@ -342,9 +347,9 @@ class RayTransport:
             errors += self._silent_workers(pending)
             if errors:
                 raise self._handle_crash(errors, pending, fatal)
-            if pending and self._stall_timeout_s is not None:
-                if time.monotonic() - start_time > self._stall_timeout_s:
-                    raise self._handle_stall(pending, self._stall_timeout_s)
+            limit_s = self._stall_timeout_s
+            if pending and limit_s is not None and time.monotonic() - start_time > limit_s:
+                raise self._handle_stall(pending, limit_s)
         return [results[handle.ref] for handle in handles]
 
     def _handle_stall(self, pending: list[_Handle], timeout_s: float) -> Exception:
@@ -363,10 +368,13 @@ class RayTransport:
         """Waits for calls and adds their results to `results`. Returns the unfinished calls and the errors."""
         refs = [handle.ref for handle in pending]
         ready, _ = ray_cluster.call_ray(lambda: ray.wait(refs, num_returns=len(refs), timeout=timeout_s))
-        finished_refs = set(ready)
-        finished = [handle for handle in pending if handle.ref in finished_refs]
+        ready_refs = set(ready)
+        unfinished: list[_Handle] = []
         errors: list[Exception] = []
-        for handle in finished:
+        for handle in pending:
+            if handle.ref not in ready_refs:
+                unfinished.append(handle)
+                continue
             try:
                 result = ray_cluster.call_ray(partial(ray.get, handle.ref))
                 if handle.has_usage:
@@ -374,10 +382,11 @@ class RayTransport:
                     self.usage = self.usage + usage
                 results[handle.ref] = result
             except RayTaskError as error:
+                # an exception of the worker itself
                 errors.append(ray_errors.original_error(error))
             except RayError as error:
                 errors.append(self._end_of_process(handle, error))
-        return [handle for handle in pending if handle.ref not in finished_refs], errors
+        return unfinished, errors
 
     def _end_of_process(self, handle: _Handle, error: RayError) -> WorkerDiedError:
         """Returns the error of a process that has ended during a call."""
@@ -426,11 +435,10 @@ class RayTransport:
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
         """Returns the error of a rank whose process has ended for this reason."""
-        node = None
-        if handle.rank in self._machines:
-            node = self._machines[handle.rank].name
-        log = self._logs[handle.rank]
-        return ray_errors.death(cause, handle.role, handle.rank, handle.method, log, node, note)
+        rank = handle.rank
+        machine = self._machines.get(rank)
+        node = None if machine is None else machine.name
+        return ray_errors.death(cause, handle.role, rank, handle.method, self._logs[rank], node, note)
 
     def _handle_crash(self, errors: list[Exception], pending: list[_Handle], fatal: bool) -> Exception:
         """Returns the error to raise: the first that is not a consequence of another one.
@@ -445,7 +453,9 @@ class RayTransport:
         start_time = time.monotonic()
         while pending:
             # ranks can report the closed connection to a failed rank before that rank reports why it failed
-            patience_s = _CAUSE_PATIENCE_S if all(map(ray_errors.is_consequence, errors)) else _GRACE_S
+            patience_s = _GRACE_S
+            if all(map(ray_errors.is_consequence, errors)):
+                patience_s = _CAUSE_PATIENCE_S
             if time.monotonic() >= start_time + patience_s:
                 break
             pending, new_errors = self._collect(pending, {}, 0.1)
@@ -479,6 +489,7 @@ class RayTransport:
 def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with this address, or None."""
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
+        for entry in entries:
+            if entry.address == address:
+                return name
     return None

@@ -88,7 +88,8 @@ class LocalService:
             failed = self._failed
             self._failed = None
             raise failed
-        return getattr(self._object, method)(*args, **kwargs)
+        function = getattr(self._object, method)
+        return function(*args, **kwargs)
 
     def stop(self) -> None:
         self._object = None

@@ -43,7 +43,8 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
     paths = set()
     for pid in pids:
         for path in mapped_files(pid):
-            if path.startswith(_SHARED_MEMORY) and not path.endswith("(deleted)"):
+            is_removed = path.endswith("(deleted)")
+            if path.startswith(_SHARED_MEMORY) and not is_removed:
                 paths.add(path)
     return paths
 

@@ -77,6 +77,7 @@ class Worker:
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # not in __init__, so that a constructor can use them before, or without, super().__init__()
         worker = super().__new__(cls)
+        # a worker that is constructed without a group, as in a test, has a slot for itself
         worker.slot, worker.role = _constructing.get() or (Slot(), cls.__name__)
         worker.rank = worker.slot.rank
         worker.world_size = worker.slot.world_size
@@ -95,7 +96,8 @@ class Worker:
         Raises:
             ValueError: if the name is already registered or dp_rank is not below dp_size.
         """
-        if mesh_name in self._meshes or not 0 <= dp_rank < dp_size:
+        is_part = 0 <= dp_rank < dp_size
+        if mesh_name in self._meshes or not is_part:
             raise ValueError(f"mesh {mesh_name!r}: registered already, or dp_rank {dp_rank} is not in [0, {dp_size})")
         self._meshes[mesh_name] = MeshPlace(dp_rank, dp_size, is_collect)
 
@@ -157,10 +159,14 @@ class Worker:
         """Returns the store of the ranks: the one that this process holds (rank 0), or a connection to it."""
         from torch.distributed import TCPStore
 
-        # a worker outside of a pool has no address and opens a store for itself
-        host, port = self.slot.store or ("127.0.0.1", open_store("127.0.0.1"))
+        address = self.slot.store
+        if address is None:
+            # a worker outside of a pool opens a store for itself
+            open_store("127.0.0.1")
         if _held_store is not None:
             return _held_store
+        assert address is not None
+        host, port = address
         return TCPStore(host, port, is_master=False)
 
 
@@ -178,7 +184,8 @@ def host_store(host: str) -> TCPStore:
 
     # torch's own server would listen on all interfaces
     listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
+    _, port, *_ = listener.getsockname()
+    # the store closes it
     descriptor = listener.detach()
     # without a wait: the workers learn the port only from the return of this call
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
@@ -225,7 +232,8 @@ def invoke(slot: Slot, role: str, method: str, arguments: WorkerArguments) -> tu
             result = result.pack()
         for value in (*arguments.values, result):
             if isinstance(value, Packed):
-                profiling.count_moved(sum(array.nbytes for array in value.arrays))
+                num_bytes = sum(array.nbytes for array in value.arrays)
+                profiling.count_moved(num_bytes)
         return result, profiling.usage() - usage_before
 
 

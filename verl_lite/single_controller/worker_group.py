@@ -70,7 +70,9 @@ class LocalTransport:
         self.usage = np.zeros(2)
         self._slots = []
         for rank, node in enumerate(pool.nodes):
-            self._slots.append(Slot(rank, pool.world_size, pool.process_on_nodes[node], backend="inline"))
+            local_world_size = pool.process_on_nodes[node]
+            slot = Slot(rank, pool.world_size, local_world_size, backend="inline")
+            self._slots.append(slot)
         for slot in self._slots:
             for role, recipe in roles.items():
                 construct(slot, role, recipe)
@@ -81,7 +83,8 @@ class LocalTransport:
     def start(self, role: str, method: str, calls: Iterable[WorkerArguments]) -> Callable[[], list[object]]:
         outcomes = []
         for rank, arguments in enumerate(calls):
-            outcomes.append(self._run(self._slots[rank], role, method, arguments))
+            outcome = self._run(self._slots[rank], role, method, arguments)
+            outcomes.append(outcome)
 
         def wait() -> list[object]:
             for outcome in outcomes:
@@ -121,7 +124,8 @@ class WorkerGroup:
             if hasattr(WorkerGroup, name):
                 raise ValueError(f"{cls.__name__}.{name} cannot be registered: worker groups use that name")
             self.methods.append(name)
-            setattr(self, name, self._bind(name, method.__doc__, registration))
+            method_of_group = self._bind(name, method.__doc__, registration)
+            setattr(self, name, method_of_group)
 
     @property
     def world_size(self) -> int:
@@ -144,7 +148,8 @@ class WorkerGroup:
         """Returns the method of the group for a registered method of the worker class."""
 
         def call(*args: object, blocking: bool = registration.blocking, **kwargs: object) -> object:
-            future = self._start(name, registration.dispatch_mode, WorkerArguments(args, kwargs))
+            arguments = WorkerArguments(args, kwargs)
+            future = self._start(name, registration.dispatch_mode, arguments)
             if blocking:
                 return future.get()
             return future
@@ -191,10 +196,12 @@ class WorkerGroup:
         # workers can register meshes after their construction
         if name not in self._meshes:
             registered_by_rank: list[dict[str, MeshPlace]] = self.execute_all_sync("mesh_info")
+            mesh_names: set[str] = set().union(*registered_by_rank)
             meshes = {}
-            for mesh in set().union(*registered_by_rank):
-                registrations = [registered.get(mesh) for registered in registered_by_rank]
-                meshes[mesh] = _mesh(mesh, registrations)
+            for mesh_name in mesh_names:
+                registrations = [registered.get(mesh_name) for registered in registered_by_rank]
+                meshes[mesh_name] = _mesh(mesh_name, registrations)
+            # only after all checks, so that the next call checks again
             self._meshes = meshes
         if name not in self._meshes:
             registered = sorted(self._meshes)
@@ -245,11 +252,11 @@ def _resolved(value: object) -> object:
 def _mesh(name: str, registrations: Sequence[MeshPlace | None]) -> Mesh:
     """Builds a mesh from the registrations of all ranks and checks that exactly one rank collects each part."""
     present = [registration for registration in registrations if registration is not None]
+    sizes = {registration.dp_size for registration in present}
     size = present[0].dp_size
     collected_parts = sorted(registration.dp_rank for registration in present if registration.is_collect)
-    has_other_size = any(registration.dp_size != size for registration in present)
     is_incomplete = len(present) < len(registrations)
-    if is_incomplete or has_other_size or collected_parts != list(range(size)):
+    if is_incomplete or len(sizes) > 1 or collected_parts != list(range(size)):
         listed = [registration and tuple(registration) for registration in registrations]
         raise ValueError(
             f"mesh {name!r} does not fit together: each rank must register it with the same size, and each part must "

@@ -43,8 +43,11 @@ def request_worker(path: str, argv: list[str]) -> None:
             template.connect(path)
         except OSError:
             os.execv(sys.executable, [sys.executable, *argv])
+        # descriptors travel only together with at least one byte
         socket.send_fds(template, [b"w"], STREAMS)
-        template.sendall(json.dumps([argv, dict(os.environ), os.getcwd()]).encode())
+        start = WorkerStart(argv, dict(os.environ), os.getcwd())
+        template.sendall(json.dumps(start).encode())
+        # the template reads up to the end
         template.shutdown(socket.SHUT_WR)
         # waits for the end of the worker: Ray takes an earlier end of this process for a failed start
         template.recv(1)

@@ -39,12 +39,14 @@ def _manager_rows(
         return is_used(config) and max(Counter(tags).values()) > 1
 
     def is_other_partition(config: PPOConfig, shares: list[int]) -> bool:
-        tags = manager_of(config).tags
-        num_groups = manager_of(config).num_env_groups
         if not is_used(config):
             return False
+        tags = manager_of(config).tags
+        num_groups = manager_of(config).num_env_groups
         if not shares:
-            return len(set(tags)) == len(tags) and num_groups < len(tags)
+            # `lists_tag_twice` reports a list with a tag twice
+            are_different = len(set(tags)) == len(tags)
+            return are_different and num_groups < len(tags)
         return len(shares) != len(tags) or sum(shares) != num_groups or min(shares) < 1
 
     def splits_group(config: PPOConfig, group_size: int) -> bool:
@@ -52,8 +54,9 @@ def _manager_rows(
 
     def needed_episodes(config: PPOConfig) -> int:
         """Number of episodes that each environment has to run for a batch."""
-        num_environments = manager_of(config).num_env_groups * manager_of(config).group_size
-        return math.ceil(batch_size(config) / max(1, num_environments))
+        options = manager_of(config)
+        num_environments = max(1, options.num_env_groups * options.group_size)
+        return math.ceil(batch_size(config) / num_environments)
 
     return (
         Conflict(

@@ -50,5 +50,6 @@ def conflict_problems(config: object, out_of_range: Collection[str] = ()) -> Pro
         config: the options of a command.
         out_of_range: keys whose value is outside its range. Rows that show one of them are skipped.
     """
-    for row in table_of(type(config)):
+    rows = table_of(type(config))
+    for row in rows:
         yield from row.problems(config, out_of_range)

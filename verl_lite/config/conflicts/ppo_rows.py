@@ -78,8 +78,11 @@ def _is_over_batch(config: PPOConfig, mini_batch: int | None) -> bool:
 def _selects_prompts_twice(config: PPOConfig, sampler: str | None) -> bool:
     if not sampler or not config.reads_prompts:
         return False
-    sources = config.data.sources.values()
-    return any(isinstance(source, Mapping) and source.get("weight") for source in sources)
+    for source in config.data.sources.values():
+        # an entry of another form is reported by the section's `check`
+        if isinstance(source, Mapping) and source.get("weight"):
+            return True
+    return False
 
 
 def _context(config: PPOConfig) -> int:
@@ -198,15 +201,20 @@ def _samples_in_training(config: PPOConfig, threshold: int) -> bool:
     if config.async_training.depth < 1 or config.spans_updates:
         return False
     # only an engine on the trainer's GPUs frees its memory for the training
-    return config.hybrid_engine and config.rollout.free_cache_engine and not is_on_cpu(config.trainer.device)
+    if not config.hybrid_engine or is_on_cpu(config.trainer.device):
+        return False
+    return config.rollout.free_cache_engine
 
 
 def _has_unbounded_weights(config: PPOConfig, threshold: int) -> bool:
     """True if a stale sample can have any weight: neither the loss nor the correction bounds it."""
+    # on-policy samples have a ratio of 1
+    if threshold == 0:
+        return False
     correction = config.algorithm.rollout_correction
-    is_bounded = correction.loss_type == "ppo_clip" and bool(loss_facts(config).get("bounds_ratio"))
     is_corrected = correction.rollout_is is not None or correction.rollout_rs is not None
-    return threshold > 0 and not is_bounded and not is_corrected
+    is_bounded = correction.loss_type == "ppo_clip" and bool(loss_facts(config).get("bounds_ratio"))
+    return not is_corrected and not is_bounded
 
 
 def _is_recomputed(config: PPOConfig) -> bool:
@@ -299,9 +307,10 @@ ASYNC_ROWS: tuple[Conflict[PPOConfig], ...] = (
 def _estimator_takes(config: PPOConfig, argument: str) -> bool | None:
     """Returns True if the estimator reads the argument; None if there is no such estimator."""
     try:
-        return takes(ADV_ESTIMATOR_REGISTRY.get_fn(config.algorithm.adv_estimator), argument)
+        estimator = ADV_ESTIMATOR_REGISTRY.get_fn(config.algorithm.adv_estimator)
     except UserError:  # `user_calls` reports it
         return None
+    return takes(estimator, argument)
 
 
 def _estimator_facts(config: PPOConfig) -> FreeDict:
@@ -311,12 +320,14 @@ def _estimator_facts(config: PPOConfig) -> FreeDict:
 
 def _needs_prompts(config: PPOConfig, estimator: str) -> bool:
     """True if the samples are episodes, and the estimator needs greedy answers or the entries of a reward's dict."""
-    return config.is_agentic and (estimator == "gdpo" or bool(_estimator_takes(config, "reward_baselines")))
+    if not config.is_agentic:
+        return False
+    return estimator == "gdpo" or bool(_estimator_takes(config, "reward_baselines"))
 
 
 def _option_that_compares(config: PPOConfig) -> str | None:
     """Returns the option for which the members of a group are compared; None if they are not."""
-    algorithm = config.algorithm
+    # without training, or without rewards
     if config.trainer.val_only or config.distillation.replaces_rewards:
         return None
     if _estimator_facts(config).get("groups"):
@@ -324,7 +335,9 @@ def _option_that_compares(config: PPOConfig) -> str | None:
     for key in ("algorithm.norm_mean_type", "algorithm.norm_std_type"):
         if value_of(config, key) == "group":
             return key
-    return "algorithm.filter_groups.enable" if algorithm.filter_groups.enable else None
+    if config.algorithm.filter_groups.enable:
+        return "algorithm.filter_groups.enable"
+    return None
 
 
 def _group_rows(option: str) -> tuple[Conflict[PPOConfig], Conflict[PPOConfig]]:

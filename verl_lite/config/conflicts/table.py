@@ -54,9 +54,11 @@ class Conflict(Generic[C]):
 
     def message(self, config: C, key: str, value: object) -> str:
         """Returns `KEY=VALUE with OTHER=VALUE: REASON: REMEDY`."""
+        settings = setting_text(key, value)
         others = [setting_text(other, value_of(config, other)) for other in self.beside]
-        beside = f" with {' and '.join(others)}" if others else ""
-        return f"{setting_text(key, value)}{beside}: {_text(self.reason, config)}: {_text(self.remedy, config)}"
+        if others:
+            settings += f" with {' and '.join(others)}"
+        return f"{settings}: {_text(self.reason, config)}: {_text(self.remedy, config)}"
 
 
 def _text(text: Text[C], config: C) -> str:

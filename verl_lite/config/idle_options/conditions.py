@@ -54,7 +54,10 @@ def estimator_is_not(*estimators: str) -> Condition:
     def is_idle(situation: Situation, key: str) -> bool:
         chosen = situation.config.algorithm.adv_estimator
         estimator = ADV_ESTIMATOR_REGISTRY.get(chosen)
-        return estimator is not None and is_own(estimator) and chosen not in estimators
+        # an estimator of the user may read any option
+        if estimator is None or not is_own(estimator):
+            return False
+        return chosen not in estimators
 
     return is_idle
 
@@ -67,6 +70,7 @@ def sizes_by(*, tokens: bool) -> Condition:
     """
 
     def is_idle(situation: Situation, key: str) -> bool:
+        # a key of the actor is the fallback of all passes
         for options in MICRO_BATCHES.values():
             if options.reads(key) and options.uses_tokens(situation.config) is not tokens:
                 return False
@@ -76,6 +80,7 @@ def sizes_by(*, tokens: bool) -> Condition:
 
 
 def has_no_scores_of_functions(config: PPOConfig) -> bool:
+    # environments return the rewards of their episodes
     return not config.reads_prompts or config.reward.function_weight == 0
 
 
@@ -93,7 +98,10 @@ def scores_one_by_one(config: PPOConfig) -> bool:
 def has_single_teacher(config: PPOConfig) -> bool:
     """True if all rows have the same teacher, so that no column selects it."""
     teachers = config.distillation.valid_teachers()
-    return len(teachers) == 1 and teachers[0].key is None
+    if len(teachers) != 1:
+        return False
+    [teacher] = teachers
+    return teacher.key is None
 
 
 def engine_is_hf(situation: Situation, key: str) -> bool:
@@ -117,11 +125,13 @@ def is_on_one_device(situation: Situation, key: str) -> bool:
 
 
 def freezes_vision_anyway(situation: Situation, key: str) -> bool:
+    # an adapter belongs to the language model
     return bool(situation.config.model.lora_rank) or situation.reads_images is False
 
 
 def batch_exceeds_rows(situation: Situation, key: str) -> bool:
     batch_size = situation.value(key)
+    # the number of rows is not known before the data are read
     if situation.rows is None or not isinstance(batch_size, int):
         return False
     return batch_size > situation.rows

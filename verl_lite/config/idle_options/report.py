@@ -70,17 +70,24 @@ def _keys_of_user(loaded: LoadedConfig[object]) -> dict[str, tuple[Key, str]]:
     schema = schema_of(type(loaded.config))
     options: dict[str, tuple[Key, str]] = {}
     for name, source in loaded.provenance.items():
-        key = schema.find(tuple(name.split(".")))
-        if key is not None and source.startswith((COMMAND_LINE, "file:")):
+        # not defaults, recipes, and values that follow from others
+        if not source.startswith((COMMAND_LINE, "file:")):
+            continue
+        path = tuple(name.split("."))
+        key = schema.find(path)
+        if key is not None:
             options.setdefault(key.name, (key, source))
     return options
 
 
 def _as_written(name: str, value: object, source: str) -> str:
     """Returns `key=value`, with the name that the user wrote if it was translated."""
+    # the loader appends the written name to the source
     _, _, written_as = source.partition(", as ")
     setting = setting_text(name, value)
-    return f"{setting} (given as {written_as})" if written_as else setting
+    if not written_as:
+        return setting
+    return f"{setting} (given as {written_as})"
 
 
 def _sentences(row: IdleOption, settings: list[str]) -> list[str]:
