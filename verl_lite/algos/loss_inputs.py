@@ -196,7 +196,8 @@ class LossInputs:
         num_tokens = self.response_mask.bool().sum()
         metrics = {}
         for name, column in values.items():
-            metrics[name] = Metric.mean(masked_sum(column.detach(), self.response_mask), num_tokens)
+            total = masked_sum(column.detach(), self.response_mask)
+            metrics[name] = Metric.mean(total, num_tokens)
         return metrics
 
 
@@ -207,8 +208,12 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
         ValueError: if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
     """
     # in verl both have a default of 0.2, and clip_ratio alone has no effect
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    low = config.clip_ratio_low
+    high = config.clip_ratio_high
+    if low is None:
+        low = config.clip_ratio
+    if high is None:
+        high = config.clip_ratio
     require_clip_range("clip_ratio", low, high)
     return low, high
 

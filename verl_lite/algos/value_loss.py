@@ -59,5 +59,9 @@ def value_loss(inputs: ValueLossInputs) -> tuple[Tensor, Tensor]:
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     plain = (values - targets).square()
     clipped = (clipped_values - targets).square()
-    loss = 0.5 * inputs.aggregation(torch.maximum(plain, clipped), mask)
-    return loss, masked_mean((clipped > plain).to(loss.dtype), mask)
+    losses = torch.maximum(plain, clipped)
+    loss = 0.5 * inputs.aggregation(losses, mask)
+
+    is_clipped = (clipped > plain).to(loss.dtype)
+    clip_fraction = masked_mean(is_clipped, mask)
+    return loss, clip_fraction
