@@ -57,4 +57,5 @@ def make_group_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: st
     """Constructs the filter named by the options, or returns None. Raises ValueError for an unknown name."""
     if manager.group_filter_cls is None:
         return None
-    return GROUP_FILTERS.get_fn(manager.group_filter_cls)(config, manager, mode)
+    filter_class = GROUP_FILTERS.get_fn(manager.group_filter_cls)
+    return filter_class(config, manager, mode)

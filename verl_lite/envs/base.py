@@ -176,7 +176,9 @@ class EnvTemplate:
             # True and False are integers for Python
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if not is_number or value < least:
-                or_null = " or null" if name in _OPTIONAL else ""
+                or_null = ""
+                if name in _OPTIONAL:
+                    or_null = " or null"
                 self._refuse(name, f"a whole number of at least {least}{or_null}")
         if not isinstance(self.use_thread_lock, bool):
             self._refuse("use_thread_lock", "true or false")
@@ -215,8 +217,11 @@ class EnvTemplate:
         names = set()
         for _, field_name, _, _ in string.Formatter().parse(self.agent_template):
             # None: text after the last field
-            if field_name is not None:
-                names.add(field_name.split(".")[0].split("[")[0])
+            if field_name is None:
+                continue
+            name, _, _ = field_name.partition(".")
+            name, _, _ = name.partition("[")
+            names.add(name)
         return frozenset(names)
 
     def make(self) -> Env:
