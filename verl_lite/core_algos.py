@@ -276,11 +276,10 @@ def apply_kl_penalty(
     check_shapes("apply_kl_penalty", token_level_scores=token_level_scores, response_mask=response_mask)
     # rewards are constants of the loss
     with torch.no_grad():
-        is_valid = response_mask.bool()
+        # 0 under mask 0, as every estimate of d = 0
         divergence = kl_penalty(log_prob, ref_log_prob, kl_penalty_type, response_mask)
-        divergence = torch.where(is_valid, divergence, 0)
 
-        lengths = is_valid.sum(dim=-1)
+        lengths = response_mask.bool().sum(dim=-1)
         num_sequences = (lengths > 0).sum().clamp(min=1)
         per_sequence = divergence.sum(dim=-1) / lengths.clamp(min=1)
         mean_kl = float(per_sequence.sum() / num_sequences)

@@ -520,7 +520,7 @@ def _name_list(names: str | Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _require_names(present: list[str], names: Sequence[str] | None) -> None:
+def _require_names(present: Sequence[object], names: Sequence[str] | None) -> None:
     """Raises BatchError unless all names that `pop` removes are present."""
     missing = [name for name in names or () if name not in present]
     if missing:

@@ -191,9 +191,9 @@ def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
 
 def _problem(data: DataProto, entry: Column, sizes: dict[str, tuple[int, str]]) -> str:
     """Returns what is wrong with a column of the batch, or an empty text. Adds its sizes to `sizes`."""
-    tensor_names: set[str] = set()
+    tensor_names: list[str] = []
     if data.batch is not None:
-        tensor_names.update(data.batch.keys())
+        tensor_names = [str(name) for name in data.batch.keys()]
     if entry.name not in data:
         names = sorted([*tensor_names, *data.non_tensor_batch])
         present = ", ".join(names) or "no columns"

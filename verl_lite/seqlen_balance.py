@@ -8,7 +8,7 @@ on the number of ranks.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -238,6 +238,7 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
     num_steps = int(steps.max()) + 1
     for rows in _positions_by_value(steps, num_steps):
         # mini-batch by mini-batch, because ranks wait for each other at each optimizer step
+        positions_of_ranks: Iterable[Ints]
         if balance:
             positions_of_ranks = balanced_partition(costs[rows], world_size)
         else:

@@ -125,7 +125,8 @@ def _sizes_of_episodes(batch: DataProto, table: EpisodeTable) -> dict[str, list[
 def _turns_of_episodes(batch: DataProto, table: EpisodeTable) -> list[float]:
     """Returns the number of turns of each episode, which each of its rows has."""
     num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
-    return [float(num_turns[rows[0]]) for rows in table.rows]
+    first_rows = [rows[0] for rows in table.rows]
+    return [float(num_turns[row]) for row in first_rows]
 
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
@@ -175,11 +176,15 @@ def _means_of_groups(table: EpisodeTable) -> dict[str, list[float]]:
     """Returns the mean scores of the groups of each tag, in the order of the tags' names."""
     scores_of_group: dict[tuple[str, str], list[float]] = {}
     for tag, group, score in zip(table.tags, table.groups, table.scores, strict=True):
-        scores_of_group.setdefault((tag, group), []).append(score)
+        scores = scores_of_group.setdefault((tag, group), [])
+        scores.append(score)
 
-    means_of_tag: dict[str, list[float]] = {tag: [] for tag in sorted(set(table.tags))}
+    means_of_tag: dict[str, list[float]] = {}
+    for tag in sorted(set(table.tags)):
+        means_of_tag[tag] = []
     for (tag, _), scores in scores_of_group.items():
-        means_of_tag[tag].append(float(np.mean(scores)))
+        mean = float(np.mean(scores))
+        means_of_tag[tag].append(mean)
     return means_of_tag
 
 

@@ -90,10 +90,11 @@ class Teachers:
                 continue
 
             scorer = self.scorers[teacher.name]
-            scored = scorer.compute_teacher_log_prob(rows_to_score)
+            scored = scorer.compute_teacher_log_prob(rows_to_score).batch
             # a server replaces has_teacher: it is False for rows whose request failed
             scored_columns = {"has_teacher": torch.ones(len(rows), dtype=torch.bool)}
-            scored_columns.update(scored.batch.items())
+            for name in scored.keys():
+                scored_columns[str(name)] = scored[name]
             for name, values in scored_columns.items():
                 if name not in columns:
                     columns[name] = values.new_zeros(len(batch), *values.shape[1:])
@@ -305,15 +306,15 @@ def _longest_sequence(config: PPOConfig, teacher: Teacher) -> int | None:
     if teacher.url:
         return None
     if teacher.is_policy:
-        network = config.model
+        model_config = load_model_config(config.model)
         stage = "log_prob"
         section = "actor"
     else:
-        network = teacher_network(config, teacher)
+        model_config = load_model_config(teacher_network(config, teacher))
         stage = "ref"
         section = "ref"
 
-    context = longest_context(load_model_config(network))
+    context = longest_context(model_config)
     budget = micro_batching(config, stage).max_token_len
     if budget is None:
         return context

@@ -166,7 +166,7 @@ def assembled(groups: Sequence[Group]) -> DataProto:
 
 def saved_rows(rows: DataProto) -> SavedRows:
     """Returns rows as a checkpoint has them. `DataProto.from_dict` reads them."""
-    tensors = {str(name): tensor for name, tensor in rows.batch.items()}
+    tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
     return tensors, rows.non_tensor_batch
 
 

@@ -33,6 +33,7 @@ from verl_lite.algos.masked import (
     group_sum,
     group_top_two,
     masked_sum,
+    positions_of,
     row_ends,
     whiten_or_keep,
 )
@@ -206,6 +207,7 @@ def compute_gae_advantage_return(
         next_value = torch.where(valid_at[t], values_at[t], next_value)
 
     advantages = torch.where(is_valid, advantages_at.t(), 0)
+    # before the whitening: returns are on the scale of the rewards, which the critic predicts
     returns = torch.where(is_valid, advantages + values, 0)
     if whiten:
         advantages = whiten_or_keep(advantages, is_valid)
@@ -286,6 +288,7 @@ def compute_grpo_passk_outcome_advantage(
         ValueError: a group has only one row.
     """
     rows = outcomes("grpo_passk", token_level_rewards, response_mask, index)
+    # padding and failed rewards do not make a group too small: all rows count here, valid or not
     sizes = torch.bincount(rows.groups, minlength=rows.num_groups)
     if bool((sizes < 2).any()):
         raise ValueError("grpo_passk: a group of one row has no second-best score; index needs at least two rows each.")
@@ -558,10 +561,7 @@ def _is_beyond_second_longest(rows: Outcomes) -> Tensor:
     is_longest = ends == longest[rows.groups]
     second_end = second_longest[rows.groups]
 
-    # counted from 1, like the ends
-    width = rows.is_valid.shape[-1]
-    positions = torch.arange(1, width + 1, device=ends.device)
-    is_beyond_second = positions > second_end.unsqueeze(-1)
+    is_beyond_second = positions_of(rows.is_valid) > second_end.unsqueeze(-1)
     return is_beyond_second & is_longest.unsqueeze(-1)
 
 

@@ -16,7 +16,15 @@ from verl_lite.algos.agentic_rewards import (
     compute_discounted_returns,
     compute_gigpo_rewards,
 )
-from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns, row_ends
+from verl_lite.algos.masked import (
+    at_least_fp32,
+    backward_scan,
+    check_rows,
+    check_shapes,
+    discounted_returns,
+    positions_of,
+    row_ends,
+)
 
 
 def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float = 1.0) -> Pair:
@@ -180,9 +188,7 @@ def compute_gigpo_advantage(
 
 def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Returns (B, T) with the score of each row at its last valid token and 0 elsewhere. scores: (B,)."""
-    width = response_mask.shape[-1]
-    # counted from 1: a row without a valid token ends at 0, which is no position
-    positions = torch.arange(1, width + 1, device=response_mask.device)
+    # a row without a valid token ends at 0, which is no position
     ends = row_ends(response_mask.bool())
-    is_last = positions == ends.unsqueeze(-1)
+    is_last = positions_of(response_mask) == ends.unsqueeze(-1)
     return torch.where(is_last, scores.unsqueeze(-1), 0)

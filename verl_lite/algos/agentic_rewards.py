@@ -68,10 +68,15 @@ def normalization(
     if method not in METHODS:
         raise ValueError(f"reward normalisation: method={method!r}: expected one of {', '.join(METHODS)}.")
     own_type = "group" if is_grouped else "batch"
-    default_mean_type = None if method == "identity" else own_type
-    default_std_type = own_type if method in ("mean_std", "asym_clip") else None
-    bounds = _ASYMMETRIC_BOUNDS if method == "asym_clip" else None
-    return Normalization(norm_mean_type or default_mean_type, norm_std_type or default_std_type, bounds)
+    if method != "identity":
+        norm_mean_type = norm_mean_type or own_type
+    if method in ("mean_std", "asym_clip"):
+        norm_std_type = norm_std_type or own_type
+    bounds = None
+    if method == "asym_clip":
+        bounds = _ASYMMETRIC_BOUNDS
+    # an empty text selects no normalisation, like null
+    return Normalization(norm_mean_type or None, norm_std_type or None, bounds)
 
 
 @torch.no_grad()
@@ -175,6 +180,7 @@ def compute_gigpo_rewards(
         step, normalised over the task's steps from the same state.
     """
     check_rows("gigpo", len(scores), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    # the score of an episode is the sum over its steps
     scores = torch.where(valid, scores, 0)
     trajectories, num_trajectories = group_ids(traj_id, scores.device)
     score_of_episode = group_sum(scores, trajectories, num_trajectories)

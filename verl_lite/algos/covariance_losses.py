@@ -56,6 +56,7 @@ def _selected(inputs: LossInputs, name: str) -> Tensor:
     part of a mini-batch."""
     if inputs.selected is not None:
         return inputs.selected
+    # without counts the inputs are a whole mini-batch, see `Aggregation`
     num_tokens = int(inputs.response_mask.bool().sum())
     batch_num_tokens = inputs.aggregation.batch_num_tokens
     if batch_num_tokens is not None and int(batch_num_tokens) != num_tokens:

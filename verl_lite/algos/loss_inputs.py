@@ -133,6 +133,7 @@ class LossInputs:
     staleness: Tensor | None = None
 
     def __post_init__(self) -> None:
+        # response_mask first, because the others are compared with the first one
         check_shapes(
             "policy loss",
             response_mask=self.response_mask,

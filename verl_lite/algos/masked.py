@@ -224,12 +224,15 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gap
     return torch.where(is_valid, returns, 0)
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """Returns the positions of the columns, (T,), counted from 1, so that 0 can stand for no column."""
+    width = mask.shape[-1]
+    return torch.arange(1, width + 1, device=mask.device)
+
+
 def row_ends(is_valid: Tensor) -> Tensor:
-    """Returns the number of columns up to the last valid token of each row, (B,); 0 for a row without any."""
-    width = is_valid.shape[-1]
-    # counted from 1, because 0 stands for a row without a valid token
-    positions = torch.arange(1, width + 1, device=is_valid.device)
-    valid_positions = positions * is_valid
+    """Returns the position of the last valid token of each row, (B,), counted from 1; 0 for a row without any."""
+    valid_positions = positions_of(is_valid) * is_valid
     return valid_positions.amax(dim=-1)
 
 

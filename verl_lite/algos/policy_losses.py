@@ -51,6 +51,7 @@ def a3po(inputs: LossInputs) -> LossResult:
     # log pi_prox - log pi_old, 0 as long as no weight update separates the two
     proximal = torch.zeros_like(log_ratio)
     if inputs.staleness is not None:
+        # 0 counts as 1, because a is 0 for both
         updates = inputs.staleness.clamp(min=1).to(log_ratio.dtype)
         proximal = log_ratio.detach() * (1 - 1 / updates)
 
@@ -120,6 +121,7 @@ def geo_mean(inputs: LossInputs) -> LossResult:
     log_ratio = inputs.log_ratio
     in_range = log_ratio.clamp(-low, high)
     sign = advantages.sign()
+    # the smaller objective, which has the larger log-ratio where A < 0
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * in_range)
 
     row_ratio = masked_mean(pessimistic, mask, axis=-1).exp()

@@ -53,7 +53,8 @@ def flow_kl(velocity: torch.Tensor, base_velocity: torch.Tensor, sigma: float) -
     dtype = torch.promote_types(velocity.dtype, torch.float32)
     difference = velocity.to(dtype) - base_velocity.to(dtype)
     squares = difference.square().flatten(1)
-    return squares.mean(1) / (2 * sigma**2)
+    variance = sigma**2
+    return squares.mean(1) / (2 * variance)
 
 
 def reward_flow_loss(

@@ -62,8 +62,7 @@ class GymnasiumEnv:
             raise UserError(f"env_id={env_id!r}: gymnasium cannot create it: {error}") from error
 
         space = self.env.action_space
-        is_discrete = isinstance(space, gymnasium.spaces.Discrete)
-        if is_discrete:
+        if isinstance(space, gymnasium.spaces.Discrete):
             start = int(space.start)
             numbers = range(start, start + int(space.n))
             if action_lookup is None:
@@ -72,7 +71,8 @@ class GymnasiumEnv:
             raise UserError(f"env_id={env_id!r}: its action space is {space}; expected Text or Discrete")
         self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
         # after the parser, which converts keys such as "0" to numbers
-        if is_discrete and not set(self.parser.names or {}) <= set(numbers):
+        actions = set(self.parser.names or {})
+        if isinstance(space, gymnasium.spaces.Discrete) and not actions <= set(numbers):
             raise UserError(f"action_lookup={action_lookup!r}: the actions of {env_id} are {list(numbers)}")
 
         self.by_render = observe == "render"

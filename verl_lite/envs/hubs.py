@@ -397,7 +397,7 @@ def _text_of(messages: Sequence[_Message]) -> str:
     texts = []
     for message in messages:
         content = message.content
-        parts = [{"type": "text", "text": content}]
+        parts: list[JsonObject] = [{"type": "text", "text": content}]
         if isinstance(content, list):
             parts = content
         other_types = {part.get("type") for part in parts} - {"text"}

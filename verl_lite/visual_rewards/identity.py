@@ -189,8 +189,10 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     """
     middle = points.mean(1, keepdim=True)
     target_middle = targets.mean(0)
-    x, y = (points - middle).unbind(-1)  # (n, k)
-    u, v = (targets - target_middle).unbind(-1)  # (k,)
+    centred_points = points - middle
+    centred_targets = targets - target_middle
+    x, y = centred_points.unbind(-1)  # (n, k)
+    u, v = centred_targets.unbind(-1)  # (k,)
 
     # the bound is for points that all coincide
     square = (x * x + y * y).sum(-1).clamp_min(1e-12)
@@ -204,8 +206,9 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     turned_middle = turn @ middle.transpose(1, 2)
     shift = target_middle[:, None] - turned_middle  # (n, 2, 1)
     upper_rows = torch.cat([turn, shift], -1)
-    last_row = points.new_tensor([[0.0, 0.0, 1.0]]).expand(len(points), 1, 3)
-    return torch.cat([upper_rows, last_row], -2)
+    last_row = points.new_tensor([0.0, 0.0, 1.0])
+    last_rows = last_row.expand(len(points), 1, 3)
+    return torch.cat([upper_rows, last_rows], -2)
 
 
 def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
