@@ -186,6 +186,7 @@ def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch
     shuffled = _shuffled(2)
     other_rows = shuffled[shuffled != empty_row]
     order = torch.cat([empty_row, other_rows])
+    # single rows, three uneven parts, and one row against the rest
     for sizes in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
         losses = []
         gradients = []
@@ -354,6 +355,7 @@ def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Se
     """Checks that new tensors are created on the device of the arguments, with a default device without data."""
     promise = "new tensors are created on the arguments' device: torch.zeros(..., device=x.device), torch.zeros_like"
     try:
+        # a tensor that the function creates without `device=` lands there, and no GPU is needed to notice it
         with torch.device("meta"):
             results = call()
     except (RuntimeError, NotImplementedError) as error:

@@ -94,6 +94,7 @@ class Circumstances:
 def circumstances(error: BaseException) -> Circumstances:
     """Returns the circumstances of an exception, which can be changed. They are pickled with the exception."""
     if not hasattr(error, _ATTRIBUTE):
+        # an attribute of the exception, so that pickle carries it from the worker to the driver
         setattr(error, _ATTRIBUTE, Circumstances())
     return getattr(error, _ATTRIBUTE)
 

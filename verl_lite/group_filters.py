@@ -50,6 +50,7 @@ class EqualScores:
             if not any(episode.non_tensor_batch["reward_failed"]):
                 # every row of an episode has the score of the whole episode
                 scores.add(float(episode.batch["episode_scores"][0]))
+        # 0 as well: without a valid episode there is nothing to train on
         return len(scores) < 2
 
 

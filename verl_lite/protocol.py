@@ -368,6 +368,7 @@ class DataProto:
         """Concatenates batches. meta_info["metrics"] becomes a dict of lists; other keys must have equal values."""
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
+        # before anything is joined, so that the error names the column and the parts
         _require_same_columns(data)
         first = data[0]
         batch = None

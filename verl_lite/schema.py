@@ -168,6 +168,7 @@ def column(name: str) -> Column:
         ValueError: the name is not a column; the message has the nearest one.
     """
     if name.startswith(_EXTRA_PREFIX):
+        # these columns depend on the user's reward, so the table cannot list them
         meaning = f"value {name.removeprefix(_EXTRA_PREFIX)!r} returned by the reward function"
         return Column(name, ("B",), "object", meaning, _REWARD)
     if name not in _BY_NAME:

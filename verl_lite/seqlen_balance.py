@@ -87,10 +87,12 @@ class BatchPlan:
             "is_padding": torch.from_numpy(self.is_padding).clone(),
         }
         if "is_padding" in planned:
+            # rows that were padding before the plan stay padding
             columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
         if "response_mask" in planned:
             mask = planned.batch["response_mask"]
             padding = torch.from_numpy(self.is_padding).to(mask.device)
+            # padding has no token, so that it has no weight in any loss
             planned.batch["response_mask"] = mask.masked_fill(padding.unsqueeze(-1), 0)
         planned.meta_info["schedule"] = self.schedule
         return planned.union(DataProto.from_dict(columns))

@@ -429,6 +429,7 @@ def compute_gpg_outcome_advantage(
     """
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
     is_nonzero = (rows.scores != 0) & rows.has_token
+    # padding and failed rewards do not change alpha
     num_rows = rows.has_token.sum().double()
     # at least 1: in a batch of zeros the advantages are 0, and alpha is arbitrary
     num_nonzero = is_nonzero.sum().clamp(min=1)

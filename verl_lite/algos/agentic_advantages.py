@@ -49,6 +49,7 @@ def compute_reinforce_advantage(
     """
     check_shapes("reinforce", token_level_rewards=token_level_rewards, response_mask=response_mask)
     discount = discount_of(gamma, config)
+    # as in ROLL, where the tokens of an environment discount the return, too
     returns = discounted_returns(token_level_rewards, response_mask, discount, count_gaps=True)
     return returns, returns
 

@@ -190,6 +190,7 @@ def compute_gigpo_rewards(
     episode_rewards = agentic_reward_norm(episode_scores, episode_norm, valid=valid, groups=episode_groups)
 
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
+    # not by the state alone: the returns of different tasks are not comparable
     states = build_state_groups(index, state_hash)
     step_rewards = agentic_reward_norm(returns, step_norm, valid=valid, groups=states)
     return episode_rewards, step_rewards

@@ -42,6 +42,7 @@ def sampled_reverse_kl(
     Returns:
         (b, R). While the ratio is 1, the mean is an estimate of KL(p | q).
     """
+    # a constant, because the gradient is that of the ratio alone
     advantages = (teacher_log_probs.clamp(min=MIN_LOG_PROB) - old_log_probs).detach()
     if max_advantage is not None:
         advantages = advantages.clamp(-max_advantage, max_advantage)
@@ -73,6 +74,7 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
     if with_rest:
         log_q = torch.cat([log_q, _log_rest(log_q)], dim=-1)
         log_p = torch.cat([log_p, _log_rest(log_p)], dim=-1)
+    # 0 * -inf is NaN, for a token that one of the two excludes
     log_q = log_q.clamp(min=MIN_LOG_PROB)
     log_p = log_p.clamp(min=MIN_LOG_PROB)
     q = log_q.exp()

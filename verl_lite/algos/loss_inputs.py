@@ -146,6 +146,7 @@ class LossInputs:
             if column is not None:
                 check_shapes("policy loss", response_mask=self.response_mask, **{name: column})
 
+        # once here, so that no loss has to do it
         self.log_prob = masked_values(self.log_prob, self.response_mask)
         self.old_log_prob = masked_values(self.old_log_prob, self.response_mask)
         self.advantages = masked_values(self.advantages, self.response_mask)
@@ -194,6 +195,7 @@ class LossInputs:
         """Returns metrics: the means of values (b, R) over the valid tokens, and the mean of -log_ratio as ppo_kl
         unless `values` has that name."""
         values = {"ppo_kl": -self.log_ratio} | values
+        # the count of the micro-batch: a `Metric` divides once all micro-batches are combined
         num_tokens = self.response_mask.bool().sum()
         metrics = {}
         for name, column in values.items():

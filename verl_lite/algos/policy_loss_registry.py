@@ -225,6 +225,7 @@ class _VerlConfig:
     def __init__(self, config: LossConfig, aggregation: Aggregation) -> None:
         self._config = config
         self.global_batch_info = {
+            # the names are those of agg_loss's arguments
             "dp_size": aggregation.dp_size,
             "loss_scale_factor": aggregation.loss_scale_factor,
             "batch_num_tokens": aggregation.batch_num_tokens,

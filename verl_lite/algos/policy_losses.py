@@ -80,6 +80,7 @@ def gspo(inputs: LossInputs) -> LossResult:
     log_ratio = log_ratio.clamp(max=10.0)
 
     losses, is_clipped, _ = clipped_surrogate(log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
+    # not a mean over tokens, in which the ratio of a long response would have more weight
     loss = inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN)
     return loss, inputs.token_means(pg_clipfrac=is_clipped)
 

@@ -72,6 +72,7 @@ def topr(inputs: LossInputs) -> LossResult:
     if its score is above 0, as in ROLL. Without scores a token is good if its advantage is above 0.
     """
     options = inputs.config.policy_loss
+    # so that the loss can be called without scores
     is_good = inputs.advantages > 0
     if inputs.scores is not None:
         is_good = (inputs.scores > 0).unsqueeze(-1).expand_as(inputs.advantages)
@@ -159,6 +160,7 @@ def _loss_inside(inputs: LossInputs, is_inside: Tensor) -> LossResult:
         bound = math.inf
     if bound <= 1.0:
         raise ValueError(f"clip_ratio_c={bound}: it bounds ratios above 1; set it above 1.0.")
+    # a constant: the gradient is that of log_prob alone
     ratio = inputs.log_ratio.detach().exp()
     weights = ratio.clamp(max=bound)
     losses = -weights * inputs.advantages * inputs.log_prob

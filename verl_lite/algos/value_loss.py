@@ -51,6 +51,7 @@ def value_loss(inputs: ValueLossInputs) -> tuple[Tensor, Tensor]:
     arXiv:2005.12729). Returns the loss, and the share of the valid tokens whose clip was active.
     """
     mask = inputs.response_mask
+    # values under mask 0 may be NaN, whose product with the mask is NaN
     values = masked_values(inputs.vpreds, mask)
     old_values = masked_values(inputs.values, mask)
     targets = masked_values(inputs.returns, mask)

@@ -69,11 +69,13 @@ class ActionParser:
         if lookup is None:
             self.names = None
         self.special_tokens = tuple(special_tokens)
+        # compared without case and blanks, because agents vary both
         self._by_name = {name.strip().lower(): action for action, name in names.items()}
         if len(self._by_name) < len(names):
             raise UserError(f"action_lookup={names!r}: two actions have the same name")
 
     def __call__(self, text: str) -> ParsedAction:
+        # a decoded text can contain the tokens that end a turn
         for token in self.special_tokens:
             text = text.replace(token, "")
         text = text.strip()

@@ -55,6 +55,7 @@ class GymnasiumEnv:
             raise UserError(f"observe={observe!r}: expected space or render")
         kwargs = dict(env_kwargs or {})
         if observe == "render":
+            # the mode that returns a text
             kwargs["render_mode"] = "ansi"
         try:
             self.env = gymnasium.make(env_id, **kwargs)

@@ -73,6 +73,7 @@ def make_env(env_type: str, env_config: KeywordArguments | None = None) -> Env:
     # before the call, whose TypeError would not name the key of the configuration
     check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
+    # the factory may be any function of the user
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise UserError(f"env_type={env_type!r}: {type(env).__name__} needs the methods reset(seed) and step(action)")
     return env
@@ -91,6 +92,7 @@ def check_env_config(env_type: str, env_config: KeywordArguments) -> None:
     for key in env_config:
         if key not in keywords and not accepts_any_key:
             raise UserError(f"env_config.{key}: {env_type} has no such option{did_you_mean(key, list(keywords))}")
+    # a missing key would otherwise be a TypeError of Python, without the name of the entry
     for name, parameter in keywords.items():
         if parameter.default is parameter.empty and name not in env_config:
             raise UserError(f"env_config.{name} is missing: {env_type} needs it")

@@ -82,6 +82,7 @@ class Calculator:
         return observation, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
     def step(self, action: str) -> StepResult:
+        # a turn with a call is no answer, even if it contains one
         calls = parse_tool_calls(action)
         if calls:
             return self._respond_to_calls(calls)

@@ -105,6 +105,7 @@ class FrozenLake(GridEnv):
 
         rows = self.map_of(seed)
         self.lake = GymnasiumLake(desc=rows, is_slippery=self.is_slippery, success_rate=self.success_rate)
+        # the seed also determines in which direction the player slips
         self.lake.reset(seed=seed)
 
     def _move(self, action: int) -> tuple[float, bool, bool]:

@@ -112,6 +112,7 @@ class GridEnv(ABC):
             if is_effective:
                 effect = f"You moved {name}."
 
+        # counted also without a valid move, so that `max_steps` ends every episode
         self.steps += 1
         has_no_step_left = self.max_steps is not None and self.steps >= self.max_steps
         truncated = has_no_step_left and not terminated

@@ -170,6 +170,7 @@ def _next_cell(cell: Cell, direction: Cell) -> Cell:
 def solution(room: Room) -> list[int] | None:
     """Returns the actions of a shortest solution, by breadth-first search; None if the room has no solution."""
     start: State = (room.player, room.boxes)
+    # the positions that were seen, with the way back to the start
     predecessors: dict[State, tuple[State, int] | None] = {start: None}
     waiting = deque([start])
     while waiting:

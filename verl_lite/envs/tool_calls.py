@@ -302,6 +302,7 @@ def _call_of_object(call: JsonValue) -> ToolCall:
     """Returns the call that a JSON object describes. Llama's "parameters" are accepted as "arguments"."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='the call needs a "name", and "arguments"')
+    # a misspelt key would otherwise leave the call without arguments
     unknown = sorted(set(call) - _CALL_KEYS)
     if unknown:
         return ToolCall(problem=f'the call has the unknown key {unknown[0][:50]!r}; it needs a "name", and "arguments"')

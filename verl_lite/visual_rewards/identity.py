@@ -123,8 +123,9 @@ def make_part(role: str, option: Any) -> Any:
     if not isinstance(option, str | Mapping):
         return option
     if isinstance(option, str):
-        option = {"name": option}
-    arguments = dict(option)
+        arguments = {"name": option}
+    else:
+        arguments = dict(option)
     name = str(arguments.pop("name", ""))
     if name.endswith(".onnx"):
         onnx_classes = {"embedder": ArcFaceEmbedder, "detector": ScrfdDetector}
