@@ -226,6 +226,7 @@ class AgentTrainer(RayPPOTrainer):
             return super().estimate_advantages(batch)
         algorithm = self.config.algorithm
         batch, row_metrics = compute_token_reward(batch, algorithm)
+        # before the episodes are chosen, because the correction can reject all tokens of a row
         batch = self.correct_rollout(batch)
 
         mask = batch.batch["response_mask"] != 0

@@ -90,6 +90,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     if len(table):
         groups = np.array(table.groups, dtype=object)
         metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups)
+    # the same numbers under ROLL's name
     metrics |= summary("rollout/score", table.scores)
 
     for name, sizes in _sizes_of_episodes(batch, table).items():

@@ -77,6 +77,7 @@ def reward_postprocess(
         update_running(running, scores, valid, domains)
 
     rewards = normalise_scores(scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running)
+    # after the normalisation, so that the bound is one of normalised rewards
     rewards, clipped = _clip(rewards, algorithm.reward_clip, valid)
 
     result = data.select()

@@ -73,6 +73,7 @@ def compute_pf_ppo_reweight_data(
     valid = (mask != 0).any(dim=-1)
     scores = outcome_scores(data.batch["token_level_scores"], mask)
     weights = pf_ppo_weights(scores, valid, reweight_method, weight_pow).numpy()
+    # no row is valid, so there is nothing to draw
     if not weights.any():
         return data
     generator = np.random.default_rng(seed)

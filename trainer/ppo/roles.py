@@ -55,6 +55,7 @@ def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
     while row < len(answers_of_row):
         num_answers = answers_of_row[row]
         answers_of_prompt.append(num_answers)
+        # the next row is the first one of the next prompt
         row += num_answers
     return _chunk_sums(answers_of_prompt, prompts)
 

@@ -118,6 +118,7 @@ class EnginePool:
             raise first_cause
         self._failures[engine] = error
         self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
+        # the other ranks of the engine hold devices, which the replacement needs
         self.groups[engine].shutdown()
         try:
             self.groups[engine] = self._start(engine)

@@ -357,6 +357,7 @@ def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGr
     for tag, count in zip(manager.tags, counts, strict=True):
         for number in range(count):
             group_id = len(groups)
+            # depends on the purpose, so that training and validation have different worlds
             group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
             groups.append(EnvGroup(group_id, tag, group_seed))
             # the groups of each tag are spread evenly over the interval from 0 to 1

@@ -274,6 +274,7 @@ class RolloutScheduler:
 
     def _last_step_of(self, group: Group) -> int:
         """Returns the last step in which the staleness of a group does not exceed the threshold."""
+        # the step for which `staleness` equals the threshold
         return max(group.version, self.warmup) + self.threshold + 1
 
     def staleness(self, step: int, group: Group) -> int:
@@ -451,6 +452,7 @@ class RolloutScheduler:
         self.counts.update(trained=len(chosen), dropped=len(dropped))
         started = self.counts["started"]
         resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
+        # a fault of the scheduler would otherwise lose groups without a message
         if started != resolved + len(self.groups):
             raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
 
@@ -489,6 +491,7 @@ class RolloutScheduler:
             "async/staleness/mean": Metric.mean(sum(ages), len(ages)),
             "async/batches_started": Metric.last(len(self.sizes)),
             "async/groups_in_flight": Metric.last(len(self._running())),
+            # constant: a step waits for a group instead of dropping it for its age
             "async/dropped_for_staleness": Metric.last(0),
             "async/trainer_wait_seconds": Metric.last(waited),
         }
