@@ -53,30 +53,37 @@ def check_adv_estimator(function: Estimator, *, groups_of_one: bool = True, **co
     result = _call_unchanged(function, batch)
     _require(isinstance(result, tuple) and len(result) == 2, "an estimator returns (advantages, returns)")
     for name, values in zip(("advantages", "returns"), result, strict=True):
-        shape = tuple(values.shape)
-        is_shaped = shape == (ROWS, WIDTH) and values.dtype.is_floating_point
-        _require(is_shaped, f"{name} are floating-point tensors (B, T), found {shape} of {values.dtype}")
-        _require(_finite(values), f"{name} are finite, also with empty rows: clamp divisors to at least 1")
-        _require(bool((values != 0).any()), f"{name} are not all zero")
-        _require(not bool(values[mask == 0].any()), "the result is 0 under mask 0: end with torch.where on the mask")
+        _require_valid_estimates(name, values, mask)
 
     # a number affects statistics over all tokens, and NaN also a product with the mask
     for hidden_value in (1.5, math.nan):
         result_with_hidden = function(**hide(batch, hidden_value))
-        is_same = all(map(torch.equal, result_with_hidden, result))
-        _require(is_same, f"values under mask 0 do not affect the result: {_WHERE}")
+        for values, expected in zip(result_with_hidden, result, strict=True):
+            _require(torch.equal(values, expected), f"values under mask 0 do not affect the result: {_WHERE}")
 
     rows_with_tokens = mask.any(dim=1).nonzero().squeeze(1)
     _require_same_rows(function, batch, result, rows_with_tokens, _EMPTY_ROWS_PROMISE)
     _require_same_rows(function, batch, result, _shuffled(1), "the order of the rows does not matter: group by `index`")
 
+    # the standard deviation of one value is NaN, and the mean of none
     for num_tokens in (0, 1):
         few_tokens = torch.zeros(ROWS, WIDTH, dtype=torch.int64)
         few_tokens[0, :num_tokens] = 1
-        result_of_few = function(**batch | {"response_mask": few_tokens})
         promise = f"the result is finite for a batch with {num_tokens} tokens: no deviation of one value, no 0 / 0"
-        _require(all(map(_finite, result_of_few)), promise)
+        for values in function(**batch | {"response_mask": few_tokens}):
+            _require(_finite(values), promise)
     _require_own_device(lambda: function(**batch), result)
+
+
+def _require_valid_estimates(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+    """Checks shape and type of the advantages or returns, and that they are finite, not all 0, and 0 under mask 0."""
+    shape = tuple(values.shape)
+    is_shaped = shape == (ROWS, WIDTH) and values.dtype.is_floating_point
+    _require(is_shaped, f"{name} are floating-point tensors (B, T), found {shape} of {values.dtype}")
+    _require(_finite(values), f"{name} are finite, also with empty rows: clamp divisors to at least 1")
+    _require(bool((values != 0).any()), f"{name} are not all zero")
+    masked_values = values[mask == 0]
+    _require(not bool(masked_values.any()), "the result is 0 under mask 0: end with torch.where on the mask")
 
 
 def _require_same_rows(
@@ -100,9 +107,14 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
     case = _LossCase(policy_loss_of(function), options)
     batch = loss_batch() | columns
     mask = batch["response_mask"]
-    counts = (int(mask.sum()), int(mask.any(dim=1).sum()))
+    num_tokens = int(mask.sum())
+    num_sequences = int(mask.any(dim=1).sum())
+    counts = (num_tokens, num_sequences)
 
-    loss, gradient = _call_unchanged(lambda **tensors: case.compute("token-mean", counts, tensors), batch)
+    def compute(**columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return case.compute("token-mean", counts, columns)
+
+    loss, gradient = _call_unchanged(compute, batch)
     _require(bool((gradient != 0).any()), "the gradient is not all zero")
     _require_no_padding_in_metrics(case, counts, batch)
     for mode in LOSS_AGG_MODES:
@@ -111,10 +123,11 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
 
     # log-ratios of +-700, whose exponential overflows, with advantages of both signs: a clip bounds only one of them
     for sign in (1, -1):
-        extreme = torch.where(batch["advantages"] * sign > 0, batch["log_prob"], -700.0)
+        has_sign = batch["advantages"] * sign > 0
+        extreme = torch.where(has_sign, batch["log_prob"], -700.0)
         for name in ("log_prob", "old_log_prob"):
-            case.compute("token-mean", counts, batch | {name: extreme})
-    _require_own_device(lambda: case.compute("token-mean", counts, batch)[:1], (loss,))
+            compute(**batch | {name: extreme})
+    _require_own_device(lambda: compute(**batch)[:1], (loss,))
 
 
 @dataclass(frozen=True)
@@ -149,13 +162,14 @@ class _LossCase:
             gradient = torch.zeros_like(log_prob)
         promise = f"the loss is finite, also with empty rows and extreme log-ratios: use agg_loss and clamp ({mode})"
         _require(_finite(loss) and _finite(gradient), promise)
-        are_finite = all(map(math.isfinite, reduce_metrics(metrics).values()))
-        _require(are_finite, "metrics are finite numbers: clamp divisors to at least 1")
+        for value in reduce_metrics(metrics).values():
+            _require(math.isfinite(value), "metrics are finite numbers: clamp divisors to at least 1")
         return loss.detach(), gradient
 
     def metrics(self, counts: tuple[int, int], columns: LossColumns) -> dict[str, float]:
         """Returns the metrics of the loss."""
-        _, metrics = self.policy_loss(self._inputs("token-mean", counts, columns))
+        inputs = self._inputs("token-mean", counts, columns)
+        _, metrics = self.policy_loss(inputs)
         return reduce_metrics(metrics)
 
     def _inputs(self, mode: str, counts: tuple[int, int], columns: LossColumns) -> LossInputs:
@@ -170,12 +184,15 @@ def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch
     # the first part has only a row without tokens
     empty_row = torch.tensor(EMPTY_ROWS[:1])
     shuffled = _shuffled(2)
-    order = torch.cat([empty_row, shuffled[shuffled != empty_row]])
+    other_rows = shuffled[shuffled != empty_row]
+    order = torch.cat([empty_row, other_rows])
+    # single rows, three uneven parts, and one row against the rest
     for sizes in ([1] * ROWS, [1, 9, ROWS - 10], [1, ROWS - 1]):
         losses = []
         gradients = []
         for rows in order.split(sizes):
-            loss, gradient = case.compute(mode, counts, {name: column[rows] for name, column in batch.items()})
+            part = {name: column[rows] for name, column in batch.items()}
+            loss, gradient = case.compute(mode, counts, part)
             losses.append(loss)
             gradients.append(gradient)
         promise = (
@@ -189,9 +206,10 @@ def _require_additive(case: _LossCase, mode: str, counts: tuple[int, int], batch
 def _require_empty_part(case: _LossCase, mode: str, batch: LossColumns) -> None:
     """Checks that a mini-batch without tokens has loss 0 and gradient 0."""
     empty_mask = torch.zeros_like(batch["response_mask"])
-    loss, gradient = case.compute(mode, (0, 0), batch | {"response_mask": empty_mask})
-    promise = f"a part without a token has loss 0 ({mode}): clamp divisors to at least 1"
-    _require(not loss.any() and not gradient.any(), promise)
+    without_tokens = batch | {"response_mask": empty_mask}
+    loss, gradient = case.compute(mode, (0, 0), without_tokens)
+    is_zero = not loss.any() and not gradient.any()
+    _require(is_zero, f"a part without a token has loss 0 ({mode}): clamp divisors to at least 1")
 
 
 def _require_no_padding_in_metrics(case: _LossCase, counts: tuple[int, int], batch: LossColumns) -> None:
@@ -201,7 +219,8 @@ def _require_no_padding_in_metrics(case: _LossCase, counts: tuple[int, int], bat
         if column.dim() == 2:
             padded[name] = torch.nn.functional.pad(column, (0, 1))
     expected = case.metrics(counts, batch)
-    for name, value in case.metrics(counts, padded).items():
+    with_padding = case.metrics(counts, padded)
+    for name, value in with_padding.items():
         is_close = math.isclose(value, expected[name], rel_tol=1e-9, abs_tol=1e-9)
         _require(is_close, f"metrics do not count tokens under mask 0: {name} changes with padding")
 
@@ -224,25 +243,28 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     tasks = [f"task-{row % 5}" for row in range(ROWS)]
     if groups_of_one:
         tasks[-1] = "task-alone"
-    index = np.array(tasks, dtype=object)
+    trajectories = [f"{task}/{row % 2}" for row, task in enumerate(tasks)]
+    states = [f"state-{row % 3}" for row in range(ROWS)]
     keys = ["correct", "short"]
+    options = AlgorithmConfig(
+        gamma=0.9, gdpo_reward_keys=keys, gdpo_reward_weights=[1.0, 0.5], norm_adv_by_std_in_grpo=True
+    )
     return {
         "token_level_rewards": rewards,
         "values": values,
         "old_log_probs": old_log_probs,
         "sum_pi_squared": sum_pi_squared,
         "response_mask": mask,
-        "index": index,
+        "index": np.array(tasks, dtype=object),
         "reward_baselines": torch.randn(ROWS, generator=generator, dtype=torch.float64),
-        "traj_id": np.array([f"{index[row]}/{row % 2}" for row in range(ROWS)], dtype=object),
+        "traj_id": np.array(trajectories, dtype=object),
+        # descending, because an episode's rows come in any order
         "step": np.arange(ROWS)[::-1].copy(),
-        "state_hash": np.array([f"state-{row % 3}" for row in range(ROWS)], dtype=object),
+        "state_hash": np.array(states, dtype=object),
         "non_tensor_batch": {key: torch.randn(ROWS, generator=generator).numpy() for key in keys},
         "gamma": 0.9,
         "lam": 0.8,
-        "config": AlgorithmConfig(
-            gamma=0.9, gdpo_reward_keys=keys, gdpo_reward_weights=[1.0, 0.5], norm_adv_by_std_in_grpo=True
-        ),
+        "config": options,
     }
 
 
@@ -253,10 +275,13 @@ def loss_batch(seed: int = 0, spread: float = 0.6) -> LossColumns:
     def draw() -> torch.Tensor:
         return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
-    old = -draw().abs() - 0.7
+    # a spread of log-ratios around 0, but no log-prob above 0
+    old_log_prob = -draw().abs() - 0.7
+    log_ratio = spread * draw()
+    log_prob = (old_log_prob + log_ratio).clamp(max=-0.01)
     return {
-        "old_log_prob": old,
-        "log_prob": (old + spread * draw()).clamp(max=-0.01),
+        "old_log_prob": old_log_prob,
+        "log_prob": log_prob,
         "advantages": draw(),
         "response_mask": _ragged_mask(generator),
         "rollout_is_weights": draw().exp(),
@@ -294,17 +319,20 @@ def _mask_of(columns: Columns) -> torch.Tensor:
 
 
 def _ragged_mask(generator: torch.Generator) -> torch.Tensor:
+    """Returns a mask (B, T) of rows with different lengths and with masked tokens inside, the last one full."""
     lengths = torch.randint(1, WIDTH + 1, (ROWS,), generator=generator)
     is_in_row = torch.arange(WIDTH) < lengths[:, None]
     is_valid = torch.rand(ROWS, WIDTH, generator=generator) > 0.25
     mask = is_in_row & is_valid
     mask[list(EMPTY_ROWS)] = False
+    # the row that can be alone in its group has tokens
     mask[-1] = True
     return mask.long()
 
 
 def _shuffled(seed: int) -> torch.Tensor:
-    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(ROWS, generator=generator)
 
 
 def _require(holds: bool, promise: str) -> None:
@@ -314,11 +342,11 @@ def _require(holds: bool, promise: str) -> None:
 
 def _call_unchanged(function: Callable[..., T], columns: Mapping[str, object]) -> T:
     """Calls the function, and checks that it does not change a tensor."""
-    copies = {name: column.clone() for name, column in columns.items() if isinstance(column, torch.Tensor)}
+    tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
     result = function(**columns)
-    for name, copy in copies.items():
-        column = columns[name]
-        is_same = isinstance(column, torch.Tensor) and torch.equal(column, copy)
+    for name, tensor in tensors.items():
+        is_same = torch.equal(tensor, copies[name])
         _require(is_same, f"the function does not modify its arguments: {name}; replace clamp_ by clamp")
     return result
 
@@ -327,6 +355,7 @@ def _require_own_device(call: Callable[[], Sequence[torch.Tensor]], expected: Se
     """Checks that new tensors are created on the device of the arguments, with a default device without data."""
     promise = "new tensors are created on the arguments' device: torch.zeros(..., device=x.device), torch.zeros_like"
     try:
+        # a tensor that the function creates without `device=` lands there, and no GPU is needed to notice it
         with torch.device("meta"):
             results = call()
     except (RuntimeError, NotImplementedError) as error:

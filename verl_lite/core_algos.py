@@ -202,18 +202,19 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_m
     if name not in KL_ALIASES:
         names = ", ".join(KL_ALIASES)
         raise ValueError(f"Unknown kl_penalty: {kl_penalty!r}. Expected one of {names}, with or without '+'.")
+    expected_shape = tuple(logprob.shape)
     for argument, tensor in (("ref_logprob", ref_logprob), ("response_mask", response_mask)):
         if tensor is not None and tensor.shape != logprob.shape:
             raise ValueError(
-                f"kl_penalty: {argument} has shape {tuple(tensor.shape)}, expected that of logprob, "
-                f"{tuple(logprob.shape)}."
+                f"kl_penalty: {argument} has shape {tuple(tensor.shape)}, expected that of logprob, {expected_shape}."
             )
 
     difference = at_least_fp32(logprob) - at_least_fp32(ref_logprob)
     if response_mask is not None:
         difference = torch.where(response_mask.bool(), difference, 0)
-    estimate = _kl_estimate(difference, KL_ALIASES[name])
-    if not kl_penalty.endswith("+") or KL_ALIASES[name] == "k2":
+    estimator = KL_ALIASES[name]
+    estimate = _kl_estimate(difference, estimator)
+    if not kl_penalty.endswith("+") or estimator == "k2":
         return estimate
     # the value of one estimator with the gradient of another
     with_gradient = _kl_estimate(difference, "k2")
@@ -273,12 +274,15 @@ def apply_kl_penalty(
         ValueError: shapes differ, or the estimator is unknown.
     """
     check_shapes("apply_kl_penalty", token_level_scores=token_level_scores, response_mask=response_mask)
+    # rewards are constants of the loss
     with torch.no_grad():
+        # 0 under mask 0, as every estimate of d = 0
         divergence = kl_penalty(log_prob, ref_log_prob, kl_penalty_type, response_mask)
-        divergence = torch.where(response_mask.bool(), divergence, 0)
+
         lengths = response_mask.bool().sum(dim=-1)
+        num_sequences = (lengths > 0).sum().clamp(min=1)
         per_sequence = divergence.sum(dim=-1) / lengths.clamp(min=1)
-        mean_kl = float(per_sequence.sum() / (lengths > 0).sum().clamp(min=1))
+        mean_kl = float(per_sequence.sum() / num_sequences)
     return token_level_scores - kl_coef * divergence, mean_kl
 
 
@@ -319,8 +323,10 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Updates the coefficient after a batch of `n_steps` sequences with mean KL `current_kl`."""
-        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        error = current_kl / self.target - 1.0
+        # the paper's bound, so that one batch far from the target changes the coefficient little
+        bounded_error = min(max(error, -0.2), 0.2)
+        self.value *= 1.0 + bounded_error * n_steps / self.horizon
 
 
 class KLControlOptions(Protocol):
@@ -355,15 +361,17 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     log_probs = torch.log_softmax(at_least_fp32(logits), dim=-1)
     # 0 * -inf is NaN
     finite_log_probs = torch.where(log_probs.isneginf(), 0, log_probs)
-    return -(log_probs.exp() * finite_log_probs).sum(dim=-1)
+    probs = log_probs.exp()
+    return -(probs * finite_log_probs).sum(dim=-1)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns log softmax(logits) at the labels: (..., V), (...) -> (...), differentiable, in at least fp32."""
     logits = at_least_fp32(logits)
-    chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    label_logits = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     # not log_softmax, whose result is as large as the logits
-    return chosen - logits.logsumexp(dim=-1)
+    normalizers = logits.logsumexp(dim=-1)
+    return label_logits - normalizers
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

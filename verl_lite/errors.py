@@ -75,8 +75,12 @@ class Circumstances:
 
     def __str__(self) -> str:
         """`actor_rollout, rank 1, in update_actor (phase update_actor of step 3)`; empty if nothing is known."""
-        parts = (("", self.role), ("rank ", self.rank), ("on node ", self.node), ("in ", self.method))
-        worker = ", ".join(f"{word}{value}" for word, value in parts if value is not None)
+        fields = (("", self.role), ("rank ", self.rank), ("on node ", self.node), ("in ", self.method))
+        parts = []
+        for word, value in fields:
+            if value is not None:
+                parts.append(f"{word}{value}")
+        worker = ", ".join(parts)
         phase = ""
         if self.phase:
             phase = f"phase {self.phase}"
@@ -90,6 +94,7 @@ class Circumstances:
 def circumstances(error: BaseException) -> Circumstances:
     """Returns the circumstances of an exception, which can be changed. They are pickled with the exception."""
     if not hasattr(error, _ATTRIBUTE):
+        # an attribute of the exception, so that pickle carries it from the worker to the driver
         setattr(error, _ATTRIBUTE, Circumstances())
     return getattr(error, _ATTRIBUTE)
 
@@ -135,5 +140,7 @@ def printable(text: str) -> str:
     for character in text:
         # isprintable is false for all spaces except the common one
         is_harmless = character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
-        characters.append(character if is_harmless else character.encode("unicode_escape").decode())
+        if not is_harmless:
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
     return "".join(characters)

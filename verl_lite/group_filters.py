@@ -50,6 +50,7 @@ class EqualScores:
             if not any(episode.non_tensor_batch["reward_failed"]):
                 # every row of an episode has the score of the whole episode
                 scores.add(float(episode.batch["episode_scores"][0]))
+        # 0 as well: without a valid episode there is nothing to train on
         return len(scores) < 2
 
 
@@ -57,4 +58,5 @@ def make_group_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: st
     """Constructs the filter named by the options, or returns None. Raises ValueError for an unknown name."""
     if manager.group_filter_cls is None:
         return None
-    return GROUP_FILTERS.get_fn(manager.group_filter_cls)(config, manager, mode)
+    filter_class = GROUP_FILTERS.get_fn(manager.group_filter_cls)
+    return filter_class(config, manager, mode)

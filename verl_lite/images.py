@@ -91,14 +91,17 @@ def _eight_bit(image: Image) -> Image:
     largest = float(values.max(initial=0))
     if image.mode.startswith("I;16"):
         white = _MOST_16_BIT
-    elif image.mode == "I":
-        white = _MOST_8_BIT if largest <= _MOST_8_BIT else _MOST_16_BIT
+    elif image.mode == "I" and largest > _MOST_8_BIT:
+        white = _MOST_16_BIT
+    elif image.mode == "F" and largest <= 1:
+        white = 1
     else:
-        white = 1 if largest <= 1 else _MOST_8_BIT
+        white = _MOST_8_BIT
     # NaN fails every comparison, and is refused too
     if not 0 <= smallest <= largest <= white:
         raise ValueError(
             f"has values from {smallest:g} to {largest:g} in PIL's mode {image.mode}; expected 0 to {white}: convert "
             "it to 8 bits per channel"
         )
-    return Image.fromarray(np.rint(values * (_MOST_8_BIT / white)).astype(np.uint8))
+    scaled = np.rint(values * (_MOST_8_BIT / white))
+    return Image.fromarray(scaled.astype(np.uint8))

@@ -79,13 +79,17 @@ class Metric:
         """Combines two parts. Raises ValueError if their reductions differ."""
         if self.reduction != other.reduction:
             raise ValueError(f"Metric: cannot combine a {self.reduction} with a {other.reduction}.")
-        total = _JOIN[self.reduction](float(self.total), float(other.total))
-        return Metric(self.reduction, float(total), float(self.count) + float(other.count))
+        join_totals = _JOIN[self.reduction]
+        total = join_totals(float(self.total), float(other.total))
+        count = float(self.count) + float(other.count)
+        return Metric(self.reduction, float(total), count)
 
 
 def _part(value: Part) -> Part:
-    # a metric that is kept until the end of the step must not keep the graph of its micro-batch
-    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+    if isinstance(value, torch.Tensor):
+        # a metric that is kept until the end of the step must not keep the graph of its micro-batch
+        return value.detach()
+    return float(value)
 
 
 def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
@@ -96,11 +100,16 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
             for value in (metric.total, metric.count):
                 if isinstance(value, torch.Tensor):
                     tensors.append(value.double())
-    # a single transfer, because each of them waits for all work of the device
-    numbers = iter(torch.stack(tensors).tolist()) if tensors else iter(())
+    values_on_host: list[float] = []
+    if tensors:
+        # a single transfer, because each of them waits for all work of the device
+        values_on_host = torch.stack(tensors).tolist()
+    numbers = iter(values_on_host)
 
     def on_host(value: Part) -> float:
-        return next(numbers) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return next(numbers)
+        return value
 
     # the numbers come in the order in which the tensors were collected
     result = []
@@ -129,8 +138,10 @@ def declared(metrics: Mapping[str, Metric | Part], tokens: torch.Tensor, num_tok
     Raises:
         ValueError: a name has another suffix.
     """
+    tokens_of_mini_batch: Part = tokens.clamp(min=1)
+    if num_tokens is not None:
+        tokens_of_mini_batch = max(1, float(num_tokens))
     # the parts of `@sum` have these counts, which add up to 1 in each mini-batch
-    tokens_of_mini_batch = tokens.clamp(min=1) if num_tokens is None else max(1, float(num_tokens))
     share = tokens / tokens_of_mini_batch
     result: dict[str, Metric] = {}
     for name, value in metrics.items():
@@ -195,8 +206,8 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """
     result: dict[str, float] = {}
     for name, entry in metrics.items():
-        # a text is one value, not a sequence of characters
         entries = [entry]
+        # a text is one value, not a sequence of characters
         if isinstance(entry, Sequence | np.ndarray) and not isinstance(entry, str):
             entries = list(entry)
         if not entries:
@@ -211,7 +222,8 @@ def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
         reducer = _REDUCERS.get(_suffix_or_extreme(name))
         if reducer is None:
             raise ValueError(f"metric {name!r}: expected one of the suffixes @{', @'.join(_REDUCERS)}, or none")
-        result[name] = float(reducer(np.asarray(entries, dtype=np.float64)))
+        numbers = np.asarray(entries, dtype=np.float64)
+        result[name] = float(reducer(numbers))
     return result
 
 

@@ -68,7 +68,9 @@ class DataProto:
             raise BatchError(f"batch must have one batch dimension, found batch_size {tuple(self.batch.batch_size)}")
         rows = len(self)
         for name, value in self.non_tensor_batch.items():
-            if not isinstance(value, np.ndarray) or value.ndim == 0 or len(value) != rows:
+            is_array = isinstance(value, np.ndarray)
+            # a scalar array has no length
+            if not is_array or value.ndim == 0 or len(value) != rows:
                 actual = getattr(value, "shape", type(value).__name__)
                 raise BatchError(f"non_tensor_batch[{name!r}] must be a numpy array of {rows} rows, found {actual}")
 
@@ -81,10 +83,14 @@ class DataProto:
         num_batch_dims: int = 1,
     ) -> DataProto:
         """Creates a batch from tensors and from sequences of arbitrary objects. The arguments are not changed."""
-        columns = {} if tensors is None else dict(tensors.items())
+        columns: dict[str, torch.Tensor | TensorCollection] = {}
+        if tensors is not None:
+            columns.update(tensors.items())
         sizes = {}
         for name, column in columns.items():
-            sizes[name] = column.shape[0] if column.ndim else -1
+            sizes[name] = -1
+            if column.ndim:
+                sizes[name] = column.shape[0]
         row_counts = set(sizes.values())
         if num_batch_dims != 1 or len(row_counts) > 1 or -1 in row_counts:
             raise BatchError(f"all tensors must have the same number of rows, found {sizes} (-1: a scalar)")
@@ -130,9 +136,10 @@ class DataProto:
     def from_parts(cls, parts: list[wire.Packed]) -> DataProto:
         """Restores packed parts as one batch; see `concat`."""
         joined = wire.concat(parts)
-        # the parts have different columns, or encodings that depend on their rows
         if joined is None:
-            return DataProto.concat([cls.from_packed(part) for part in parts])
+            # the parts have different columns, or encodings that depend on their rows
+            batches = [cls.from_packed(part) for part in parts]
+            return DataProto.concat(batches)
         result = cls.from_packed(joined)
         result.meta_info = concat_meta([part.meta.meta_info for part in parts])
         return result
@@ -156,18 +163,25 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
         # without this method copy.deepcopy would call __reduce__, whose tensors are on the CPU
-        batch = None if self.batch is None else self.batch.clone()
-        return type(self)(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
+        batch = self.batch
+        if batch is not None:
+            batch = batch.clone()
+        arrays = copy.deepcopy(self.non_tensor_batch, memo)
+        meta = copy.deepcopy(self.meta_info, memo)
+        return type(self)(batch, arrays, meta)
 
     def __len__(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]
         first = next(iter(self.non_tensor_batch.values()), None)
-        # `check_consistency` needs a length also for a column that it is about to refuse
-        return len(first) if isinstance(first, np.ndarray) and first.ndim else 0
+        if isinstance(first, np.ndarray) and first.ndim:
+            return len(first)
+        # no column, or one that `check_consistency` is about to refuse, which needs a length too
+        return 0
 
     def __contains__(self, name: str) -> bool:
-        return (self.batch is not None and name in self.batch.keys()) or name in self.non_tensor_batch
+        is_tensor = self.batch is not None and name in self.batch.keys()
+        return is_tensor or name in self.non_tensor_batch
 
     @overload
     def __getitem__(self, item: int | np.integer) -> DataProtoItem: ...
@@ -177,11 +191,16 @@ class DataProto:
         """Returns a DataProtoItem for an int, and a DataProto for a slice, or for indices or a bool mask."""
         if isinstance(item, slice):
             return self._rows(item)
-        if isinstance(item, list) or (isinstance(item, np.ndarray | torch.Tensor) and item.ndim):
+        if isinstance(item, list):
             return self.select_idxs(item)
+        if isinstance(item, np.ndarray | torch.Tensor) and item.ndim:
+            return self.select_idxs(item)
+
         # a TypeError for anything but a whole number
         row = operator.index(item)
-        tensors = None if self.batch is None else self.batch[row]
+        tensors = None
+        if self.batch is not None:
+            tensors = self.batch[row]
         entries = {name: value[row] for name, value in self.non_tensor_batch.items()}
         return DataProtoItem(tensors, entries, copy_meta(self.meta_info))
 
@@ -194,12 +213,16 @@ class DataProto:
     ) -> DataProto:
         """Returns the named columns; None selects all of that kind. Tensors are shared unless `deepcopy`."""
         batch = self.batch
-        if batch is not None:
-            batch = batch.select(*batch_keys) if batch_keys is not None else batch.copy()
+        if batch is not None and batch_keys is None:
+            batch = batch.copy()
+        elif batch is not None:
+            batch = batch.select(*batch_keys)
         arrays = _entries_of(self.non_tensor_batch, non_tensor_batch_keys)
         meta = _entries_of(self.meta_info, meta_info_keys)
         result = type(self)(batch, arrays, copy_meta(meta))
-        return copy.deepcopy(result) if deepcopy else result
+        if deepcopy:
+            result = copy.deepcopy(result)
+        return result
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
         """Returns copies of rows, by indices or a bool mask. Raises BatchError for uint8, which may mean either."""
@@ -207,7 +230,7 @@ class DataProto:
         if index.dtype == torch.uint8 or index.is_floating_point():
             raise BatchError(f"rows are chosen by whole numbers or a bool mask, found {index.dtype}: convert it")
         if index.dtype == torch.bool:
-            return self._rows(index.nonzero().flatten())
+            index = index.nonzero().flatten()
         return self._rows(index.long())
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
@@ -236,17 +259,13 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """Removes columns from this batch in place and returns them as a batch. Raises BatchError if one is missing."""
-        tensors: TensorDict | dict[str, torch.Tensor | TensorCollection] = {} if self.batch is None else self.batch
-        requested = (
-            (list(tensors.keys()), batch_keys),
-            (list(self.non_tensor_batch), non_tensor_batch_keys),
-            (list(self.meta_info), meta_info_keys),
-        )
+        tensors: TensorDict | dict[str, torch.Tensor | TensorCollection] = {}
+        if self.batch is not None:
+            tensors = self.batch
         # all checks before the first removal, so that an error changes nothing
-        for present, names in requested:
-            missing = [name for name in names or () if name not in present]
-            if missing:
-                raise BatchError(f"cannot pop {missing}: this batch has {present}")
+        _require_names(list(tensors.keys()), batch_keys)
+        _require_names(list(self.non_tensor_batch), non_tensor_batch_keys)
+        _require_names(list(self.meta_info), meta_info_keys)
         return type(self).from_dict(
             {name: tensors.pop(name) for name in batch_keys or ()},
             {name: self.non_tensor_batch.pop(name) for name in non_tensor_batch_keys or ()},
@@ -255,24 +274,27 @@ class DataProto:
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
         """Renames tensors in place."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"rename needs as many new names as old ones, found {old} and {new}")
-        if self.batch is not None:
-            # all are removed first, so that two names can be swapped
-            values = [self.batch.pop(name) for name in old]
-            self.batch.update(dict(zip(new, values, strict=True)))
+        old_names = _name_list(old_keys)
+        new_names = _name_list(new_keys)
+        if len(old_names) != len(new_names):
+            raise ValueError(f"rename needs as many new names as old ones, found {old_names} and {new_names}")
+        if self.batch is None:
+            return self
+        # all are removed first, so that two names can be swapped
+        columns = [self.batch.pop(name) for name in old_names]
+        for name, column in zip(new_names, columns, strict=True):
+            self.batch[name] = column
         return self
 
     def union(self, other: DataProto) -> DataProto:
         """Adds the columns and meta_info of `other` in place. Raises BatchError if an entry of both has two values."""
-        if self.batch is None:
-            self.batch = other.batch if other.batch is None else other.batch.copy()
-        elif other.batch is not None:
+        if self.batch is not None and other.batch is not None:
             if self.batch.batch_size != other.batch.batch_size:
                 raise BatchError(f"cannot unite batches of {len(self)} and {len(other)} rows")
             unite(self.batch, other.batch, "column")
+        elif other.batch is not None:
+            # a copy, so that later columns of this batch are not added to the other one
+            self.batch = other.batch.copy()
         unite(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
         # new containers, because results never share meta_info with their sources
         self.meta_info = union_meta([self.meta_info, other.meta_info])
@@ -286,7 +308,8 @@ class DataProto:
     def reorder(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> None:
         """Reorders the rows in place."""
         ordered = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        self.batch = ordered.batch
+        self.non_tensor_batch = ordered.non_tensor_batch
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors in place."""
@@ -303,11 +326,13 @@ class DataProto:
         missing = -rows % divisor
         if missing == 0:
             return self.select()
-        padded = self.select_idxs(list(range(rows)) + [0] * missing)
+        rows_and_padding = list(range(rows)) + [0] * missing
+        padded = self.select_idxs(rows_and_padding)
         if padded.batch is None:
             padded.batch = tensor_dict({}, rows + missing)
         if "is_padding" not in padded.batch.keys():
-            device = next((value.device for value in padded.batch.values()), None)
+            # the device of the other columns, because the TensorDict may have none of its own
+            device = next((column.device for column in padded.batch.values()), None)
             padded.batch["is_padding"] = torch.zeros(rows + missing, dtype=torch.bool, device=device)
         padded.batch["is_padding"][rows:] = True
         if "response_mask" in padded.batch.keys():
@@ -324,9 +349,10 @@ class DataProto:
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> DataProto:
         """Repeats row i repeat_times[i] times."""
         counts = torch.as_tensor(repeat_times, dtype=torch.long).flatten()
-        if len(counts) != len(self):
-            raise BatchError(f"repeat_times has {len(counts)} entries, the batch {len(self)} rows")
-        rows = torch.arange(len(self))
+        num_rows = len(self)
+        if len(counts) != num_rows:
+            raise BatchError(f"repeat_times has {len(counts)} entries, the batch {num_rows} rows")
+        rows = torch.arange(num_rows)
         return self._rows(rows.repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> list[DataProto]:
@@ -342,6 +368,7 @@ class DataProto:
         """Concatenates batches. meta_info["metrics"] becomes a dict of lists; other keys must have equal values."""
         if not data:
             raise ValueError("DataProto.concat needs at least one batch")
+        # before anything is joined, so that the error names the column and the parts
         _require_same_columns(data)
         first = data[0]
         batch = None
@@ -365,7 +392,8 @@ class DataProto:
         Raises BatchError if mini_batch_size does not divide the rows, or if dataloader_kwargs has another key.
         """
         options = dataloader_kwargs or {}
-        if options.keys() - {"shuffle"} or len(self) % mini_batch_size:
+        unknown_options = options.keys() - {"shuffle"}
+        if unknown_options or len(self) % mini_batch_size:
             raise BatchError(
                 f"dataloader_kwargs={options}, mini_batch_size={mini_batch_size}: only shuffle is known, and the size "
                 f"must divide {len(self)} rows"
@@ -411,17 +439,21 @@ class DataProtoFuture(Generic[T]):
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Returns (padded batch, number of added rows). It repeats rows from the start, unmarked as in verl; see `pad`."""
-    missing = -len(data) % size_divisor
+    rows = len(data)
+    missing = -rows % size_divisor
     if missing == 0:
         return data, 0
-    return data.select_idxs(np.arange(len(data) + missing) % len(data)), missing
+    # the remainder, because a batch can be shorter than the number of missing rows
+    repeated_rows = np.arange(rows + missing) % rows
+    return data.select_idxs(repeated_rows), missing
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Returns the batch without its last `pad_size` rows."""
     if not pad_size:
         return data
-    return data.slice(0, max(0, len(data) - pad_size))
+    rows = len(data) - pad_size
+    return data.slice(0, max(0, rows))
 
 
 def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
@@ -432,7 +464,9 @@ def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     bounds = []
     start = 0
     for part in range(chunks):
-        stop = start + size + (1 if part < num_longer else 0)
+        stop = start + size
+        if part < num_longer:
+            stop += 1
         bounds.append((start, stop))
         start = stop
     return bounds
@@ -452,9 +486,11 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """Reshapes columns (rows, ...) to (new_batch_size, rows / new_batch_size, ...); adjacent rows form a group."""
-    if new_batch_size < 1 or len(data) % new_batch_size:
-        raise BatchError(f"cannot fold {len(data)} rows into new_batch_size={new_batch_size}: it must divide them")
-    return _reshaped(data, 1, (new_batch_size, len(data) // new_batch_size))
+    rows = len(data)
+    if new_batch_size < 1 or rows % new_batch_size:
+        raise BatchError(f"cannot fold {rows} rows into new_batch_size={new_batch_size}: it must divide them")
+    group_size = rows // new_batch_size
+    return _reshaped(data, 1, (new_batch_size, group_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -478,6 +514,20 @@ def _entries_of(source: Mapping[str, Value], names: Sequence[str] | None) -> dic
     return {name: value for name, value in source.items() if name in names}
 
 
+def _name_list(names: str | Sequence[str]) -> list[str]:
+    # a text is one name, not a sequence of characters
+    if isinstance(names, str):
+        return [names]
+    return list(names)
+
+
+def _require_names(present: Sequence[object], names: Sequence[str] | None) -> None:
+    """Raises BatchError unless all names that `pop` removes are present."""
+    missing = [name for name in names or () if name not in present]
+    if missing:
+        raise BatchError(f"cannot pop {missing}: this batch has {present}")
+
+
 def _columns(data: DataProto) -> dict[str, np.ndarray | torch.Tensor | TensorCollection]:
     """Returns all columns by name."""
     columns: dict[str, np.ndarray | torch.Tensor | TensorCollection] = dict(data.non_tensor_batch)
@@ -489,9 +539,16 @@ def _columns(data: DataProto) -> dict[str, np.ndarray | torch.Tensor | TensorCol
 def _require_same_columns(parts: Sequence[DataProto]) -> None:
     """Raises BatchError if a column is missing in some of the parts."""
     names_of_parts = [set(_columns(part)) for part in parts]
-    for name in sorted(set().union(*names_of_parts)):
-        with_column = [part for part, names in enumerate(names_of_parts) if name in names]
-        without_column = [part for part, names in enumerate(names_of_parts) if name not in names]
+    all_names = set().union(*names_of_parts)
+    # sorted, so that the message names the same column in every process
+    for name in sorted(all_names):
+        with_column = []
+        without_column = []
+        for part, names in enumerate(names_of_parts):
+            if name in names:
+                with_column.append(part)
+            else:
+                without_column.append(part)
         if without_column:
             raise BatchError(
                 f"concat: column {name!r} is missing in part {without_column[0]}, and is in parts {with_column}"
@@ -502,12 +559,14 @@ def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataP
     """Replaces the first `old_dims` dimensions of every column by `leading`."""
     arrays = {}
     for name, array in data.non_tensor_batch.items():
-        arrays[name] = array.reshape(*leading, *array.shape[old_dims:])
+        shape = (*leading, *array.shape[old_dims:])
+        arrays[name] = array.reshape(*shape)
     batch = None
     if data.batch is not None:
         tensors = {}
         for name, tensor in data.batch.items():
-            tensors[name] = tensor.reshape(*leading, *tensor.shape[old_dims:])
+            shape = (*leading, *tensor.shape[old_dims:])
+            tensors[name] = tensor.reshape(*shape)
         batch = tensor_dict(tensors, leading[0])
     return type(data)(batch, arrays, copy_meta(data.meta_info))
 

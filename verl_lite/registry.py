@@ -97,19 +97,33 @@ class Registry(dict[str, T]):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean X` if a known name is similar, else an empty text."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}" if close else ""
+    if not close:
+        return ""
+    return f"; did you mean {close[0]}"
 
 
 def is_own(entry: object) -> bool:
     """Returns True if a package of this project defines the entry; False for code of users."""
-    return getattr(entry, "__module__", "__main__").partition(".")[0] in OWN_PACKAGES
+    return _package_of(_module_name(entry)) in OWN_PACKAGES
 
 
 def foreign_modules(entries: Iterable[object]) -> list[str]:
     """Returns the modules outside this project that define some of these entries. Another process imports them to
     register the same entries. Entries defined in `__main__` are left out, because it cannot be imported by name."""
-    modules = {getattr(entry, "__module__", "__main__") for entry in entries}
-    return sorted(name for name in modules if name.partition(".")[0] not in (*OWN_PACKAGES, "__main__"))
+    modules = set()
+    for entry in entries:
+        name = _module_name(entry)
+        if _package_of(name) not in (*OWN_PACKAGES, "__main__"):
+            modules.add(name)
+    return sorted(modules)
+
+
+def _module_name(entry: object) -> str:
+    return getattr(entry, "__module__", "__main__")
+
+
+def _package_of(module_name: str) -> str:
+    return module_name.partition(".")[0]
 
 
 def import_modules(modules: Iterable[str]) -> None:
@@ -139,8 +153,10 @@ def takes(function: Callable[..., object], name: str) -> bool:
 
 def accepts(function: Callable[..., object], name: str) -> bool:
     """Returns True if the function can be called with this keyword, by a parameter of this name or by `**kwargs`."""
-    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-    return takes(function, name) or inspect.Parameter.VAR_KEYWORD in kinds
+    if takes(function, name):
+        return True
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def object_at(path: str) -> Any:
@@ -160,6 +176,7 @@ def object_at(path: str) -> Any:
         raise UserError("the module in front of the colon, or the name behind it, is missing")
     module = _imported(module_name)
     try:
+        # a path such as Class.name, which getattr does not follow
         target = operator.attrgetter(attributes)(module)
     except AttributeError:
         raise UserError(f"{module_name} has no {attributes}{_own_callables(module, attributes)}") from None
@@ -185,10 +202,14 @@ def load_object(path: str, name: str, path_key: str, name_key: str) -> Any:
 def object_of(module: ModuleType, path: str, name: str, name_key: str) -> Any:
     """Returns the callable `name` of a module loaded from `path`. Raises UserError, which lists the module's own
     callables."""
-    target = getattr(module, name, None) if name else None
+    target = None
+    if name:
+        target = getattr(module, name, None)
     if callable(target):
         return target
-    problem = "defines nothing of that name" if target is None else f"defines {_kind_of(target)} of that name"
+    problem = "defines nothing of that name"
+    if target is not None:
+        problem = f"defines {_kind_of(target)} of that name"
     raise UserError(
         f"{name_key}={name!r}: {path} {problem}{_own_callables(module, name)}. Set {name_key} to a callable"
     )
@@ -252,7 +273,8 @@ def _module_of_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise UserError(f"no such file (looked in {Path.cwd()})")
     # two files of one name are two modules
-    path_checksum = zlib.crc32(str(file.absolute()).encode())
+    absolute_path = str(file.absolute())
+    path_checksum = zlib.crc32(absolute_path.encode())
     module_name = f"user_code_{file.stem}_{path_checksum:08x}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
@@ -274,7 +296,9 @@ def _import_failure(name: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         line = (error.text or "").strip()
         return f"{error.filename}, line {error.lineno}, is not Python ({error.msg}): `{line}`"
-    reason = str(error).partition("\n")[0][:_LONGEST_REASON]
+    first_line, _, _ = str(error).partition("\n")
+    reason = first_line[:_LONGEST_REASON]
+
     import_machinery = ("<frozen", importlib.__file__, __file__)
     lines = []
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -282,7 +306,8 @@ def _import_failure(name: str, error: BaseException) -> str:
             lines.append(f"{frame.filename}, line {frame.lineno}: `{frame.line}`")
     origin = ""
     if lines:
-        origin = f" (raised in {', called in '.join(lines[:_MOST_FRAMES])})"
+        innermost = ", called in ".join(lines[:_MOST_FRAMES])
+        origin = f" (raised in {innermost})"
     return f"importing {name} raises {type(error).__name__}: {reason}{origin}"
 
 
@@ -293,13 +318,19 @@ def _own_callables(module: ModuleType, name: str) -> str:
         # imported names do not count
         if callable(value) and getattr(value, "__module__", None) == module.__name__:
             names.append(key)
-    return f"{did_you_mean(name, names)}; it defines: {', '.join(sorted(names)) or 'no function or class'}"
+    near = did_you_mean(name, names)
+    definitions = ", ".join(sorted(names)) or "no function or class"
+    return f"{near}; it defines: {definitions}"
 
 
 def _kind_of(value: object) -> str:
-    """Returns the type of a value in words, such as `a module` or `the value 3`."""
-    return "a module" if isinstance(value, ModuleType) else f"the {type(value).__name__} {value!r:.40}"
+    """Returns the type of a value in words, such as `a module` or `the int 3`."""
+    if isinstance(value, ModuleType):
+        return "a module"
+    return f"the {type(value).__name__} {value!r:.40}"
 
 
 def _key(name: str | Enum) -> str:
-    return str(name.value) if isinstance(name, Enum) else name
+    if isinstance(name, Enum):
+        return str(name.value)
+    return name

@@ -72,7 +72,9 @@ def correct_rollout(
     is_valid = response_mask != 0
     log_ratio = masked_log_ratio(old_log_probs, rollout_log_probs, response_mask)
     # both probabilities of a masked token are exp(0), so their difference is 0
-    difference = masked_values(old_log_probs, is_valid).exp() - masked_values(rollout_log_probs, is_valid).exp()
+    trainer_probs = masked_values(old_log_probs, is_valid).exp()
+    rollout_probs = masked_values(rollout_log_probs, is_valid).exp()
+    difference = trainer_probs - rollout_probs
 
     metrics = mismatch_metrics(old_log_probs, rollout_log_probs, response_mask)
     metrics |= _train_infer_metrics(log_ratio, difference, is_valid)
@@ -90,19 +92,28 @@ def correct_rollout(
     }
     is_kept = is_valid
     for rejection in correction.rejections:
-        statistic = _over(measures[rejection.measure], is_valid, rejection.level)
-        if rejection.level == "batch":
-            passes = _smallest_with_mean(statistic, is_valid, rejection.upper)
-        else:
-            passes = (statistic >= rejection.lower) & (statistic <= rejection.upper)
         # each criterion is measured on all valid tokens, not on those that earlier criteria keep
+        statistic = _over(measures[rejection.measure], is_valid, rejection.level)
+        passes = _passes(statistic, is_valid, rejection)
         metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
         is_kept = is_kept & passes
+
     if correction.rejections:
         metrics |= _masked_fractions("rollout_corr/rollout_rs", is_kept, is_valid)
         metrics["actor/train_infer_final_mask_mean"] = _mean(is_kept, is_valid)
     kept_mask = torch.where(is_kept, response_mask, torch.zeros_like(response_mask))
     return weights, kept_mask, metrics
+
+
+def _passes(statistic: Tensor, is_valid: Tensor, rejection: Rejection) -> Tensor:
+    """Returns (B, T) bool: the tokens that a criterion does not reject."""
+    if rejection.level == "batch":
+        return _smallest_with_mean(statistic, is_valid, rejection.upper)
+    return _is_within(statistic, rejection.lower, rejection.upper)
+
+
+def _is_within(values: Tensor, lower: float, upper: float) -> Tensor:
+    return (values >= lower) & (values <= upper)
 
 
 def _importance_weights(log_ratio: Tensor, is_valid: Tensor, weighting: Weighting) -> tuple[Tensor, Metrics]:
@@ -113,17 +124,19 @@ def _importance_weights(log_ratio: Tensor, is_valid: Tensor, weighting: Weightin
     if weighting.lower is None:
         weights = raw.clamp(max=weighting.upper)
     else:
-        is_within = (raw >= weighting.lower) & (raw <= weighting.upper)
-        weights = torch.where(is_within, raw, 0)
+        is_in_bounds = _is_within(raw, weighting.lower, weighting.upper)
+        weights = torch.where(is_in_bounds, raw, 0)
     metrics = _weight_metrics(weights, raw, is_valid, weighting)
+    if not weighting.batch_normalize:
+        return weights, metrics
 
-    if weighting.batch_normalize:
-        mean = _mean(weights, _unit_shares(is_valid, weighting.level)).value
-        # the mean is NaN if no token is valid, and 0 if all weights are out of bounds
-        factor = mean if mean > 1e-8 else 1.0
-        weights = weights / factor
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
-    return weights, metrics
+    shares = _unit_shares(is_valid, weighting.level)
+    factor = _mean(weights, shares).value
+    # the mean is NaN if no token is valid, and 0 if all weights are out of bounds
+    if not factor > 1e-8:
+        factor = 1.0
+    metrics["rollout_corr/rollout_is_batch_norm_factor"] = Metric.last(factor)
+    return weights / factor, metrics
 
 
 def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> Tensor:
@@ -137,13 +150,17 @@ def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> T
         response_mask: (B, T) mask before rejection.
         kept_mask: (B, T) mask after rejection.
     """
-    positions = torch.arange(rewards.shape[-1], device=rewards.device).expand_as(rewards)
+    width = rewards.shape[-1]
+    positions = torch.arange(width, device=rewards.device).expand_as(rewards)
     is_kept = kept_mask != 0
-    last_kept = torch.where(is_kept, positions, -1).cummax(dim=-1).values  # -1 before the first kept token
+    # -1 before the first kept token
+    kept_positions = torch.where(is_kept, positions, -1)
+    last_kept = kept_positions.cummax(dim=-1).values
 
     is_rejected = (response_mask != 0) & ~is_kept
     is_moved = is_rejected & (last_kept >= 0)
     new_positions = torch.where(is_moved, last_kept, positions)
+    # a sum, because rewards of several rejected tokens can move to one position
     return torch.zeros_like(rewards).scatter_add(-1, new_positions, rewards)
 
 
@@ -166,19 +183,23 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
         case "seq_sum":
             rows = values.sum(dim=-1, keepdim=True)
         case _:
-            rows = values.sum(dim=-1, keepdim=True) / is_valid.sum(dim=-1, keepdim=True).clamp(min=1)
+            lengths = is_valid.sum(dim=-1, keepdim=True)
+            rows = values.sum(dim=-1, keepdim=True) / lengths.clamp(min=1)
     return torch.where(is_valid, rows, 0)
 
 
 def _smallest_with_mean(values: Tensor, is_valid: Tensor, bound: float) -> Tensor:
     """Returns (B, T) bool: the largest set of valid tokens with the smallest values whose mean is at most `bound`."""
     ascending, order = values[is_valid].double().sort()
-    counts = torch.arange(1, len(ascending) + 1, device=values.device)
+    num_valid = len(ascending)
+    counts = torch.arange(1, num_valid + 1, device=values.device)
     means = ascending.cumsum(0) / counts
+
     # the means of the smallest values are ascending, too
     num_passing = int((means <= bound).sum())
     passes = torch.zeros_like(order, dtype=torch.bool)
-    passes[order[:num_passing]] = True
+    smallest = order[:num_passing]
+    passes[smallest] = True
     return torch.zeros_like(is_valid).masked_scatter(is_valid, passes)
 
 
@@ -188,8 +209,10 @@ def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
         return is_valid
     if level == "segment":
         # the mean of a segment with a single 1 is 1 / its length
-        return compute_segment_masked_mean(run_starts(is_valid).double(), is_valid)
+        first_tokens = run_starts(is_valid).double()
+        return compute_segment_masked_mean(first_tokens, is_valid)
     lengths = is_valid.sum(dim=-1, keepdim=True)
+    # a row without a valid token divides by 0 here, and has no share
     return torch.where(is_valid, 1 / lengths.double(), 0)
 
 
@@ -202,11 +225,13 @@ def rollout_probs_diff(log_probs: Tensor, rollout_log_probs: Tensor, response_ma
     All arguments are (B, R). log_probs: the trainer's log-probs before the update.
     """
     is_valid = response_mask.bool()
-    difference = (log_probs.exp() - rollout_log_probs.exp()).abs()
-    difference = torch.where(is_valid, difference, 0).double()
+    num_tokens = is_valid.sum()
+    distance = (log_probs.exp() - rollout_log_probs.exp()).abs()
+    # masked tokens are 0, which is never above the maximum of distances
+    distance = torch.where(is_valid, distance, 0).double()
     return {
-        "training/rollout_probs_diff_mean": Metric.mean(difference.sum(), is_valid.sum()),
-        "training/rollout_probs_diff_max": Metric.max(difference.amax(), is_valid.sum()),
+        "training/rollout_probs_diff_mean": Metric.mean(distance.sum(), num_tokens),
+        "training/rollout_probs_diff_max": Metric.max(distance.amax(), num_tokens),
     }
 
 
@@ -237,7 +262,10 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
     extremes: dict[str, Metric] = {}
     if rollout_log_probs is not None:
         log_ratio = masked_log_ratio(log_probs, rollout_log_probs, response_mask)
-        by_token = {"kl": -log_ratio, "k3_kl": _k3(log_ratio), "chi2_token": (2 * log_ratio).expm1()}
+        by_token["kl"] = -log_ratio
+        by_token["k3_kl"] = _k3(log_ratio)
+        by_token["chi2_token"] = (2 * log_ratio).expm1()
+
         ratio_sums = _row_sums(log_ratio, is_valid)
         rollout_log_ppl = -_row_sums(rollout_log_probs, is_valid) / lengths_or_one
         log_ppl_diff = -ratio_sums / lengths_or_one
@@ -256,9 +284,11 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
 
     metrics = {}
     for name, values in by_token.items():
-        metrics[f"rollout_corr/{name}"] = Metric.mean(values.sum(dtype=torch.float64), num_tokens)
+        total = values.sum(dtype=torch.float64)
+        metrics[f"rollout_corr/{name}"] = Metric.mean(total, num_tokens)
     for name, values in by_row.items():
-        metrics[f"rollout_corr/{name}"] = Metric.mean(torch.where(has_token, values, 0).sum(), num_rows)
+        total = torch.where(has_token, values, 0).sum()
+        metrics[f"rollout_corr/{name}"] = Metric.mean(total, num_rows)
     return metrics | extremes
 
 
@@ -303,20 +333,28 @@ def _weight_metrics(weights: Tensor, raw: Tensor, is_valid: Tensor, weighting: W
         return {}
     prefix = "rollout_corr/rollout_is"
     upper = weighting.upper
-    lower = 1 / upper if weighting.lower is None else weighting.lower
-    # verl takes the extremes of one weight per row before it bounds them
-    extremes = raw if weighting.level in ("seq_mean", "seq_sum") else weights
+    lower = weighting.lower
+    if lower is None:
+        lower = 1 / upper
+    extremes = weights
+    if weighting.level in ("seq_mean", "seq_sum"):
+        # verl takes the extremes of one weight per row before it bounds them
+        extremes = raw
     metrics = _distribution(prefix, weights, extremes, is_valid, bounds=(0.0, upper), ideal=1.0)
     metrics |= _fractions(prefix, "_ratio", raw, is_valid, weighting.level, (lower, upper))
-    metrics["actor/is_weight_clipfrac"] = _mean(raw > upper, is_valid)
+    is_above = raw > upper
+    metrics["actor/is_weight_clipfrac"] = _mean(is_above, is_valid)
 
     # the effective share of the tokens, (sum w)^2 / (n sum w^2): 1 if all weights are equal
     mean = _mean(weights, is_valid).value
     mean_square = _mean(weights.square(), is_valid).value
-    effective_size = mean * mean / mean_square if mean_square else 0.0
+    effective_size = 0.0
+    if mean_square:
+        effective_size = mean * mean / mean_square
     metrics[f"{prefix}_eff_sample_size"] = Metric.last(effective_size)
     if weighting.lower is not None:
-        metrics[f"{prefix}_oob_ratio"] = _mean((raw < lower) | (raw > upper), is_valid)
+        is_out_of_bounds = (raw < lower) | is_above
+        metrics[f"{prefix}_oob_ratio"] = _mean(is_out_of_bounds, is_valid)
     return metrics
 
 
@@ -342,17 +380,22 @@ def _distribution(
     The standard deviation over tokens is that of the values clamped to `bounds`. Maximum and minimum over tokens are
     taken from `extremes`.
     """
-    by_row = _row_means(values, is_valid)
-    row_deviations = (by_row - ideal).abs()
-    row_std = float(by_row.std()) if len(by_row) > 1 else 0.0
     bounded_values = values[is_valid].double().clamp(*bounds)
+    token_std = bounded_values.std(correction=0)
     valid_extremes = extremes[is_valid]
+
+    by_row = _row_means(values, is_valid)
+    num_rows = len(by_row)
+    row_deviations = (by_row - ideal).abs()
+    row_std = 0.0
+    if num_rows > 1:
+        row_std = float(by_row.std())
     return {
         f"{prefix}_mean": _mean(values, is_valid),
-        f"{prefix}_std": Metric.last(float(bounded_values.std(correction=0))),
+        f"{prefix}_std": Metric.last(float(token_std)),
         f"{prefix}_max": Metric.max(float(valid_extremes.max())),
         f"{prefix}_min": Metric.min(float(valid_extremes.min())),
-        f"{prefix}_seq_mean": Metric.mean(float(by_row.sum()), len(by_row)),
+        f"{prefix}_seq_mean": Metric.mean(float(by_row.sum()), num_rows),
         f"{prefix}_seq_std": Metric.last(row_std),
         f"{prefix}_seq_max": Metric.max(float(by_row.max())),
         f"{prefix}_seq_min": Metric.min(float(by_row.min())),
@@ -393,9 +436,10 @@ def _train_infer_metrics(log_ratio: Tensor, difference: Tensor, is_valid: Tensor
     lengths = lengths[lengths > 0]
     mean_ratio = _row_means(log_ratio, is_valid)
     mean_diff = _row_means(difference, is_valid)
+    segment_ratio = compute_segment_masked_mean(log_ratio, is_valid).exp()
     by_row = {
         "ratio_token": _row_means(log_ratio.exp(), is_valid),
-        "ratio_segment": _row_means(_over(log_ratio, is_valid, "segment").exp(), is_valid),
+        "ratio_segment": _row_means(segment_ratio, is_valid),
         "ratio_geometric": mean_ratio.exp(),
         "ratio_sequence": (mean_ratio * lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp(),
         "diff_token": mean_diff,

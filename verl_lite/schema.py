@@ -168,6 +168,7 @@ def column(name: str) -> Column:
         ValueError: the name is not a column; the message has the nearest one.
     """
     if name.startswith(_EXTRA_PREFIX):
+        # these columns depend on the user's reward, so the table cannot list them
         meaning = f"value {name.removeprefix(_EXTRA_PREFIX)!r} returned by the reward function"
         return Column(name, ("B",), "object", meaning, _REWARD)
     if name not in _BY_NAME:
@@ -191,19 +192,26 @@ def check(data: DataProto, columns_required: Iterable[str], stage: str) -> None:
 
 def _problem(data: DataProto, entry: Column, sizes: dict[str, tuple[int, str]]) -> str:
     """Returns what is wrong with a column of the batch, or an empty text. Adds its sizes to `sizes`."""
-    tensors = {} if data.batch is None else data.batch
+    tensor_names: list[str] = []
+    if data.batch is not None:
+        tensor_names = [str(name) for name in data.batch.keys()]
     if entry.name not in data:
-        present = ", ".join(sorted([*tensors.keys(), *data.non_tensor_batch])) or "no columns"
+        names = sorted([*tensor_names, *data.non_tensor_batch])
+        present = ", ".join(names) or "no columns"
         return f"is missing ({entry.meaning}); the batch has {present}"
-    if entry.dtype == "object" or entry.name not in tensors.keys():
+    if entry.dtype == "object" or entry.name not in tensor_names:
         return ""
 
-    shape = tuple(tensors[entry.name].shape)
+    shape = tuple(data.batch[entry.name].shape)
     # "..." stands for any number of further dimensions
     named_dims = [dim for dim in entry.dims if dim != "..."]
-    has_more = len(named_dims) < len(entry.dims)
-    if len(shape) < len(named_dims) or (len(shape) > len(named_dims) and not has_more):
+    allows_more = len(named_dims) < len(entry.dims)
+    has_too_few = len(shape) < len(named_dims)
+    has_too_many = len(shape) > len(named_dims) and not allows_more
+    if has_too_few or has_too_many:
         return f"has shape {shape}, expected ({', '.join(entry.dims)})"
+
+    # the first column with a dimension sets the size that later columns must have
     for dim, size in zip(named_dims, shape, strict=False):
         expected, other = sizes.setdefault(dim, (size, entry.name))
         if size != expected:

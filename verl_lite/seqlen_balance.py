@@ -8,7 +8,7 @@ on the number of ranks.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,18 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from verl_lite.partition import Ints, balanced_partition
 from verl_lite.protocol import DataProto
 
-Ints = NDArray[np.int64]
 PLAN_COLUMNS = ("mini_batch", "micro_batch")
 
 # A layer's matrix multiplications cost 24 h^2 operations per token and its attention 4 h L. They are equal for L = 6 h,
 # here with h = 4096. Only the order of magnitude matters for the balance.
 ATTENTION_PARITY_LENGTH = 24_576
-# heaviest rank over mean at which swapping stops
-BALANCE_TOLERANCE = 1.002
-# a bound, because each swap may reduce the gap by very little
-MAX_SWAPS_PER_SET = 8
 
 
 class _RowCounts(NamedTuple):
@@ -91,10 +87,12 @@ class BatchPlan:
             "is_padding": torch.from_numpy(self.is_padding).clone(),
         }
         if "is_padding" in planned:
+            # rows that were padding before the plan stay padding
             columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
         if "response_mask" in planned:
             mask = planned.batch["response_mask"]
             padding = torch.from_numpy(self.is_padding).to(mask.device)
+            # padding has no token, so that it has no weight in any loss
             planned.batch["response_mask"] = mask.masked_fill(padding.unsqueeze(-1), 0)
         planned.meta_info["schedule"] = self.schedule
         return planned.union(DataProto.from_dict(columns))
@@ -107,7 +105,9 @@ class BatchPlan:
         if len(data) != len(self.order):
             raise ValueError(f"BatchPlan.restore: the batch has {len(data)} rows, {len(self.order)} were planned.")
         real_slots = np.flatnonzero(~self.is_padding)
-        restored = data.select_idxs(real_slots[np.argsort(self.order[real_slots])])
+        original_rows = self.order[real_slots]
+        slots_by_row = real_slots[np.argsort(original_rows)]
+        restored = data.select_idxs(slots_by_row)
         added_columns = [name for name in PLAN_COLUMNS if name in restored]
         # the batch had padding of its own before `apply` if any of its rows is still marked
         if "is_padding" in restored and not bool(restored.batch["is_padding"].any()):
@@ -163,12 +163,16 @@ def plan_batch(
     # more than all tokens, also with padding slots
     no_bound = int(sizes.sum() + num_rows * sizes.max())
     bounds = _Bounds(max_token_len or no_bound, micro_batch_size or num_rows)
+
+    # the steps come first and do not depend on the ranks, so that the gradient does not either
     steps = _draw_mini_batches(num_rows, mini_batch_size, epochs, shuffle_seed)
     owner = _assign_ranks(sizes, steps[:, 0], world_size, balance)
     rows, mini_batch = _fill_ranks(sizes, owner, steps, world_size, bounds)
+
     is_padding = rows < 0
     # the shortest row is the cheapest padding
-    order = np.where(is_padding, int(sizes.argmin()), rows)
+    shortest_row = int(sizes.argmin())
+    order = np.where(is_padding, shortest_row, rows)
     micro_batch, num_micro_batches = _split_into_micro_batches(sizes[order], mini_batch, bounds)
 
     slots = _slots_by_micro_batch(mini_batch, micro_batch)
@@ -203,98 +207,19 @@ def _row_counts(num_tokens: ArrayLike, num_distilled: ArrayLike | None, samples:
     distilled = np.zeros_like(tokens)
     if num_distilled is not None:
         distilled = np.asarray(num_distilled, dtype=np.int64)
+    # without samples each row is one
     sample_numbers = np.arange(tokens.size)
     if samples is not None:
-        _, sample_numbers = np.unique(np.asarray(samples, str), return_inverse=True)
+        names = np.asarray(samples, str)
+        _, sample_numbers = np.unique(names, return_inverse=True)
     return _RowCounts(tokens, distilled, sample_numbers)
-
-
-class _PartialPartition(NamedTuple):
-    """A partition of some of the items, in the heap of `balanced_partition`.
-
-    Attributes:
-        negative_gap: lightest minus heaviest set, so that the partition with the largest gap is the first in the heap.
-        number: order of creation, which decides between equal gaps.
-        sums: (parts,) costs of the sets, descending.
-        sets: (parts, items) indices of the items.
-    """
-
-    negative_gap: float
-    number: int
-    sums: NDArray[np.float64]
-    sets: Ints
-
-
-def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
-    """Splits items into `parts` sets of equal size and nearly equal cost: (parts, k) indices, k = ceil(B / parts).
-
-    Uses the largest differencing method of Karmarkar and Karp (1982), starting from chunks of `parts` items with one
-    item for each set, and then swaps items. Indices from len(costs) on are fillers of cost 0, at most one per set.
-    """
-    item_costs = np.asarray(costs, dtype=np.float64)
-    size = -(-len(item_costs) // parts)
-    fillers = np.zeros(parts * size - len(item_costs))
-    costs_with_fillers = np.concatenate([item_costs, fillers])
-    descending_items = np.argsort(-costs_with_fillers, kind="stable").reshape(size, parts)
-    heap = []
-    for number, items in enumerate(descending_items):
-        sums = costs_with_fillers[items]
-        heap.append(_PartialPartition(sums[-1] - sums[0], number, sums, items[:, None]))
-    heapq.heapify(heap)
-
-    for number in range(size, 2 * size - 1):
-        first = heapq.heappop(heap)
-        second = heapq.heappop(heap)
-        # the heaviest set of one joins the lightest set of the other
-        joined_sums = first.sums + second.sums[::-1]
-        joined_sets = np.hstack([first.sets, second.sets[::-1]])
-        descending = np.argsort(-joined_sums, kind="stable")
-        sums = joined_sums[descending]
-        heapq.heappush(heap, _PartialPartition(sums[-1] - sums[0], number, sums, joined_sets[descending]))
-    return _swap(heap[0].sets, costs_with_fillers, len(item_costs))
-
-
-def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
-    """Swaps items between the heaviest and the lightest set while that reduces their gap; fillers do not move."""
-    sets = sets.copy()
-    sums = costs[sets].sum(axis=1)
-    enough = sums.mean() * BALANCE_TOLERANCE
-    for _ in range(MAX_SWAPS_PER_SET * len(sets)):
-        heavy = int(sums.argmax())
-        light = int(sums.argmin())
-        if sums[heavy] <= enough:
-            break
-        gap = sums[heavy] - sums[light]
-        heavy_costs = costs[sets[heavy]]
-        light_costs = costs[sets[light]]
-
-        # for each item of the heavy set, the two items of the light set whose swap moves closest to half of the gap
-        size = len(light_costs)
-        by_cost = np.argsort(light_costs)
-        right = np.searchsorted(light_costs[by_cost], heavy_costs - gap / 2).clip(1, max(1, size - 1))
-        partners = np.concatenate([by_cost[right - 1], by_cost[right % size]])
-        items = np.tile(np.arange(size), 2)
-        moved = heavy_costs[items] - light_costs[partners]
-
-        # a swap that moves the whole gap or more only exchanges the two sets' roles
-        reduces_gap = (moved > 0) & (moved < gap)
-        are_items = (sets[heavy][items] < num_items) & (sets[light][partners] < num_items)
-        is_allowed = are_items & reduces_gap
-        if not is_allowed.any():
-            break
-        best = int(np.where(is_allowed, np.abs(moved - gap / 2), np.inf).argmin())
-        item = items[best]
-        partner = partners[best]
-        sets[heavy, item], sets[light, partner] = sets[light, partner], sets[heavy, item]
-        sums[heavy] -= moved[best]
-        sums[light] += moved[best]
-    return sets
 
 
 def _draw_mini_batches(num_rows: int, size: int | Sequence[int] | None, epochs: int, seed: int | None) -> Ints:
     """Returns the optimizer step of each row, (B, epochs)."""
     if isinstance(size, Sequence):
-        step_by_position = np.repeat(np.arange(len(size)), size)
+        num_steps = len(size)
+        step_by_position = np.repeat(np.arange(num_steps), size)
     else:
         step_by_position = np.arange(num_rows) // (size or num_rows)
 
@@ -312,13 +237,17 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
     """Returns the rank of each row, (B,). Within a mini-batch the ranks' row counts differ by at most one."""
     owner = np.zeros(len(lengths), dtype=np.int64)
     costs = lengths + lengths.astype(np.float64) ** 2 / ATTENTION_PARITY_LENGTH
-    for rows in _positions_by_value(steps, int(steps.max()) + 1):
+    num_steps = int(steps.max()) + 1
+    for rows in _positions_by_value(steps, num_steps):
+        # mini-batch by mini-batch, because ranks wait for each other at each optimizer step
+        positions_of_ranks: Iterable[Ints]
         if balance:
-            sets = balanced_partition(costs[rows], world_size)
-            rows_of_ranks = [rows[members[members < len(rows)]] for members in sets]  # without the fillers
+            positions_of_ranks = balanced_partition(costs[rows], world_size)
         else:
-            rows_of_ranks = np.array_split(rows, world_size)
-        for rank, own_rows in enumerate(rows_of_ranks):
+            positions_of_ranks = np.array_split(np.arange(len(rows)), world_size)
+        for rank, positions in enumerate(positions_of_ranks):
+            is_item = positions < len(rows)  # and not a filler
+            own_rows = rows[positions[is_item]]
             owner[own_rows] = rank
     return owner
 
@@ -333,17 +262,7 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
     epochs = steps.shape[1]
     num_steps = int(steps.max()) + 1
     rows_of_ranks = _positions_by_value(owner, world_size)
-
-    # all counts: (epochs, W, steps)
-    row_counts = np.zeros((epochs, world_size, num_steps), dtype=np.int64)
-    for epoch in range(epochs):
-        for rank, own_rows in enumerate(rows_of_ranks):
-            row_counts[epoch, rank] = np.bincount(steps[own_rows, epoch], minlength=num_steps)
-    if (steps == steps[:, :1]).all():
-        slot_counts = np.broadcast_to(row_counts.max(axis=1, keepdims=True), row_counts.shape)
-    else:
-        pass_counts = _pass_counts(lengths, rows_of_ranks, steps, bounds)
-        slot_counts = np.maximum(row_counts, pass_counts.max(axis=1, keepdims=True))
+    slot_counts, row_counts = _slot_counts(lengths, rows_of_ranks, steps, bounds)
 
     # the epoch and the rank that need most, because all ranks get equally many slots
     slots_per_rank = int(slot_counts.sum(axis=2).max())
@@ -357,8 +276,28 @@ def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds
         for epoch in range(epochs):
             padding_counts = slot_counts[epoch, rank] - row_counts[epoch, rank]
             padding_steps = np.repeat(np.arange(num_steps), padding_counts)
-            mini_batch[rank, num_own : num_own + len(padding_steps), epoch] = padding_steps
+            num_used = num_own + len(padding_steps)
+            mini_batch[rank, num_own:num_used, epoch] = padding_steps
     return rows, mini_batch
+
+
+def _slot_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: _Bounds) -> tuple[Ints, Ints]:
+    """Returns the slots that each rank gets in each step, and the rows that it has there, both (epochs, W, steps)."""
+    epochs = steps.shape[1]
+    num_steps = int(steps.max()) + 1
+    row_counts = np.zeros((epochs, len(rows_of_ranks), num_steps), dtype=np.int64)
+    for epoch in range(epochs):
+        for rank, own_rows in enumerate(rows_of_ranks):
+            own_steps = steps[own_rows, epoch]
+            row_counts[epoch, rank] = np.bincount(own_steps, minlength=num_steps)
+
+    steps_of_first_epoch = steps[:, :1]
+    if (steps == steps_of_first_epoch).all():
+        most_rows = row_counts.max(axis=1, keepdims=True)
+        return np.broadcast_to(most_rows, row_counts.shape), row_counts
+    pass_counts = _pass_counts(lengths, rows_of_ranks, steps, bounds)
+    most_passes = pass_counts.max(axis=1, keepdims=True)
+    return np.maximum(row_counts, most_passes), row_counts
 
 
 def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: _Bounds) -> Ints:
@@ -369,8 +308,10 @@ def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: 
     for epoch in range(epochs):
         for rank, own_rows in enumerate(rows_of_ranks):
             own_lengths = lengths[own_rows]
-            for step, positions in enumerate(_positions_by_value(steps[own_rows, epoch], num_steps)):
-                micro_batches = _pack(own_lengths[positions].tolist(), bounds)
+            own_steps = steps[own_rows, epoch]
+            for step, positions in enumerate(_positions_by_value(own_steps, num_steps)):
+                lengths_of_step = own_lengths[positions].tolist()
+                micro_batches = _pack(lengths_of_step, bounds)
                 counts[epoch, rank, step] = len(micro_batches)
     return counts
 
@@ -378,9 +319,12 @@ def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: 
 def _slots_by_micro_batch(mini_batch: Ints, micro_batch: Ints) -> tuple[Ints, Ints]:
     """Returns an index that orders the slots of each rank by their micro-batch in the first epoch, so that a rank reads
     contiguous rows. mini_batch, micro_batch: (W, n / W, epochs)."""
-    ranks = np.arange(len(mini_batch))[:, None]
+    world_size = len(mini_batch)
+    ranks = np.arange(world_size)[:, None]
+    first_mini_batch = mini_batch[..., 0]
+    first_micro_batch = micro_batch[..., 0]
     # the last key is the first criterion; the slots of each rank are sorted by themselves
-    orders = np.lexsort((micro_batch[..., 0], mini_batch[..., 0]))
+    orders = np.lexsort((first_micro_batch, first_mini_batch))
     return ranks, orders
 
 
@@ -394,22 +338,35 @@ def _schedule(steps: Ints, counts: _RowCounts, num_micro_batches: list[int]) -> 
     """
     tokens = np.bincount(steps, weights=counts.num_tokens).astype(np.int64)
     distilled = np.bincount(steps, weights=counts.num_distilled).astype(np.int64)
+
     # a sample that has several rows with tokens in a step counts once
     has_token = counts.num_tokens > 0
-    steps_and_samples = np.unique(np.stack([steps[has_token], counts.samples[has_token]]), axis=1)
-    sequences = np.bincount(steps_and_samples[0], minlength=len(tokens))
+    step_and_sample = np.stack([steps[has_token], counts.samples[has_token]])
+    steps_of_samples, _ = np.unique(step_and_sample, axis=1)
+    sequences = np.bincount(steps_of_samples, minlength=len(tokens))
 
     mini_batches = []
     for step, number in enumerate(num_micro_batches):
-        mini_batches.append(MiniBatch(number, int(tokens[step]), int(sequences[step]), int(distilled[step])))
+        mini_batch = MiniBatch(
+            num_micro_batches=number,
+            num_tokens=int(tokens[step]),
+            num_sequences=int(sequences[step]),
+            num_distilled=int(distilled[step]),
+        )
+        mini_batches.append(mini_batch)
     return mini_batches
 
 
 def _positions_by_value(values: Ints, number: int) -> list[Ints]:
     """Returns the ascending positions of each value 0..number-1; other values (-1) are ignored."""
     order = np.argsort(values, kind="stable")
-    starts = np.searchsorted(values[order], np.arange(number + 1))
-    return [order[starts[value] : starts[value + 1]] for value in range(number)]
+    ascending_values = values[order]
+    bounds = np.searchsorted(ascending_values, np.arange(number + 1))
+    positions = []
+    for value in range(number):
+        start, stop = bounds[value : value + 2]
+        positions.append(order[start:stop])
+    return positions
 
 
 def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
@@ -417,21 +374,23 @@ def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) 
 
     The number is the same on all ranks. lengths: (W, n / W); mini_batch: (W, n / W, epochs).
     """
-    world_size, _, epochs = mini_batch.shape
     micro_batch = np.where(mini_batch < 0, -1, 0)
     numbers: list[list[int]] = []
-    for epoch in range(epochs):
-        num_steps = int(mini_batch[..., epoch].max()) + 1
-        slots_of_ranks = [_positions_by_value(mini_batch[rank, :, epoch], num_steps) for rank in range(world_size)]
+    for epoch in range(mini_batch.shape[2]):
+        mini_batch_of_epoch = mini_batch[..., epoch]
+        num_steps = int(mini_batch_of_epoch.max()) + 1
+        slots_of_ranks = [_positions_by_value(steps, num_steps) for steps in mini_batch_of_epoch]
         numbers_of_epoch = []
         for step in range(num_steps):
-            slots = [slots_of_ranks[rank][step] for rank in range(world_size)]
-            lengths_of_ranks = [lengths[rank, slots[rank]].tolist() for rank in range(world_size)]
+            slots = [slots_by_step[step] for slots_by_step in slots_of_ranks]
+            lengths_of_ranks = [lengths[rank, own_slots].tolist() for rank, own_slots in enumerate(slots)]
             bins_of_ranks = _split_mini_batch(lengths_of_ranks, bounds)
             numbers_of_epoch.append(len(bins_of_ranks[0]))
+
             for rank, bins in enumerate(bins_of_ranks):
                 for number, members in enumerate(bins):
-                    micro_batch[rank, slots[rank][members], epoch] = number
+                    own_slots = slots[rank][members]
+                    micro_batch[rank, own_slots, epoch] = number
         numbers.append(numbers_of_epoch)
     return micro_batch, numbers
 
@@ -458,12 +417,14 @@ def _split_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[li
 
 def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
     """Packs items into few bins within the bounds: each item, longest first, goes to the fullest bin with room."""
-    if len(lengths) <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
-        return [list(range(len(lengths)))]
+    num_items = len(lengths)
+    if num_items <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
+        return [list(range(num_items))]
     bins: list[list[int]] = []
     # (free tokens, bin), ascending, of the bins with room for another row
     room: list[tuple[int, int]] = []
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for item in _longest_first(lengths):
+        # the first bin with enough free tokens; -1 comes before every bin's number
         fullest = bisect_left(room, (lengths[item], -1))
         if fullest == len(room):
             bins.append([])
@@ -475,6 +436,11 @@ def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
     return bins
 
 
+def _longest_first(lengths: list[int]) -> list[int]:
+    """Returns the positions of the lengths in descending order; equal lengths keep their order."""
+    return sorted(range(len(lengths)), key=lambda position: -lengths[position])
+
+
 def _pack_evenly(lengths: list[int], number: int, bounds: _Bounds) -> list[list[int]] | None:
     """Packs items into exactly `number` nonempty bins of similar load: each item, longest first, to the emptiest bin.
 
@@ -483,7 +449,8 @@ def _pack_evenly(lengths: list[int], number: int, bounds: _Bounds) -> list[list[
     bins: list[list[int]] = [[] for _ in range(number)]
     # a heap of (tokens, rows, bin), in which an empty bin comes before any other
     loads = [(0, 0, position) for position in range(number)]
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for item in _longest_first(lengths):
+        # all bins have the largest number of rows
         if not loads:
             return None
         tokens, num_rows, position = loads[0]
@@ -501,7 +468,8 @@ def _split(bins: list[list[int]], number: int) -> list[list[int]]:
     """Halves the bins with the most items until there are `number` bins, none empty. Requires `number` items."""
     bins = list(bins)
     while len(bins) < number:
-        largest = max(range(len(bins)), key=lambda i: len(bins[i]))
+        sizes = [len(items) for items in bins]
+        largest = sizes.index(max(sizes))
         items = bins[largest]
         # every second item and not the first half, because `_pack` adds the longest items first
         bins[largest] = items[::2]
@@ -544,9 +512,11 @@ def compute_seqlen_metrics(plan: BatchPlan, lengths: np.ndarray) -> dict[str, fl
         plan: the plan of a pass.
         lengths: (B,) tokens of each row in the plan.
     """
-    in_order = np.array([part.sum() for part in np.array_split(lengths, plan.world_size)])
+    parts = np.array_split(lengths, plan.world_size)
+    in_order = np.array([part.sum() for part in parts])
     planned_lengths = np.where(plan.is_padding, 0, lengths[plan.order])
-    balanced = planned_lengths.reshape(plan.world_size, -1).sum(1)
+    lengths_by_rank = planned_lengths.reshape(plan.world_size, -1)
+    balanced = lengths_by_rank.sum(1)
     return {
         "global_seqlen/min": float(in_order.min()),
         "global_seqlen/max": float(in_order.max()),

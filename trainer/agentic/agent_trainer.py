@@ -77,7 +77,12 @@ class EpisodeRewards:
         Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `FailureLog.note`.
         """
         counts: EpisodeCounts = batch.meta_info["episodes"]
-        row = {name: getattr(counts, name) for name in ("failed", "timeouts", "episodes", "first_failure")}
+        row = {
+            "failed": counts.failed,
+            "timeouts": counts.timeouts,
+            "episodes": counts.episodes,
+            "first_failure": counts.first_failure,
+        }
         self._failures.note(counts.failed, counts.episodes, [row], counts.first_failure)
         metrics = {
             "env/error_rate": Metric.mean(counts.failed, counts.episodes),
@@ -123,7 +128,9 @@ class EpisodeFilter(GroupFilter):
 
     def judge(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            group.kind = "dropped" if self._is_dropped(group) else "kept"
+            group.kind = "kept"
+            if self._is_dropped(group):
+                group.kind = "dropped"
 
     def _is_dropped(self, group: Group) -> bool:
         """Returns True if the group is not trained on unless too few others are left."""
@@ -137,12 +144,16 @@ class EpisodeFilter(GroupFilter):
         assert self._filter is not None
         # the key is purpose/tag_group_episode_seed, and a tag may contain the separator
         _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
-        return bool(self._filter.filter(int(group_id), int(episode_id), _episodes(rows)))
+        episodes = _episodes(rows)
+        return bool(self._filter.filter(int(group_id), int(episode_id), episodes))
 
     def most(self, wanted: int) -> float:
         if self._compares:
+            max_batches = self._options.max_num_gen_batches
             # 0 = no limit
-            return self._options.max_num_gen_batches * wanted or math.inf
+            if not max_batches:
+                return math.inf
+            return max_batches * wanted
         num_groups = self.manager.num_env_groups
         most_replaced = self.manager.max_replaced_groups
         if most_replaced < 0:
@@ -174,7 +185,12 @@ class EpisodeFilter(GroupFilter):
 def _episodes(rows: DataProto) -> list[DataProto]:
     """Splits the rows of a group by episode."""
     names = rows.non_tensor_batch["traj_id"]
-    return [rows.select_idxs(np.flatnonzero(names == name)) for name in dict.fromkeys(names)]
+    episodes = []
+    # in the order of their first rows
+    for name in dict.fromkeys(names):
+        rows_of_episode = np.flatnonzero(names == name)
+        episodes.append(rows.select_idxs(rows_of_episode))
+    return episodes
 
 
 class AgentTrainer(RayPPOTrainer):
@@ -210,18 +226,14 @@ class AgentTrainer(RayPPOTrainer):
             return super().estimate_advantages(batch)
         algorithm = self.config.algorithm
         batch, row_metrics = compute_token_reward(batch, algorithm)
+        # before the episodes are chosen, because the correction can reject all tokens of a row
         batch = self.correct_rollout(batch)
 
-        # one row stands for its episode: the first one with a valid token, or the first one
         mask = batch.batch["response_mask"] != 0
-        is_valid = mask.any(-1).numpy()
         episode_names = batch.non_tensor_batch["traj_id"].astype(str)
-        names, episode_of_row = np.unique(episode_names, return_inverse=True)
-        rows = []
-        for episode in range(len(names)):
-            rows_of_episode = np.flatnonzero(episode_of_row == episode)
-            rows.append(max(rows_of_episode, key=lambda row: is_valid[row]))
-        episodes = batch.select_idxs(np.array(rows))
+        _, episode_of_row = np.unique(episode_names, return_inverse=True)
+        rows = _representative_rows(episode_of_row, mask.any(-1).numpy())
+        episodes = batch.select_idxs(rows)
 
         episodes, score_metrics = self.normalize_rewards(episodes)
         episodes, token_metrics = compute_token_reward(episodes, algorithm)
@@ -231,8 +243,9 @@ class AgentTrainer(RayPPOTrainer):
         # the advantage is equal on all tokens of a row, so that their mean is the advantage of the episode
         num_tokens = (episodes.batch["response_mask"] != 0).sum(-1).clamp(min=1)
         for name in ("raw_advantages", "advantages", "returns"):
-            values = episodes.batch[name].sum(-1) / num_tokens
-            batch.batch[name] = torch.where(mask, values[episode_of_row][:, None], 0)
+            value_of_episode = episodes.batch[name].sum(-1) / num_tokens
+            value_of_row = value_of_episode[episode_of_row]
+            batch.batch[name] = torch.where(mask, value_of_row[:, None], 0)
         batch.batch["response_level_rewards"] = episodes.batch["response_level_rewards"][episode_of_row]
         return batch
 
@@ -240,7 +253,9 @@ class AgentTrainer(RayPPOTrainer):
     def token_estimator(self) -> str:
         """REINFORCE for GiGPO and step_reinforce, whose part above tokens `normalize_rewards` has already computed."""
         chosen = self.config.algorithm.adv_estimator
-        return "reinforce" if chosen in OF_EPISODES else chosen
+        if chosen in OF_EPISODES:
+            return "reinforce"
+        return chosen
 
     # -------------------------------------------------------------------------------------------------- validation
 
@@ -282,12 +297,11 @@ class AgentTrainer(RayPPOTrainer):
             sampler_metrics["training/epoch"] = float(self.steps.epoch)
         else:
             episodes_of_step = config.agentic.rollout_batch_size
-        return {
-            **compute_data_metrics(batch, use_critic=self.critic is not None),
-            **sampler_metrics,
-            "system/samples": float(self.steps.global_step * episodes_of_step),
-            "system/tps": int(batch.batch["attention_mask"].sum()) / self.timing["step"],
-        }
+        metrics = compute_data_metrics(batch, use_critic=self.critic is not None) | sampler_metrics
+        metrics["system/samples"] = float(self.steps.global_step * episodes_of_step)
+        num_tokens = int(batch.batch["attention_mask"].sum())
+        metrics["system/tps"] = num_tokens / self.timing["step"]
+        return metrics
 
     def keep_samples(self, batch: DataProto) -> None:
         """Writes the episodes of this step to files and, every logging_steps steps, some of them to the log."""
@@ -298,6 +312,21 @@ class AgentTrainer(RayPPOTrainer):
         if every and step % every == 0:
             for episode in episodes[:EPISODES_SHOWN]:
                 self.tracking.show(readable(episode))
+
+
+def _representative_rows(episode_of_row: np.ndarray, is_valid: np.ndarray) -> np.ndarray:
+    """Returns one row for each episode: the first one with a valid token, or the first one.
+
+    Args:
+        episode_of_row: (B,) number of the row's episode, from 0.
+        is_valid: (B,) bool, rows with a valid token.
+    """
+    rows = []
+    for episode in range(episode_of_row.max() + 1):
+        rows_of_episode = np.flatnonzero(episode_of_row == episode)
+        # argmax returns the first of equal values
+        rows.append(rows_of_episode[is_valid[rows_of_episode].argmax()])
+    return np.array(rows)
 
 
 # -------------------------------------------------------------------------------------------------------- construction
@@ -326,8 +355,12 @@ def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Cal
     check_ignored_fields(agentic.endpoint.ignored_fields)
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
     if agentic.program is not None and is_command(agentic.program):
-        # with absolute file names, because commands run in folders of their own
-        words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agentic.program)]
+        words = []
+        for word in shlex.split(agentic.program):
+            # with absolute file names, because commands run in folders of their own
+            if os.path.isfile(word):
+                word = os.path.abspath(word)
+            words.append(word)
         agentic.program = shlex.join(words)
     if agentic.mcp_servers:
         # imports the openai client
@@ -351,10 +384,14 @@ def program_parts(
     config: PPOConfig, train: PromptDataset, val: PromptDataset | None, run_dir: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Returns the arguments of `AgentTrainer` that define the episodes of a program and count their failures."""
+    val_source: ProgramValidation | None = None
+    if val is not None:
+        val_source = ProgramValidation(val)
+    max_error_rate = config.agentic.env_pool.max_error_rate
     return {
-        "rewards": EpisodeRewards(config.agentic.env_pool.max_error_rate, run_dir, tell, config.data.max_prompt_length),
+        "rewards": EpisodeRewards(max_error_rate, run_dir, tell, config.data.max_prompt_length),
         "source": ProgramSource(config, train),
-        "val_source": None if val is None else ProgramValidation(val),
+        "val_source": val_source,
     }
 
 

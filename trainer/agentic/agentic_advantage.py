@@ -54,6 +54,8 @@ def compute_response_level_rewards(
 
     metrics: ScalarMetrics = {}
     if adv_estimator == "gigpo":
+        # steps are compared within their start state, whatever the episodes are compared with
+        step_norm = Normalization(how.norm_mean_type and "group", how.norm_std_type and "group", how.bounds)
         by_episode, by_step = compute_gigpo_rewards(
             scores,
             valid,
@@ -63,8 +65,7 @@ def compute_response_level_rewards(
             state_hash=column_of(data, "state_hash", stage),
             step_reward_gamma=config.step_reward_gamma,
             episode_norm=how,
-            # steps are compared within their start state, whatever the episodes are compared with
-            step_norm=Normalization(how.norm_mean_type and "group", how.norm_std_type and "group", how.bounds),
+            step_norm=step_norm,
             episode_groups=groups,
         )
         rewards = config.episode_reward_weight * by_episode + config.step_reward_weight * by_step
@@ -87,8 +88,10 @@ def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tup
     mean_type = options.norm_mean_type
     std_type = options.norm_std_type
     grouping = options.grouping
-    if grouping is None:
-        grouping = "traj_group_id" if is_gigpo else "batch"
+    if grouping is None and is_gigpo:
+        grouping = "traj_group_id"
+    elif grouping is None:
+        grouping = "batch"
     method = options.method
     if method is None:
         method = "identity"
@@ -109,4 +112,5 @@ def _labels(data: DataProto, grouping: str, stage: str) -> Labels | None:
     tasks = column_of(data, "uid", stage)
     if grouping == "traj_group_id":
         return tasks
-    return build_state_groups(tasks, column_of(data, "state_hash", stage))
+    states = column_of(data, "state_hash", stage)
+    return build_state_groups(tasks, states)

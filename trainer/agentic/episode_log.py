@@ -30,7 +30,8 @@ def samples_of(batch: DataProto, step: int) -> list[Sample]:
         response_length: number of tokens that the policy sampled.
         requests: those of the episode's program, if there is one.
     """
-    return [_sample(batch, rows, step) for rows in rows_by_episode(batch, range(len(batch)))]
+    all_rows = range(len(batch))
+    return [_sample(batch, rows, step) for rows in rows_by_episode(batch, all_rows)]
 
 
 def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
@@ -38,10 +39,14 @@ def rows_by_episode(batch: DataProto, among: Iterable[int]) -> list[list[int]]:
     episode_of_row = batch.non_tensor_batch["traj_id"]
     by_episode: dict[str, list[int]] = {}
     for row in among:
-        by_episode.setdefault(episode_of_row[row], []).append(int(row))
+        episode = episode_of_row[row]
+        by_episode.setdefault(episode, []).append(int(row))
 
-    steps = column_of(batch, "step", np.ones(len(batch)))
-    return [sorted(rows, key=lambda row: steps[row]) for rows in by_episode.values()]
+    # without steps an episode is one row
+    step_of_row = column_of(batch, "step", np.ones(len(batch)))
+    for rows in by_episode.values():
+        rows.sort(key=lambda row: step_of_row[row])
+    return list(by_episode.values())
 
 
 def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
@@ -61,15 +66,18 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
         rewards += map(float, np.atleast_1d(columns["step_scores"][row]))
 
     # the first message that is not a system message is the input, and all later ones are the output
-    roles = [message["role"] for message in messages]
-    question = next((number for number, role in enumerate(roles) if role != "system"), 0)
+    question = _first_without_role(messages, "system")
+    question_text = ""
+    if messages:
+        question_text = str(messages[question]["content"])
     lines = _output_lines(messages, rewards, question)
     error = columns["env_error"][last]
     if error is not None:
         lines += _paragraph("error", error)
 
-    metrics = columns["env_metrics"][last] if "env_metrics" in columns else None
-    requests = column_of(batch, "requests", np.full(len(batch), None))[first]
+    none_of_rows = np.full(len(batch), None)
+    metrics = column_of(batch, "env_metrics", none_of_rows)[last] or {}
+    requests = column_of(batch, "requests", none_of_rows)[first]
     score = None
     if not columns["reward_failed"][last]:
         score = float(column_of(batch, "episode_scores")[first])
@@ -77,16 +85,24 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
         step=step,
         uid=columns["uid"][first],
         data_source=columns["tags"][first],
-        input=str(messages[question]["content"]) if messages else "",
+        input=question_text,
         output="\n".join(lines),
         gts="",
         score=score,
         response_length=int((batch.batch["response_mask"][rows] != 0).sum()),
         finish_reason=columns["stop"][last],
         policy_version=int(batch.batch["policy_version"][first]),
-        extra={name: float(value) for name, value in (metrics or {}).items()},
+        extra={name: float(value) for name, value in metrics.items()},
         requests=plain_value(requests) or [],
     )
+
+
+def _first_without_role(messages: Sequence[ChatMessage], role: str) -> int:
+    """Returns the number of the first message that does not have the role; 0 if all have it."""
+    for number, message in enumerate(messages):
+        if message["role"] != role:
+            return number
+    return 0
 
 
 def _messages_of(messages_of_row: np.ndarray, rows: Sequence[int]) -> list[ChatMessage]:
@@ -103,11 +119,14 @@ def _output_lines(messages: Sequence[ChatMessage], rewards: Sequence[float], que
     lines: list[str] = []
     for number, message in enumerate(messages):
         role = message["role"]
-        reward = next(rewards_left, None) if role == "assistant" else None
-        if number > question:
-            lines += _paragraph(str(role), str(message["content"]))
-            if reward is not None:
-                lines.append(f"{'':<{_ROLE_WIDTH}} -> reward {reward:g}")
+        reward = None
+        if role == "assistant":
+            reward = next(rewards_left, None)
+        if number <= question:
+            continue
+        lines += _paragraph(str(role), str(message["content"]))
+        if reward is not None:
+            lines.append(f"{'':<{_ROLE_WIDTH}} -> reward {reward:g}")
     return lines
 
 
@@ -123,11 +142,15 @@ def _paragraph(role: str, text: str) -> list[str]:
 
 def readable(sample: Sample) -> str:
     """Returns an episode for the console: a summary line and the beginning of its messages."""
-    score = "failed" if sample.score is None else f"score {sample.score:g}"
-    metrics = "".join(f", {name} {value:.3g}" for name, value in sample.extra.items())
-    head = f"episode of {sample.uid}: {score}, {sample.finish_reason}{metrics}"
-    text = "\n".join([head, *_paragraph("asked", sample.input), sample.output])
-    return text[:TEXT_SHOWN]
+    score = "failed"
+    if sample.score is not None:
+        score = f"score {sample.score:g}"
+    facts = [score, str(sample.finish_reason)]
+    for name, value in sample.extra.items():
+        facts.append(f"{name} {value:.3g}")
+    head = f"episode of {sample.uid}: {', '.join(facts)}"
+    lines = [head, *_paragraph("asked", sample.input), sample.output]
+    return "\n".join(lines)[:TEXT_SHOWN]
 
 
 def column_of(batch: DataProto, name: str, default: np.ndarray | None = None) -> np.ndarray:

@@ -56,20 +56,26 @@ class EpisodeTable:
         """Reads traj_id, uid, tags and episode_scores, and also env_metrics, step, reward_failed and requests if
         present; only episodes of programs have requests."""
         columns = batch.non_tensor_batch
-        failed = np.asarray(columns.get("reward_failed", np.zeros(len(batch))), dtype=bool)
-        rows = [np.array(numbers) for numbers in rows_by_episode(batch, np.flatnonzero(~failed))]
+        num_rows = len(batch)
+        failed = column_of(batch, "reward_failed", np.zeros(num_rows)).astype(bool)
+        counted_rows = np.flatnonzero(~failed)
+        rows = [np.array(numbers) for numbers in rows_by_episode(batch, counted_rows)]
         first_rows = [numbers[0] for numbers in rows]
-        metrics: list[Mapping[str, float]] = [{} for _ in rows]
-        if "env_metrics" in columns:
-            metrics = [columns["env_metrics"][numbers[-1]] or {} for numbers in rows]
+        last_rows = [numbers[-1] for numbers in rows]
+
         scores = np.asarray(column_of(batch, "episode_scores"), dtype=np.float64)
+        # the last row has the metrics of the whole episode
+        metrics_of_row = column_of(batch, "env_metrics", np.full(num_rows, None))
+        prefix = ""
+        if "requests" in columns:
+            prefix = OWN
         return cls(
             tags=[str(columns["tags"][row]) for row in first_rows],
             groups=[str(columns["uid"][row]) for row in first_rows],
             scores=scores[first_rows],
-            metrics=metrics,
+            metrics=[metrics_of_row[row] or {} for row in last_rows],
             rows=rows,
-            prefix=OWN if "requests" in columns else "",
+            prefix=prefix,
         )
 
 
@@ -84,10 +90,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     if len(table):
         groups = np.array(table.groups, dtype=object)
         metrics |= step_metrics.frac_reward_zero_std(torch.from_numpy(table.scores), groups)
+    # the same numbers under ROLL's name
     metrics |= summary("rollout/score", table.scores)
 
-    for name, numbers in _sizes_of_episodes(batch, table).items():
-        metrics |= summary(f"rollout/{name}", np.array(numbers))
+    for name, sizes in _sizes_of_episodes(batch, table).items():
+        metrics |= summary(f"rollout/{name}", np.array(sizes))
     metrics |= environment_metrics(table)
 
     columns = batch.non_tensor_batch
@@ -95,7 +102,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     if "state_hash" in columns and rows_are_steps:
         rows = np.concatenate(table.rows)
         states = build_state_groups(columns["uid"][rows], columns["state_hash"][rows])
-        metrics |= summary("system/state_batch_size", np.array(list(Counter(states).values())))
+        group_sizes = list(Counter(states).values())
+        metrics |= summary("system/state_batch_size", np.array(group_sizes))
     return metrics
 
 
@@ -106,14 +114,20 @@ def _sizes_of_episodes(batch: DataProto, table: EpisodeTable) -> dict[str, list[
     num_sampled = (tensors["response_mask"] != 0).sum(-1).numpy()
     num_prompt = tensors["attention_mask"][:, :-width].sum(-1).numpy()
     num_after_prompt = tensors["attention_mask"][:, -width:].sum(-1).numpy()
-    num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
     return {
         "response_length": [num_sampled[rows].sum() for rows in table.rows],
         # with one row per step, the prompts of later rows contain the earlier turns
         "prompt_length": [num_prompt[rows[0]] for rows in table.rows],
         "non_prompt_length": [num_after_prompt[rows].sum() for rows in table.rows],
-        "num_turns": [float(num_turns[rows[0]]) for rows in table.rows],
+        "num_turns": _turns_of_episodes(batch, table),
     }
+
+
+def _turns_of_episodes(batch: DataProto, table: EpisodeTable) -> list[float]:
+    """Returns the number of turns of each episode, which each of its rows has."""
+    num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
+    first_rows = [rows[0] for rows in table.rows]
+    return [float(num_turns[row]) for row in first_rows]
 
 
 def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, float]:
@@ -126,9 +140,12 @@ def environment_metrics(table: EpisodeTable, prefix: str = "") -> dict[str, floa
     for tag, metrics in zip(table.tags, table.metrics, strict=True):
         for name, value in metrics.items():
             own_name = f"{table.prefix}{name}"
-            values.setdefault(f"{prefix}env/{tag}/{own_name}", []).append(float(value))
-            values.setdefault(f"{prefix}env/{own_name}", []).append(float(value))
-    return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
+            for metric_name in (f"{prefix}env/{tag}/{own_name}", f"{prefix}env/{own_name}"):
+                values.setdefault(metric_name, []).append(float(value))
+    means = {}
+    for name in sorted(values):
+        means[name] = float(np.mean(values[name]))
+    return means
 
 
 def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
@@ -142,24 +159,47 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
         prefix: text that follows val/ or the tag in metric names, such as "greedy/".
     """
     table = EpisodeTable.of(batch)
-    num_turns = column_of(batch, "num_turns", np.ones(len(batch)))
-    turns_of_episode = [float(num_turns[rows[0]]) for rows in table.rows]
     metrics = summary(f"val/{prefix}score", table.scores)
-    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(turns_of_episode))
-
-    scores_of_group: dict[tuple[str, str], list[float]] = {}
-    for tag, group, score in zip(table.tags, table.groups, table.scores, strict=True):
-        scores_of_group.setdefault((tag, group), []).append(score)
-    for tag in sorted(set(table.tags)):
-        means = [np.mean(scores) for (tag_of_group, _), scores in scores_of_group.items() if tag_of_group == tag]
+    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(_turns_of_episodes(batch, table)))
+    for tag, means in _means_of_groups(table).items():
         metrics |= summary(f"val/{prefix}{tag}/score", np.array(means))
+    metrics |= environment_metrics(table, f"val/{prefix}")
 
     variables: dict[str, Sequence[float | None]] = {"reward": table.scores.tolist()}
-    without_success = {tag for tag, numbers in zip(table.tags, table.metrics, strict=True) if SUCCESS not in numbers}
-    if set(table.tags) - without_success:
-        accuracies: list[float | None] = []
-        for tag, numbers in zip(table.tags, table.metrics, strict=True):
-            accuracies.append(None if tag in without_success else float(numbers[SUCCESS]))
+    accuracies = _accuracies(table)
+    if any(accuracy is not None for accuracy in accuracies):
         variables["acc"] = accuracies
     results = process_validation_metrics(table.tags, table.groups, variables)
-    return metrics | environment_metrics(table, f"val/{prefix}") | name_metrics(results, prefix)
+    return metrics | name_metrics(results, prefix)
+
+
+def _means_of_groups(table: EpisodeTable) -> dict[str, list[float]]:
+    """Returns the mean scores of the groups of each tag, in the order of the tags' names."""
+    scores_of_group: dict[tuple[str, str], list[float]] = {}
+    for tag, group, score in zip(table.tags, table.groups, table.scores, strict=True):
+        scores = scores_of_group.setdefault((tag, group), [])
+        scores.append(score)
+
+    means_of_tag: dict[str, list[float]] = {}
+    for tag in sorted(set(table.tags)):
+        means_of_tag[tag] = []
+    for (tag, _), scores in scores_of_group.items():
+        mean = float(np.mean(scores))
+        means_of_tag[tag].append(mean)
+    return means_of_tag
+
+
+def _accuracies(table: EpisodeTable) -> list[float | None]:
+    """Returns the `success` of each episode; None for a tag of which some episodes do not report it."""
+    without_success = set()
+    for tag, metrics in zip(table.tags, table.metrics, strict=True):
+        if SUCCESS not in metrics:
+            without_success.add(tag)
+
+    accuracies: list[float | None] = []
+    for tag, metrics in zip(table.tags, table.metrics, strict=True):
+        accuracy = None
+        if tag not in without_success:
+            accuracy = float(metrics[SUCCESS])
+        accuracies.append(accuracy)
+    return accuracies

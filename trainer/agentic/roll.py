@@ -102,7 +102,9 @@ def compute_token_reward(
     Returns:
         The batch with token_level_rewards (B, R), and the metrics.
     """
-    result, metrics = advantage.compute_token_reward(batch_of_roll(data), _algorithm_of(pipeline_config), kl_ctrl)
+    batch = batch_of_roll(data)
+    algorithm = _algorithm_of(pipeline_config)
+    result, metrics = advantage.compute_token_reward(batch, algorithm, kl_ctrl)
     if "token_level_rewards" in data and "token_level_scores" not in data:
         # ROLL's reward workers write their scores as token_level_rewards
         data = data.select()
@@ -192,7 +194,8 @@ def _algorithm_of(pipeline_config: object) -> AlgorithmConfig:
 
 def _num_return_sequences(pipeline_config: object) -> int | None:
     """Returns the number of adjacent rows that form a group; None if it is not configured."""
-    generating_args = getattr(getattr(pipeline_config, "actor_infer", None), "generating_args", None)
+    actor_infer = getattr(pipeline_config, "actor_infer", None)
+    generating_args = getattr(actor_infer, "generating_args", None)
     size: int | None = getattr(generating_args, "num_return_sequences", None)
     return size
 
@@ -237,7 +240,9 @@ class RollScheduler:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         else:
             # always the same episodes, so that validations of different steps can be compared
-            batch = scheduler.run(source.draw_batch(1, 1), val_samplings(config)[0].params)
+            groups = source.draw_batch(1, 1)
+            first_sampling = val_samplings(config)[0]
+            batch = scheduler.run(groups, first_sampling.params)
 
         seconds = Metric.last(time.perf_counter() - started)
         batch.meta_info["metrics"] |= {f"time/get_batch_cost_{source.purpose}": seconds}
@@ -247,7 +252,9 @@ class RollScheduler:
     def begin_ahead(self, data: DataProto, batch_size: int) -> None:
         """Starts the episodes of later steps, unless `get_batch` has already done this (partial rollouts)."""
         self._source.batch_size = batch_size
-        self._pipeline.scheduler.begin_ahead(int(data.meta_info["global_step"]) + 1)
+        # the scheduler counts steps from 1
+        step = int(data.meta_info["global_step"]) + 1
+        self._pipeline.scheduler.begin_ahead(step)
 
 
 class RollCluster:
@@ -269,9 +276,11 @@ class RollCluster:
     def compute_log_probs(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
     def compute_log_probs(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
         """Computes the log-probs of the policy or of the reference."""
-        is_policy = isinstance(self.role, ActorRole)
-        compute = self.role.compute_log_prob if is_policy else self.role.compute_ref_log_prob
-        return _answer(compute(batch), blocking)
+        if isinstance(self.role, ActorRole):
+            result = self.role.compute_log_prob(batch)
+        else:
+            result = self.role.compute_ref_log_prob(batch)
+        return _answer(result, blocking)
 
     @overload
     def compute_values(self, batch: DataProto) -> DataProto: ...
@@ -291,12 +300,16 @@ class RollCluster:
             raise ValueError(
                 "train_step: the batch has no meta_info['global_step'], counted from 0, as get_batch gives it"
             )
-        metrics = self.role.update(batch, int(batch.meta_info["global_step"]) + 1)
-        return _answer(DataProto(meta_info={"metrics": metrics}), blocking)
+        step = int(batch.meta_info["global_step"]) + 1
+        metrics = self.role.update(batch, step)
+        result = DataProto(meta_info={"metrics": metrics})
+        return _answer(result, blocking)
 
 
 def _answer(result: DataProto, blocking: bool) -> DataProto | DataProtoFuture:
-    return result if blocking else DataProtoFuture(lambda: result)
+    if blocking:
+        return result
+    return DataProtoFuture(lambda: result)
 
 
 class AgenticPipeline(AgentTrainer):
@@ -311,7 +324,7 @@ class AgenticPipeline(AgentTrainer):
         self.actor_train = RollCluster(self.actor)
         self.actor_infer = self.actor_train
         self.critic: Any = self.critic and RollCluster(self.critic)
-        self.reference = RollCluster(self.ref) if self.ref else None
+        self.reference = self.ref and RollCluster(self.ref)
         self.running = self.running_moments
         self.tracker = self.tracking
         self.train_rollout_scheduler = RollScheduler(self, parts["source"])
@@ -368,4 +381,6 @@ class RollConfig:
         is_section = any(roll_key.startswith(f"{key}.") for roll_key in new_names)
         if is_section:
             return RollConfig(self._config, f"{key}.")
-        return attrgetter(new_names.get(key, key))(self._config)
+        # a new name is a path such as actor.ppo_epochs
+        name_of_option = new_names.get(key, key)
+        return attrgetter(name_of_option)(self._config)

@@ -77,6 +77,7 @@ def reward_postprocess(
         update_running(running, scores, valid, domains)
 
     rewards = normalise_scores(scores, valid, mean_type, std_type, groups=groups, domains=domains, running=running)
+    # after the normalisation, so that the bound is one of normalised rewards
     rewards, clipped = _clip(rewards, algorithm.reward_clip, valid)
 
     result = data.select()
@@ -92,7 +93,8 @@ def _running_moments(
         raise ValueError(f"{stage}: running_ctrl is None; running statistics need RunningMoments to stand in.")
     if isinstance(running_ctrl, RunningMoments):
         return {"all": running_ctrl}, ["all"] * len(data)
-    return running_ctrl, column_of(data, "data_source", f"{stage}: running statistics").tolist()
+    domains = column_of(data, "data_source", f"{stage}: running statistics").tolist()
+    return running_ctrl, domains
 
 
 @torch.no_grad()
@@ -243,7 +245,8 @@ def compares_groups(adv_estimator: str) -> bool:
     """Returns True if an estimator compares the rows of a group: as its registration declares (`groups`), or, without a
     declaration, if it has the parameter `index`."""
     function = get_adv_estimator_fn(adv_estimator)
-    declared = ADV_ESTIMATOR_REGISTRY.facts.get(adv_estimator, {}).get("groups")
+    facts = ADV_ESTIMATOR_REGISTRY.facts.get(adv_estimator, {})
+    declared = facts.get("groups")
     if declared is None:
         return takes(function, "index")
     return bool(declared)
@@ -263,7 +266,8 @@ def incomparable_rows(data: DataProto, mask: torch.Tensor, stage: str) -> tuple[
     Returns:
         (B,) bool, True for the rows of these groups; and the number of the groups.
     """
-    groups, num_groups = group_ids(column_of(data, "uid", stage), mask.device)
+    uids = column_of(data, "uid", stage)
+    groups, num_groups = group_ids(uids, mask.device)
     is_valid = (mask != 0).any(dim=-1)
     # a padding row repeats a row of the batch, so it does not make its group larger
     is_sampled = torch.ones_like(is_valid)
@@ -273,7 +277,8 @@ def incomparable_rows(data: DataProto, mask: torch.Tensor, stage: str) -> tuple[
     sizes = group_sum(is_sampled.long(), groups, num_groups)
     num_valid = group_sum(is_valid.long(), groups, num_groups)
     is_incomparable = (sizes > 1) & (num_valid < 2)
-    return is_incomparable[groups], int(is_incomparable.sum())
+    num_incomparable = int(is_incomparable.sum())
+    return is_incomparable[groups], num_incomparable
 
 
 def _call_estimator(
@@ -302,25 +307,37 @@ def _call_estimator(
 
     accepted = {key: value for key, value in arguments.items() if accepts(function, key)}
     result = function(**accepted)
-
-    # a user's function may return anything, and the loss would train on a NaN without a message
-    tensors = result if isinstance(result, tuple) else ()
-    are_usable = [tensor.shape == is_valid.shape and bool(tensor[is_valid].isfinite().all()) for tensor in tensors]
-    if are_usable != [True, True]:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise UserError(
-            f"algorithm.adv_estimator={name}: expected a tuple (advantages, returns) of shape "
-            f"{tuple(is_valid.shape)}, finite where response_mask is 1; found {shapes or type(result).__name__}. Test "
-            "the function with verl_lite.contracts.check_adv_estimator, which names the promise that it breaks"
-        )
+    _require_estimates(name, result, is_valid)
     return result
+
+
+def _require_estimates(name: str, result: object, is_valid: torch.Tensor) -> None:
+    """Raises UserError unless an estimator returned two tensors (B, R) that are finite at the valid tokens.
+
+    A user's function may return anything, and the loss would train on a NaN without a message.
+    """
+    tensors = result if isinstance(result, tuple) else ()
+    num_usable = 0
+    for tensor in tensors:
+        if tensor.shape == is_valid.shape and bool(tensor[is_valid].isfinite().all()):
+            num_usable += 1
+    if len(tensors) == num_usable == 2:
+        return
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    raise UserError(
+        f"algorithm.adv_estimator={name}: expected a tuple (advantages, returns) of shape "
+        f"{tuple(is_valid.shape)}, finite where response_mask is 1; found {shapes or type(result).__name__}. Test "
+        "the function with verl_lite.contracts.check_adv_estimator, which names the promise that it breaks"
+    )
 
 
 def column_of(data: DataProto, name: str, stage: str) -> np.ndarray | torch.Tensor:
     """Returns a tensor or non-tensor column. Raises ValueError if it is missing."""
     if name not in data:
         check(data, [name], stage)
-    return data.batch[name] if name in data.batch.keys() else data.non_tensor_batch[name]
+    if name in data.batch.keys():
+        return data.batch[name]
+    return data.non_tensor_batch[name]
 
 
 def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,8 +346,10 @@ def response_scores(data: DataProto, stage: str) -> tuple[torch.Tensor, torch.Te
     mask = data.batch["response_mask"]
     valid = (mask != 0).any(dim=-1)
     if "response_level_rewards" in data:
-        return torch.where(valid, data.batch["response_level_rewards"].float(), 0), valid
-    return outcome_scores(_token_scores(data, stage), mask), valid
+        rewards = data.batch["response_level_rewards"].float()
+        return torch.where(valid, rewards, 0), valid
+    token_scores = _token_scores(data, stage)
+    return outcome_scores(token_scores, mask), valid
 
 
 def _token_scores(data: DataProto, stage: str) -> torch.Tensor:
@@ -361,4 +380,5 @@ def _clip(values: torch.Tensor, bound: float | None, counted: torch.Tensor) -> t
         return values, 0.0
     is_beyond = (values.abs() > bound) & counted
     num_counted = max(1, int(counted.sum()))
-    return values.clamp(-bound, bound), float(is_beyond.sum()) / num_counted
+    fraction = float(is_beyond.sum()) / num_counted
+    return values.clamp(-bound, bound), fraction

@@ -41,14 +41,17 @@ def pf_ppo_weights(scores: Tensor, valid: Tensor, reweight_method: str = "pow", 
     if not bool(valid.any()):
         return torch.zeros_like(values)
 
-    is_largest = values == values[valid].max()
-    is_smallest = values == values[valid].min()
+    valid_values = values[valid]
+    is_largest = values == valid_values.max()
+    is_smallest = values == valid_values.min()
     if reweight_method == "pow":
         weights = values.abs() ** weight_pow
     elif reweight_method == "max_min":
         weights = (is_largest | is_smallest).double()
     else:
-        weights = torch.where(is_largest, torch.full_like(values, 0.4), 0.1)
+        # a tensor, because torch.where of two numbers is fp32
+        large = torch.full_like(values, 0.4)
+        weights = torch.where(is_largest, large, 0.1)
     return torch.where(valid, weights + _SMALLEST, 0)
 
 
@@ -70,8 +73,11 @@ def compute_pf_ppo_reweight_data(
     valid = (mask != 0).any(dim=-1)
     scores = outcome_scores(data.batch["token_level_scores"], mask)
     weights = pf_ppo_weights(scores, valid, reweight_method, weight_pow).numpy()
+    # no row is valid, so there is nothing to draw
     if not weights.any():
         return data
     generator = np.random.default_rng(seed)
-    rows = generator.choice(len(data), size=len(data), p=weights / weights.sum())
+    num_rows = len(data)
+    probabilities = weights / weights.sum()
+    rows = generator.choice(num_rows, size=num_rows, p=probabilities)
     return data.select_idxs(rows)

@@ -35,15 +35,14 @@ def needs_old_log_prob(config: PPOConfig) -> bool:
     # the log-probs of the rollout take their place
     if correction.bypass_mode:
         return False
-    return (
-        not is_on_policy(config)
-        or correction.rollout_is is not None
-        or correction.rollout_rs is not None
-        or config.algorithm.use_kl_in_reward
-        or "selected" in get_policy_loss(config.actor.policy_loss.loss_mode).columns
-        or estimator_takes(config, "old_log_probs")
-        or config.distillation.takes_student_topk
-    )
+    if not is_on_policy(config):
+        return True
+    if correction.rollout_is is not None or correction.rollout_rs is not None:
+        return True
+    if config.algorithm.use_kl_in_reward or config.distillation.takes_student_topk:
+        return True
+    policy_loss = get_policy_loss(config.actor.policy_loss.loss_mode)
+    return "selected" in policy_loss.columns or estimator_takes(config, "old_log_probs")
 
 
 def needs_reward_function(config: PPOConfig) -> bool:
@@ -74,7 +73,8 @@ def needs_greedy_baseline(config: PPOConfig) -> bool:
 
 def estimator_takes(config: PPOConfig, column: str) -> bool:
     """Returns True if the advantage estimator reads the column."""
-    return takes(get_adv_estimator_fn(config.algorithm.adv_estimator), column)
+    estimator = get_adv_estimator_fn(config.algorithm.adv_estimator)
+    return takes(estimator, column)
 
 
 def distilled_tokens(config: PPOConfig) -> int:
@@ -83,8 +83,10 @@ def distilled_tokens(config: PPOConfig) -> int:
         return 0
     topk = config.distillation.distillation_loss.topk
     vocab_size: int = load_model_config(config.model).get_text_config().vocab_size
-    # -1 compares the distributions over the whole vocabulary
-    return vocab_size if topk == -1 else min(topk, vocab_size)
+    # the distributions over the whole vocabulary
+    if topk == -1:
+        return vocab_size
+    return min(topk, vocab_size)
 
 
 @dataclass(frozen=True)

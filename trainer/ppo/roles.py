@@ -55,6 +55,7 @@ def rows_of_prompts(batch: DataProto, prompts: int, n: int) -> int | list[int]:
     while row < len(answers_of_row):
         num_answers = answers_of_row[row]
         answers_of_prompt.append(num_answers)
+        # the next row is the first one of the next prompt
         row += num_answers
     return _chunk_sums(answers_of_prompt, prompts)
 
@@ -64,12 +65,17 @@ def rows_of_tasks(batch: DataProto, tasks: int) -> list[int]:
 
     The episodes of programs vary in their number of rows. The rows of a task must be adjacent.
     """
-    rows_of_task = [len(list(rows)) for _, rows in groupby(batch.non_tensor_batch["uid"])]
+    uids = batch.non_tensor_batch["uid"]
+    rows_of_task = [len(list(rows)) for _, rows in groupby(uids)]
     return _chunk_sums(rows_of_task, tasks)
 
 
 def _chunk_sums(counts: Sequence[int], size: int) -> list[int]:
-    return [sum(counts[start : start + size]) for start in range(0, len(counts), size)]
+    sums = []
+    for start in range(0, len(counts), size):
+        chunk = counts[start : start + size]
+        sums.append(sum(chunk))
+    return sums
 
 
 class ModelRole:
@@ -200,24 +206,31 @@ class ActorRole(ModelRole, SavedByWorkers):
 
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         """Starts groups of samples without waiting for them."""
-        mesh = self.group.mesh("rollout")
-        plans_of_engine: list[list[GroupPlan]] = [[] for _ in range(mesh.dp_size)]
-        if len(plans) >= mesh.dp_size:
-            # contiguous blocks, as in the dispatch of batches
-            for engine, (start, stop) in enumerate(chunk_bounds(len(plans), mesh.dp_size)):
-                plans_of_engine[engine] += plans[start:stop]
-        else:
-            # a few groups, such as replacements of dropped ones, go to the engines that run the fewest
-            num_running = Counter(self._engine_of.values())
-            engines = sorted(range(mesh.dp_size), key=lambda engine: num_running[engine])
-            for engine, plan in zip(engines, plans, strict=False):
-                plans_of_engine[engine].append(plan)
-
+        plans_of_engine = self._plans_of_engines(plans)
         for engine, engine_plans in enumerate(plans_of_engine):
             for plan in engine_plans:
                 self._engine_of[plan.key] = engine
+
         # all ranks of a tensor-parallel engine receive the same plans
-        self.group.begin_groups(PerRank(plans_of_engine[engine] for engine in mesh.dp_rank), sampling)
+        engine_of_rank = self.group.mesh("rollout").dp_rank
+        plans_of_ranks = PerRank(plans_of_engine[engine] for engine in engine_of_rank)
+        self.group.begin_groups(plans_of_ranks, sampling)
+
+    def _plans_of_engines(self, plans: Sequence[GroupPlan]) -> list[list[GroupPlan]]:
+        """Returns the plans that each engine starts."""
+        num_engines = self.num_engines
+        if len(plans) >= num_engines:
+            # contiguous blocks, as in the dispatch of batches
+            bounds = chunk_bounds(len(plans), num_engines)
+            return [list(plans[start:stop]) for start, stop in bounds]
+
+        # a few groups, such as replacements of dropped ones, go to the engines that run the fewest
+        num_running = Counter(self._engine_of.values())
+        engines = sorted(range(num_engines), key=lambda engine: num_running[engine])
+        plans_of_engine: list[list[GroupPlan]] = [[] for _ in range(num_engines)]
+        for engine, plan in zip(engines, plans, strict=False):
+            plans_of_engine[engine].append(plan)
+        return plans_of_engine
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
         """Runs the engines until the groups with these keys are complete, or for a time.
@@ -230,7 +243,9 @@ class ActorRole(ModelRole, SavedByWorkers):
             One entry per engine with all groups that it completed, also those with other keys.
         """
         results = self.group.run_groups(list(keys), seconds)
-        collected = [results[rank] for rank in self.group.mesh("rollout").collecting]
+        # one rank of each tensor-parallel engine has its results
+        collecting_ranks = self.group.mesh("rollout").collecting
+        collected = [results[rank] for rank in collecting_ranks]
         for result in collected:
             for report in result.reports:
                 del self._engine_of[report.key]
@@ -238,7 +253,10 @@ class ActorRole(ModelRole, SavedByWorkers):
 
     def snapshot_groups(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups whose samples can be continued."""
-        return [plan for plans in self.group.snapshot_groups() for plan in plans]
+        plans: list[GroupPlan] = []
+        for plans_of_engine in self.group.snapshot_groups():
+            plans += plans_of_engine
+        return plans
 
     def abort_groups(self, keys: Sequence[str]) -> int:
         """Ends groups without rows. Returns the number of tokens that they had sampled."""
@@ -250,8 +268,10 @@ class ActorRole(ModelRole, SavedByWorkers):
         """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes
         it."""
         config = self.config
-        # with topk_source=student the teachers read the tokens that this pass chooses
-        topk = distilled_tokens(config) if config.distillation.takes_student_topk else 0
+        topk = 0
+        if config.distillation.takes_student_topk:
+            # the teachers read the tokens that this pass chooses
+            topk = distilled_tokens(config)
         plan = self.plan(batch, "log_prob")
         rows = self.planned_rows(
             batch,
@@ -278,7 +298,8 @@ class ActorRole(ModelRole, SavedByWorkers):
         columns = [*self._columns_of_loss(batch), *computed]
         batch = batch | DataProto.from_dict(computed)
         rows = self.planned_rows(batch, plan, columns, temperature=config.rollout.temperature)
-        metrics = combined_metrics(self.group.update_actor(rows))
+        results = self.group.update_actor(rows)
+        metrics = combined_metrics(results)
 
         lengths = batch.batch["attention_mask"].sum(1).numpy()
         for name, value in compute_seqlen_metrics(plan, lengths).items():
@@ -341,13 +362,15 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
                 "add a function to verl_lite.algos.covariance_losses.TOKEN_SELECTIONS under its name"
             )
         # here and not in the workers: a rank sees only its part of the batch
-        seed = int(np.random.SeedSequence([config.trainer.seed, step]).generate_state(1)[0])
-        computed["selected"] = TOKEN_SELECTIONS[loss_mode](
+        select = TOKEN_SELECTIONS[loss_mode]
+        seeds = np.random.SeedSequence([config.trainer.seed, step])
+        [seed] = seeds.generate_state(1)
+        computed["selected"] = select(
             columns["old_log_probs"],
             columns["advantages"],
             columns["response_mask"],
             config.actor,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(int(seed)),
         )
     if "scores" in declared_columns:
         computed["scores"] = outcome_scores(columns["token_level_scores"], columns["response_mask"])
@@ -356,8 +379,9 @@ def loss_columns(batch: DataProto, config: PPOConfig, step: int) -> dict[str, to
         warmup = config.trainer.critic_warmup
         updated_version = max(step - 1, warmup)
         sampled_versions = columns["rollout_versions"].clamp(min=warmup)
+        staleness = updated_version - sampled_versions
         is_valid = columns["response_mask"] != 0
-        computed["staleness"] = (updated_version - sampled_versions).where(is_valid, 0)
+        computed["staleness"] = staleness.where(is_valid, 0)
     return computed
 
 
@@ -385,7 +409,8 @@ class CriticRole(ModelRole, SavedByWorkers):
             shuffle_seed=self.config.trainer.seed + step if shuffle else None,
         )
         rows = self.planned_rows(batch, plan, ["values", "returns"])
-        return combined_metrics(self.group.update_critic(rows))
+        results = self.group.update_critic(rows)
+        return combined_metrics(results)
 
 
 class ReferenceRole(ModelRole):
@@ -395,7 +420,9 @@ class ReferenceRole(ModelRole):
 
     @property
     def section(self) -> str:  # type: ignore[override]
-        return "ref" if needs_reference_model(self.config) else "actor"
+        if needs_reference_model(self.config):
+            return "ref"
+        return "actor"
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Computes ref_log_prob of the batch."""
@@ -412,13 +439,18 @@ class TeacherRole(ModelRole):
 
     def __init__(self, group: WorkerGroup, config: PPOConfig, is_policy: bool) -> None:
         super().__init__(group, config)
-        self.section = "actor" if is_policy else "ref"
+        self.section = "ref"
+        self.stage = "ref"
+        if is_policy:
+            self.section = "actor"
+            self.stage = "log_prob"
 
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
         """Computes the columns of `workers.roles.frozen_models.teacher_log_probs`."""
         config = self.config
-        plan = self.plan(batch, "log_prob" if self.section == "actor" else "ref")
-        rows = self.planned_rows(batch, plan, temperature=config.rollout.temperature, topk=distilled_tokens(config))
+        topk = distilled_tokens(config)
+        plan = self.plan(batch, self.stage)
+        rows = self.planned_rows(batch, plan, temperature=config.rollout.temperature, topk=topk)
         return plan.restore(self.group.compute_teacher_log_prob(rows))
 
 

@@ -41,9 +41,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     }
 
     # an empty response has no token to count, so its row is in none of the lengths above
-    answers = tensors["attention_mask"][~_padding_rows(batch), -width:]
-    if len(answers):
-        metrics["response/aborted_ratio"] = _mean(answers.sum(-1) == 0)
+    is_real = ~_padding_rows(batch)
+    answer_lengths = tensors["attention_mask"][is_real, -width:].sum(-1)
+    if len(answer_lengths):
+        metrics["response/aborted_ratio"] = _mean(answer_lengths == 0)
 
     if len(scores):
         is_cut_off = response_length == width
@@ -66,8 +67,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         metrics |= summary("critic/values", values)
         # the variance of a single value is undefined
         if len(values) > 1:
-            error = (returns - values).var() / (returns.var() + 1e-5)
-            metrics["critic/vf_explained_var"] = 1.0 - float(error)
+            error_variance = (returns - values).var()
+            # 1e-5, as in verl: all returns can be equal
+            unexplained = error_variance / (returns.var() + 1e-5)
+            metrics["critic/vf_explained_var"] = 1.0 - float(unexplained)
     return metrics
 
 
@@ -99,7 +102,9 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     _, prompt_lengths, response_lengths = _lengths(batch)
     num_generated = int(response_lengths.sum())
     num_tokens = int(prompt_lengths.sum()) + num_generated
-    tokens_of_stage = {"gen": num_generated, **dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)}
+    tokens_of_stage = {"gen": num_generated}
+    for name in WHOLE_SEQUENCE_STAGES:
+        tokens_of_stage[name] = num_tokens
 
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name, tokens in tokens_of_stage.items():
@@ -144,7 +149,8 @@ def compute_mfu(flops: float, seconds: float, n_gpus: int, peak_flops: float) ->
     """
     if seconds <= 0:
         return {}
-    return {"perf/mfu/actor": flops / (seconds * n_gpus * peak_flops)}
+    most_flops = seconds * n_gpus * peak_flops
+    return {"perf/mfu/actor": flops / most_flops}
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
@@ -193,7 +199,10 @@ def summary(name: str, values: torch.Tensor | np.ndarray) -> dict[str, float]:
     """Returns {name}/mean, {name}/max and {name}/min; an empty dictionary without values."""
     if not len(values):
         return {}
-    mean = _mean(values) if isinstance(values, torch.Tensor) else float(values.mean())
+    if isinstance(values, torch.Tensor):
+        mean = _mean(values)
+    else:
+        mean = float(values.mean())
     return {
         f"{name}/mean": mean,
         f"{name}/max": float(values.max()),

@@ -90,10 +90,13 @@ class TeacherServer:
             TeacherFailure: too many requests failed.
             TeacherStopped: the run is to stop, and the server has not replied for `STOP_TIMEOUT_S`.
         """
-        mask = batch.batch["attention_mask"].bool()
-        width = batch.batch["responses"].shape[1]
+        columns = batch.batch
+        mask = columns["attention_mask"].bool()
+        width = columns["responses"].shape[1]
         response_mask = mask[:, -width:]
-        sequences = [ids[is_token].tolist() for ids, is_token in zip(batch.batch["input_ids"], mask, strict=True)]
+        sequences = []
+        for ids, is_token in zip(columns["input_ids"], mask, strict=True):
+            sequences.append(ids[is_token].tolist())
 
         self._timeouts_in_a_row = 0
         self._last_reply_at = time.monotonic()
@@ -106,15 +109,22 @@ class TeacherServer:
             if isinstance(result, str):
                 errors.append(result)
                 continue
+            is_response = response_mask[row]
             # the response is at the end of the sequence; not result[-n:], which has all entries for n = 0
-            num_tokens = int(response_mask[row].sum())
-            log_probs[row, response_mask[row]] = torch.tensor(result[len(result) - num_tokens :])
+            start = len(result) - int(is_response.sum())
+            log_probs[row, is_response] = torch.tensor(result[start:])
             has_teacher[row] = True
 
-        failed_rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:_KEPT_FAILURES]]
-        first_error = errors[0] if errors else None
-        self.failures.note(len(errors), len(results), failed_rows, first_error)
+        self._note_failures(errors, len(results))
         return DataProto.from_dict(tensors={"teacher_log_probs": log_probs, "has_teacher": has_teacher})
+
+    def _note_failures(self, errors: Sequence[str], num_requests: int) -> None:
+        """Counts the failed requests of a batch. Raises TeacherFailure if they are too many."""
+        failed_rows = [{"teacher": self.teacher.name, "error": error} for error in errors[:_KEPT_FAILURES]]
+        first_error = None
+        if errors:
+            first_error = errors[0]
+        self.failures.note(len(errors), num_requests, failed_rows, first_error)
 
     async def request(self, ids: list[int]) -> list[float]:
         """Returns the log-probs of the tokens after the first.
@@ -149,7 +159,8 @@ class TeacherServer:
         finally:
             self._last_reply_at = time.monotonic()
         self._timeouts_in_a_row = 0
-        return log_probs_of(reply, ids, [self._text(token) for token in ids])
+        texts = [self._text(token) for token in ids]
+        return log_probs_of(reply, ids, texts)
 
     async def _request_all(self, prompts: Sequence[list[int]]) -> list[list[float] | str]:
         """Returns the log-probs of each prompt's tokens after the first, or the text of the error."""
@@ -179,7 +190,8 @@ class TeacherServer:
         if self._stop_noticed_at is None:
             self._stop_noticed_at = time.monotonic()
         # a server that still replies completes the step
-        silent_s = time.monotonic() - max(self._stop_noticed_at, self._last_reply_at)
+        silent_since = max(self._stop_noticed_at, self._last_reply_at)
+        silent_s = time.monotonic() - silent_since
         if silent_s > STOP_TIMEOUT_S:
             raise TeacherStopped(
                 f"distillation.teachers.{self.teacher.name}.url={self.teacher.url}: the run is to stop, and the server "

@@ -79,8 +79,9 @@ class Teachers:
         distillation = self.config.distillation
         columns = {"has_teacher": torch.zeros(len(batch), dtype=torch.bool)}
         for teacher in distillation.named_teachers():
-            rows = np.flatnonzero(rows_of(teacher, batch, distillation.teacher_key))
-            # the rows are selected anew, because the template replaces their prompts
+            is_taught = rows_of(teacher, batch, distillation.teacher_key)
+            rows = np.flatnonzero(is_taught)
+            # a copy, because the template replaces the prompts of the rows
             rows_to_score = batch.select_idxs(rows)
             if len(rows) and teacher.name in self.prompts:
                 rows_to_score, fits = self.prompts[teacher.name](rows_to_score)
@@ -88,7 +89,8 @@ class Teachers:
             if not len(rows):
                 continue
 
-            scored = self.scorers[teacher.name].compute_teacher_log_prob(rows_to_score).batch
+            scorer = self.scorers[teacher.name]
+            scored = scorer.compute_teacher_log_prob(rows_to_score).batch
             # a server replaces has_teacher: it is False for rows whose request failed
             scored_columns = {"has_teacher": torch.ones(len(rows), dtype=torch.bool)}
             for name in scored.keys():
@@ -121,7 +123,8 @@ def rows_of(teacher: Teacher, batch: DataProto, teacher_key: str) -> np.ndarray:
     """Returns (B,) bool: True for the rows whose value in the column `teacher_key` is the teacher's."""
     if teacher.key is None:
         return np.ones(len(batch), dtype=bool)
-    return np.array([value == teacher.key for value in _keys(batch, teacher_key)], dtype=bool)
+    keys = _keys(batch, teacher_key)
+    return np.array([key == teacher.key for key in keys], dtype=bool)
 
 
 def _keys(batch: DataProto, teacher_key: str) -> list[str]:
@@ -175,15 +178,17 @@ class PrivilegedPrompts:
         prompts = self._prompt_tokens(batch)
         prompt_lengths = np.array([len(prompt) for prompt in prompts])
         width = batch.batch["responses"].shape[1]
-        response_lengths = batch.batch["attention_mask"][:, -width:].sum(1).numpy()
+        response_mask = batch.batch["attention_mask"][:, -width:]
+        lengths = prompt_lengths + response_mask.sum(1).numpy()
         fits = np.ones(len(batch), dtype=bool)
         if self.longest is not None:
-            fits = prompt_lengths + response_lengths <= self.longest
+            fits = lengths <= self.longest
 
         rows = np.flatnonzero(fits)
         result = batch.select_idxs(rows)
         if len(rows):
-            result.batch.update(self._inputs([prompts[row] for row in rows], result))
+            fitting_prompts = [prompts[row] for row in rows]
+            result.batch.update(self._inputs(fitting_prompts, result))
         return result, fits
 
     def _prompt_tokens(self, batch: DataProto) -> list[list[int]]:
@@ -195,15 +200,19 @@ class PrivilegedPrompts:
             first_row.setdefault(uid, row)
         chats = [Prompt(self.messages(batch, row)) for row in first_row.values()]
         encoded = encode_prompts(chats, self.tokenizer, self.data_config)
-        tokens_of_uid = dict(zip(first_row, encoded, strict=True))
-        return [tokens_of_uid[uid].tolist() for uid in uids]
+        tokens_of_uid: dict[str, list[int]] = {}
+        for uid, tokens in zip(first_row, encoded, strict=True):
+            tokens_of_uid[uid] = tokens.tolist()
+        return [tokens_of_uid[uid] for uid in uids]
 
     def _inputs(self, prompts: list[list[int]], rows: DataProto) -> dict[str, torch.Tensor]:
         """Returns the token columns of the prompts, padded on the left, followed by the responses of the rows."""
         responses = rows.batch["responses"]
-        response_mask = rows.batch["attention_mask"][:, -responses.shape[1] :]
+        width = responses.shape[1]
+        response_mask = rows.batch["attention_mask"][:, -width:]
         longest_prompt = max(map(len, prompts))
-        prompt_ids, prompt_mask = left_padded(prompts, longest_prompt, int(self.tokenizer.pad_token_id))
+        pad_token_id = int(self.tokenizer.pad_token_id)
+        prompt_ids, prompt_mask = left_padded(prompts, longest_prompt, pad_token_id)
 
         mask = torch.cat([prompt_mask, response_mask], dim=1)
         # padding has position 0; the first token has it, too
@@ -225,12 +234,15 @@ class PrivilegedPrompts:
             raise UserError(f"{option}: the prompt {uid} has no message of the user")
 
         last = user_messages[-1]
-        extra_info = {"extra_info": columns["extra_info"][row]}
-        values = {"prompt": last["content"], "ground_truth": columns["reward_model"][row].get("ground_truth")}
+        values: dict[str, object] = {
+            "prompt": last["content"],
+            "ground_truth": columns["reward_model"][row].get("ground_truth"),
+            "extra_info": columns["extra_info"][row],
+        }
 
         def value_of(placeholder: re.Match[str]) -> str:
             name = placeholder[1]
-            value = values[name] if name in values else _entry(extra_info, name)
+            value = _entry(values, name)
             if value is None:
                 raise UserError(
                     f"{option}: the prompt {uid} has no {name}; add it to the data, or "
@@ -263,12 +275,15 @@ def build_teachers(
     for teacher in config.distillation.named_teachers():
         if teacher.url:
             scorers[teacher.name] = server_of(teacher, config, tokenizer, run_dir, show)
-        else:
-            role = "actor_rollout" if teacher.is_policy else role_of(teacher)
-            scorers[teacher.name] = TeacherRole(groups[role], config, teacher.is_policy)
+            continue
+        role = role_of(teacher)
+        if teacher.is_policy:
+            role = "actor_rollout"
+        scorers[teacher.name] = TeacherRole(groups[role], config, teacher.is_policy)
     if not scorers:
         return None
-    return Teachers(config, scorers, privileged_prompts(config, tokenizer))
+    prompts = privileged_prompts(config, tokenizer)
+    return Teachers(config, scorers, prompts)
 
 
 def role_of(teacher: Teacher) -> str:
@@ -290,17 +305,24 @@ def _longest_sequence(config: PPOConfig, teacher: Teacher) -> int | None:
     """Returns the largest number of tokens of prompt and response that a teacher can read; None = not known."""
     if teacher.url:
         return None
-    network = config.model if teacher.is_policy else teacher_network(config, teacher)
-    stage = "log_prob" if teacher.is_policy else "ref"
-    section = "actor" if teacher.is_policy else "ref"
+    if teacher.is_policy:
+        model_config = load_model_config(config.model)
+        stage = "log_prob"
+        section = "actor"
+    else:
+        model_config = load_model_config(teacher_network(config, teacher))
+        stage = "ref"
+        section = "ref"
 
-    context = longest_context(load_model_config(network))
+    context = longest_context(model_config)
     budget = micro_batching(config, stage).max_token_len
     if budget is None:
         return context
     # a sequence must fit a micro-batch, which the ranks of `sequence_parallel_size` hold together
     budget *= config.sequence_parallel_size(section)
-    return budget if context is None else min(context, budget)
+    if context is None:
+        return budget
+    return min(context, budget)
 
 
 def check_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, data: Sequence[PromptDataset] = ()) -> None:
@@ -367,7 +389,8 @@ def _check_model(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedToken
     check_same_vocabulary(tokenizer, theirs, problem, "teacher", "use a teacher of the same model family")
 
     # equal tokenizers are not enough: models of a family round the size of their embeddings differently
-    policy_size = load_model_config(config.model).get_text_config().vocab_size
+    policy_network = load_model_config(config.model)
+    policy_size = policy_network.get_text_config().vocab_size
     teacher_size = network.get_text_config().vocab_size
     if teacher_size < policy_size:
         raise UserError(
@@ -384,7 +407,9 @@ def _check_model(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedToken
 
 def _check_server(server: TeacherServer, tokenizer: PreTrainedTokenizerBase, option: str) -> None:
     """Raises UserError if a server does not return log-probs, or if it decodes token ids to other texts."""
-    ids = sorted({int(number) for number in np.linspace(0, len(tokenizer) - 1, PROBED_TOKENS)})
+    # spread over the vocabulary; a set, because a small one has fewer tokens
+    last_id = len(tokenizer) - 1
+    ids = sorted({int(number) for number in np.linspace(0, last_id, PROBED_TOKENS)})
     where = f"{option}.url={server.teacher.url}"
     try:
         run_async(server.request(ids))

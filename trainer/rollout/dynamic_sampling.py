@@ -49,8 +49,11 @@ class DynamicSampling(GroupFilter):
             start += size
 
     def most(self, wanted: int) -> float:
+        max_batches = self.config.algorithm.filter_groups.max_num_gen_batches
         # 0 = no limit
-        return self.config.algorithm.filter_groups.max_num_gen_batches * wanted or math.inf
+        if not max_batches:
+            return math.inf
+        return max_batches * wanted
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Raises FilterBudgetExceeded, which describes the outcomes by data_source."""
@@ -60,14 +63,17 @@ class DynamicSampling(GroupFilter):
         counts_by_source: dict[str, Counter[str]] = {}
         for group in groups:
             data_source = str(group.rows.non_tensor_batch["data_source"][0])
-            counts_by_source.setdefault(data_source, Counter())[str(group.kind)] += 1
+            counts = counts_by_source.setdefault(data_source, Counter())
+            counts[str(group.kind)] += 1
         lines = []
         for data_source, counts in sorted(counts_by_source.items()):
             outcomes = [f"{counts[kind]} {kind.replace('_', ' ')}" for kind in KINDS if counts[kind]]
             lines.append(f"\n  {data_source}: {counts.total()} asked: {', '.join(outcomes)}")
 
         total = sum(counts_by_source.values(), start=Counter())
-        better_data = "harder" if total["all_right"] > total["all_wrong"] else "easier"
+        better_data = "easier"
+        if total["all_right"] > total["all_wrong"]:
+            better_data = "harder"
         reason = "all training prompts were asked"
         if len(groups) >= self.most(batch_size):
             reason = "its budget of generation batches is used up"

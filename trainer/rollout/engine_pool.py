@@ -118,6 +118,7 @@ class EnginePool:
             raise first_cause
         self._failures[engine] = error
         self._tell(f"{error}. The engine is replaced, and its samples are sampled again")
+        # the other ranks of the engine hold devices, which the replacement needs
         self.groups[engine].shutdown()
         try:
             self.groups[engine] = self._start(engine)
@@ -182,21 +183,28 @@ class SeparateActorRole(ActorRole):
         owners: list[int | None] = [None] * len(plans)
         if not self.config.async_training.max_off_policy_threshold:
             # the engine that would have the group on the trainer's devices, so that the numbers of the run are the same
-            for engine, (start, stop) in enumerate(chunk_bounds(len(plans), self.num_engines)):
+            bounds = chunk_bounds(len(plans), self.num_engines)
+            for engine, (start, stop) in enumerate(bounds):
                 owners[start:stop] = [engine] * (stop - start)
-        queued = [self._queued(plan.key, owner) for plan, owner in zip(plans, owners, strict=True)]
+        queued = []
+        for plan, owner in zip(plans, owners, strict=True):
+            queued.append(self._queued(plan.key, owner))
         self._queue.call("put", queued)
 
     def _queued(self, key: str, engine: int | None) -> QueuedGroup:
         """Returns the group with this key as it waits in the queue, for one engine or for any (None)."""
-        plan, _ = self._open[key]
-        return QueuedGroup(key, len(plan.samples), pickle.dumps(self._open[key]), engine)
+        plan, sampling = self._open[key]
+        # as bytes, because the process of the queue does not import torch
+        content = pickle.dumps((plan, sampling))
+        return QueuedGroup(key, len(plan.samples), content, engine)
 
     def run_groups(self, keys: Sequence[str], seconds: float | None = None) -> list[GroupResults]:
         wanted = set(keys)
         collected: list[GroupResults] = []
         limit_s = self.config.trainer.stall_timeout_s
-        poll_s = POLL_S if seconds is None else min(POLL_S, seconds)
+        poll_s = POLL_S
+        if seconds is not None:
+            poll_s = min(POLL_S, seconds)
         started_at = time.monotonic()
         last_progress_at = started_at
         while wanted & self._open.keys():
@@ -237,10 +245,16 @@ class SeparateActorRole(ActorRole):
     def _requeue(self, replaced: Sequence[int]) -> None:
         """Queues the groups that replaced engines had taken, before those that wait: they are the oldest."""
         for engine in replaced:
-            lost_keys = [key for key in self._queue.call("taken_by", engine) if key in self._open]
+            taken_keys = self._queue.call("taken_by", engine)
+            # without groups that were completed or aborted before
+            lost_keys = [key for key in taken_keys if key in self._open]
             if self._rewards is not None:
                 self._cancel_rewards(lost_keys, self._rewards)
-            owner = None if self.config.async_training.max_off_policy_threshold else engine
+
+            owner: int | None = engine
+            if self.config.async_training.max_off_policy_threshold:
+                # any engine may take it, see `begin_groups`
+                owner = None
             self._queue.call("put", [self._queued(key, owner) for key in lost_keys], first=True)
 
     def _cancel_rewards(self, keys: Sequence[str], rewards: ServiceHandle) -> None:
@@ -261,7 +275,8 @@ class SeparateActorRole(ActorRole):
         self._restore(snapshots.replaced)
         running: dict[str, GroupPlan] = {}
         for plans in snapshots.of_first_ranks:
-            running |= {plan.key: plan for plan in plans}
+            for plan in plans:
+                running[plan.key] = plan
         # a group that waits in the queue, or whose engine died, continues from its plan
         return [running.get(key, plan) for key, (plan, _) in self._open.items()]
 
@@ -288,27 +303,26 @@ class SeparateActorRole(ActorRole):
     def _transfer(self, version: int, engines: Sequence[int]) -> Metrics:
         """Sends the trainer's weights to these engines, again if one of them was replaced meanwhile."""
         ranks_per_engine = self.config.rollout.tensor_model_parallel_size
-        names = ["the trainer"]
-        for engine in engines:
-            for rank in range(ranks_per_engine):
-                names.append(f"engine {engine} (rank {rank})" if ranks_per_engine > 1 else f"engine {engine}")
-
+        names = self._names_of_ends(engines)
         while True:
             address = self._address or self.group.open_channel()
-            ends = [ChannelEnd(address, tuple(names), rank, self._transfer_s) for rank in range(len(names))]
+            ends = [ChannelEnd(address, names, rank, self._transfer_s) for rank in range(len(names))]
             # all ends at the same time, because a broadcast waits for every receiver
             sending = self.group.send_weights(ends[0], blocking=False)
             receiving = {}
             for number, engine in enumerate(engines):
                 first_end = ends[1 + number * ranks_per_engine]
-                receiving[engine] = self.engines.groups[engine].receive_weights(version, first_end, blocking=False)
+                group = self.engines.groups[engine]
+                receiving[engine] = group.receive_weights(version, first_end, blocking=False)
             sent = sending.get()
             received: CallResults[object] = self.engines.gather(receiving)
 
-            failures = [result for result in (*sent, *received.of_first_ranks) if isinstance(result, TransferError)]
+            results = (*sent, *received.of_first_ranks)
+            failures = [result for result in results if isinstance(result, TransferError)]
             # the next transfer to all engines uses the same channel, unless one of its ends is lost
-            is_whole = len(engines) == self.num_engines and not failures and not received.replaced
-            self._address = address if is_whole else None
+            self._address = None
+            if len(engines) == self.num_engines and not failures and not received.replaced:
+                self._address = address
             if received.replaced:
                 # the death of an engine explains the failures of the others
                 self._requeue(received.replaced)
@@ -316,6 +330,18 @@ class SeparateActorRole(ActorRole):
                 raise failures[0]
             else:
                 return combine(sent)
+
+    def _names_of_ends(self, engines: Sequence[int]) -> tuple[str, ...]:
+        """Returns the names of the ends of a channel to these engines, for messages. The trainer is the first."""
+        ranks_per_engine = self.config.rollout.tensor_model_parallel_size
+        names = ["the trainer"]
+        for engine in engines:
+            if ranks_per_engine == 1:
+                names.append(f"engine {engine}")
+                continue
+            for rank in range(ranks_per_engine):
+                names.append(f"engine {engine} (rank {rank})")
+        return tuple(names)
 
     def close(self) -> None:
         """Closes the engines. An engine that dies meanwhile is not replaced."""

@@ -4,7 +4,7 @@ A source draws groups in an order that depends only on the seed. It names each g
 samples, so the samples depend neither on time nor on the number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
@@ -17,7 +17,7 @@ from trainer.rollout.sample_groups import Group, Rows, SavedRows, SourceState, s
 from trainer.validation.sample import plain_value
 from verl_lite.config import EnvManagerConfig, PPOConfig
 from verl_lite.json_types import JsonObject
-from verl_lite.protocol import DataProto
+from verl_lite.protocol import DataProto, chunk_bounds
 from workers.engines.base import derive_seed
 from workers.rollout.answers import answer_plans
 from workers.rollout.specs import EpisodeSpec, GroupPlan, ProgramSpec
@@ -54,7 +54,9 @@ def prompt_groups(
         columns["is_greedy"] = sample == num_answers.repeat(sizes)
 
     # the engines return the token columns, so the group keeps the others
-    kept_tensors = [ANSWERS] if ANSWERS in rows else []
+    kept_tensors = []
+    if ANSWERS in rows:
+        kept_tensors.append(ANSWERS)
     group_columns = rows.select(batch_keys=kept_tensors, meta_info_keys=[])
     keys = [f"{name}/{uid}" for uid in prompts.non_tensor_batch["uid"]]
     groups = []
@@ -106,7 +108,9 @@ class PromptSource:
             return self._groups(next(self._batches), step)
         # the batches of earlier steps are complete, so that no prompt is drawn for them any more
         oldest = step - self.config.async_training.depth
-        self._drawn = {batch_step: drawn for batch_step, drawn in self._drawn.items() if batch_step >= oldest}
+        for batch_step in list(self._drawn):
+            if batch_step < oldest:
+                del self._drawn[batch_step]
         return self.draw(self.config.data.train_batch_size, step)
 
     def draw(self, number: int, step: int) -> list[Group]:
@@ -115,15 +119,19 @@ class PromptSource:
         # no prompt is drawn twice for a batch: ends when all are drawn, or after an epoch without a new one, because
         # a sampler may leave out prompts
         batches_without_new = 0
-        while number and len(set(drawn.values())) < self._num_prompts and batches_without_new <= len(self.loader):
+        while number and batches_without_new <= len(self.loader):
+            if len(set(drawn.values())) >= self._num_prompts:
+                break
             batch = self._waiting or next(self._batches)
             uids = batch.non_tensor_batch["uid"]
             rows = batch.non_tensor_batch["index"]
             new = np.flatnonzero([uid not in drawn for uid in uids])[:number]
             drawn |= dict(zip(uids[new], rows[new].tolist(), strict=True))
 
-            # the prompts after the last one that is needed wait for the next draw
-            end = new[-1] + 1 if len(new) == number else len(batch)
+            end = len(batch)
+            if len(new) == number:
+                # the prompts after the last one that is needed wait for the next draw
+                end = new[-1] + 1
             self._waiting = None
             if end < len(batch):
                 self._waiting = batch.select_idxs(np.arange(end, len(batch)))
@@ -142,8 +150,10 @@ class PromptSource:
     def state_dict(self) -> SourceState:
         state: PromptState = {"epoch": self.epoch, "loader": self.loader.state_dict()}
         if self._cuts:
-            state["waiting"] = None if self._waiting is None else saved_rows(self._waiting)
-            state["asked"] = {step: dict(drawn) for step, drawn in self._drawn.items()}
+            state["waiting"] = None
+            if self._waiting is not None:
+                state["waiting"] = saved_rows(self._waiting)
+            state["asked"] = _copied(self._drawn)
         return dict(state)
 
     def load_state_dict(self, state: SourceState) -> None:
@@ -151,20 +161,24 @@ class PromptSource:
         self._batches = self._epochs()
         self.loader.load_state_dict(state["loader"])
         waiting = state.get("waiting")
-        self._waiting = None if waiting is None else DataProto.from_dict(*waiting)
-        self._drawn = {step: dict(drawn) for step, drawn in state.get("asked", {}).items()}
+        self._waiting = None
+        if waiting is not None:
+            self._waiting = DataProto.from_dict(*waiting)
+        self._drawn = _copied(state.get("asked", {}))
 
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
         """Returns the groups of these prompts for the batch of this step."""
         n = self._answers_to(prompts)
-        groups = prompt_groups(prompts, n, f"train/{step}", self.config.trainer.seed, step, self._greedy_too)
+        seed = self.config.trainer.seed
+        groups = prompt_groups(prompts, n, f"train/{step}", seed, step, self._greedy_too)
         # groups of several batches are judged together, and a batch may get groups that were drawn for another one; if
         # both have the same prompt, its answers must not become one group
         mixes_batches = self.config.spans_updates or self.config.async_training.depth > 1
         if mixes_batches and groups[0].columns is not None:
             # all groups of a call share their columns
             columns = groups[0].columns.batch.non_tensor_batch
-            columns["uid"] = np.array([f"{uid}@{step}" for uid in columns["uid"]], dtype=object)
+            uids = [f"{uid}@{step}" for uid in columns["uid"]]
+            columns["uid"] = np.array(uids, dtype=object)
         return groups
 
     def _answers_to(self, prompts: DataProto) -> int | np.ndarray:
@@ -180,11 +194,17 @@ class PromptSource:
             self.epoch += 1
 
 
+def _copied(drawn: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
+    """Returns a copy of `PromptSource._drawn`, whose inner dictionaries the source changes with each draw."""
+    return {step: dict(rows) for step, rows in drawn.items()}
+
+
 class ProgramSource(PromptSource):
     """Draws the training prompts as tasks of a program: a group is rollout.n episodes of one row."""
 
     def _groups(self, prompts: DataProto, step: int) -> list[Group]:
-        return program_groups(prompts, self._answers_to(prompts), f"train/{step}", step)
+        n = self._answers_to(prompts)
+        return program_groups(prompts, n, f"train/{step}", step)
 
 
 class ProgramValidation:
@@ -220,8 +240,10 @@ def program_groups(prompts: DataProto, n: int | np.ndarray, name: str, step: int
         uid = f"{name}/{columns['uid'][row]}"
         specs = []
         for number in range(size):
-            specs.append(ProgramSpec(f"{uid}/{number}", uid, tag=tag, start_step=step, row=task))
-        groups.append(Group(GroupPlan(uid, tuple(specs))))
+            spec = ProgramSpec(f"{uid}/{number}", uid, tag=tag, start_step=step, row=task)
+            specs.append(spec)
+        plan = GroupPlan(uid, tuple(specs))
+        groups.append(Group(plan))
     return groups
 
 
@@ -275,9 +297,12 @@ class EnvSource:
         return self.draw_batch(1, 1)
 
     def _draw(self, number: int, start_step: int) -> list[Group]:
-        first = self.next_group
-        self.next_group += number
-        return [Group(self._plan(index, start_step)) for index in range(first, self.next_group)]
+        groups = []
+        for _ in range(number):
+            plan = self._plan(self.next_group, start_step)
+            groups.append(Group(plan))
+            self.next_group += 1
+        return groups
 
     def _plan(self, number: int, start_step: int) -> GroupPlan:
         """Returns the plan of group `number`. The names of its episodes are ROLL's."""
@@ -321,18 +346,21 @@ class EnvSource:
 def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGroup]:
     """Returns the groups of environments in the order of use, which interleaves the tags in the proportions of
     num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
-    counts = manager.num_groups_partition
+    counts: Sequence[int] = manager.num_groups_partition
     if not counts:
-        share, rest = divmod(manager.num_env_groups, len(manager.tags))
-        counts = [share + (index < rest) for index in range(len(manager.tags))]
+        num_tags = len(manager.tags)
+        # equal counts; the first tags get the rest
+        counts = [stop - start for start, stop in chunk_bounds(manager.num_env_groups, num_tags)]
 
     groups: list[EnvGroup] = []
-    positions: dict[int, float] = {}  # of each group in the order of use, by its id
+    positions: list[float] = []
     for tag, count in zip(manager.tags, counts, strict=True):
         for number in range(count):
             group_id = len(groups)
+            # depends on the purpose, so that training and validation have different worlds
             group_seed = derive_seed(seed, 0, f"{purpose}/{group_id}", 0) % SEEDS
             groups.append(EnvGroup(group_id, tag, group_seed))
             # the groups of each tag are spread evenly over the interval from 0 to 1
-            positions[group_id] = (number + 0.5) / count
-    return sorted(groups, key=lambda group: (positions[group.group_id], group.group_id))
+            positions.append((number + 0.5) / count)
+    # the sort is stable: groups at equal positions are in the order of their ids
+    return sorted(groups, key=lambda group: positions[group.group_id])

@@ -183,27 +183,52 @@ def with_columns(columns: Rows | None, sampled: Rows) -> Rows:
 def gathered(parts: Sequence[Rows]) -> DataProto:
     """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
     # many groups share a batch, which is concatenated once
-    batches = list({id(part.batch): part.batch for part in parts}.values())
+    batch_of_id = {id(part.batch): part.batch for part in parts}
     # a dict, because it keeps the order of their first occurrence
     names: dict[str, None] = {}
-    for batch in batches:
+    for batch in batch_of_id.values():
         names |= dict.fromkeys(batch.non_tensor_batch)
 
     complete_batches = []
     first_row: dict[int, int] = {}
     num_rows = 0
-    for batch in batches:
+    for batch_id, batch in batch_of_id.items():
         columns = batch.non_tensor_batch
         complete = batch.select(meta_info_keys=[])
         missing = np.full(len(batch), None)
         complete.non_tensor_batch = {name: columns.get(name, missing) for name in names}
         complete_batches.append(complete)
-        first_row[id(batch)] = num_rows
+        first_row[batch_id] = num_rows
         num_rows += len(batch)
 
-    rows = [first_row[id(part.batch)] + np.arange(part.start, part.stop) for part in parts]
-    row_numbers = np.concatenate(rows).astype(np.int64)
-    return DataProto.concat(complete_batches).select_idxs(row_numbers)
+    rows_of_parts = []
+    for part in parts:
+        rows_in_batch = np.arange(part.start, part.stop)
+        rows_of_parts.append(first_row[id(part.batch)] + rows_in_batch)
+    rows = np.concatenate(rows_of_parts).astype(np.int64)
+    return DataProto.concat(complete_batches).select_idxs(rows)
+
+
+def version_metrics(batch: DataProto) -> dict[str, Metric]:
+    """Returns mean and maximum of the number of versions of the weights that sampled a row."""
+    if "rollout_versions" not in batch:
+        return {}
+    counts = []
+    for versions in batch.batch["rollout_versions"].tolist():
+        # -1 stands for padding, and for tokens that were not sampled
+        versions_of_row = set(versions) - {-1}
+        counts.append(len(versions_of_row))
+    return {
+        "async/versions_per_sample/mean": Metric.mean(sum(counts), len(counts)),
+        "async/versions_per_sample/max": Metric.max(max(counts)),
+    }
+
+
+def add_counts(batch: DataProto, groups: Sequence[Group]) -> None:
+    """Adds meta_info `episodes` if the groups consist of episodes."""
+    counts = [group.counts for group in groups if group.counts is not None]
+    if counts:
+        batch.meta_info["episodes"] = sum(counts, start=EpisodeCounts())
 
 
 def sample_ids(groups: Sequence[Group]) -> list[str]:
@@ -213,5 +238,6 @@ def sample_ids(groups: Sequence[Group]) -> list[str]:
         # a group that was complete in a checkpoint has no columns of the source
         rows = group.columns or group.sampled
         if rows is not None:
-            ids += map(str, rows.batch.non_tensor_batch["sample_id"][rows.start : rows.stop])
+            ids_of_batch = rows.batch.non_tensor_batch["sample_id"]
+            ids += map(str, ids_of_batch[rows.start : rows.stop])
     return ids

@@ -33,9 +33,11 @@ from trainer.rollout.sample_groups import (
     Rows,
     SavedRows,
     SourceState,
+    add_counts,
     assembled,
     sample_ids,
     saved_rows,
+    version_metrics,
     with_columns,
 )
 from verl_lite.config import PPOConfig
@@ -159,10 +161,10 @@ class RolloutScheduler:
             metrics |= self.filter.metrics(step, chosen, dropped)
         if self.batches_ahead or self.spans_updates:
             metrics |= self._async_metrics(step, chosen, waited, engine_metrics)
-            metrics |= _version_metrics(batch)
+            metrics |= version_metrics(batch)
         batch.meta_info["metrics"] = metrics
         self._ended_at = time.perf_counter()
-        _add_counts(batch, [*chosen, *dropped])
+        add_counts(batch, [*chosen, *dropped])
         return batch
 
     def begin_ahead(self, step: int) -> None:
@@ -189,20 +191,23 @@ class RolloutScheduler:
         batch = assembled(groups)
         batch.meta_info["metrics"] = self._take_metrics()
         self._metrics = training_metrics
-        _add_counts(batch, groups)
+        add_counts(batch, groups)
         return batch
 
     def finish(self) -> None:
         """Waits for all running groups."""
-        if keys := self._running():
-            self._collect(keys, self.groups)
+        running_keys = self._running()
+        if running_keys:
+            self._collect(running_keys, self.groups)
 
     # ----------------------------------------------------------------------------------------- waiting and choosing
 
     def _sample_batch(self, step: int) -> list[Group]:
         """Runs and replaces groups until the batch of this step is complete. Returns its groups."""
         size = self.sizes[step]
-        most = size if self.filter is None else self.filter.most(size)
+        most: float = size
+        if self.filter is not None:
+            most = self.filter.most(size)
         # groups of this batch that an earlier step dropped without a replacement are replaced in addition
         budget = most - size + max(0, self._missing(step))
 
@@ -219,9 +224,11 @@ class RolloutScheduler:
     def _chosen(self, step: int) -> list[Group] | None:
         """Returns the groups of the batch of this step, or None while it must wait."""
         size = self.sizes[step]
-        chosen = [group for group in self._candidates(step) if group.is_kept][:size]
-        if len(chosen) < size:
+        kept_groups = [group for group in self._candidates(step) if group.is_kept]
+        if len(kept_groups) < size:
             return None
+        # the oldest, in the order of the source
+        chosen = kept_groups[:size]
         if self._aborts:
             return chosen
 
@@ -244,7 +251,12 @@ class RolloutScheduler:
         """Returns the groups that are aborted now that the batch of this step is complete."""
         if not self._aborts:
             return []
-        return [group for group in self._others(chosen) if group.step <= step and not group.is_dropped]
+        surplus = []
+        for group in self._others(chosen):
+            # batches that were started ahead need their groups
+            if group.step <= step and not group.is_dropped:
+                surplus.append(group)
+        return surplus
 
     def _earliest_steps(self, step: int, count: int) -> list[int]:
         """Returns the earliest step that can train on each of the `count` groups that remain after this step, if older
@@ -262,6 +274,7 @@ class RolloutScheduler:
 
     def _last_step_of(self, group: Group) -> int:
         """Returns the last step in which the staleness of a group does not exceed the threshold."""
+        # the step for which `staleness` equals the threshold
         return max(group.version, self.warmup) + self.threshold + 1
 
     def staleness(self, step: int, group: Group) -> int:
@@ -275,12 +288,18 @@ class RolloutScheduler:
 
     def _candidates(self, step: int) -> list[Group]:
         """Returns the groups that the batch of this step may consist of."""
-        return [group for group in self.groups if group.step <= step] if self._aborts else self.groups
+        if not self._aborts:
+            return self.groups
+        return [group for group in self.groups if group.step <= step]
 
     def _missing(self, step: int) -> int:
         """Returns the number of groups that the begun batches lack because of dropped ones; negative for a surplus."""
-        wanted = self.sizes[step] if self._aborts else sum(self.sizes.values())
-        return wanted - sum(not group.is_dropped for group in self._candidates(step))
+        if self._aborts:
+            num_wanted = self.sizes[step]
+        else:
+            num_wanted = sum(self.sizes.values())
+        usable = [group for group in self._candidates(step) if not group.is_dropped]
+        return num_wanted - len(usable)
 
     @property
     def _is_sliced(self) -> bool:
@@ -324,9 +343,13 @@ class RolloutScheduler:
 
     def _run_and_judge(self) -> None:
         """Runs the engines, and decides which of the complete groups are kept."""
-        if keys := self._running():
-            # in slices, so that dropped groups are replaced while others are running
-            self._collect(keys, self.groups, SLICE_S if self._is_sliced else None)
+        running_keys = self._running()
+        if running_keys:
+            limit_s: float | None = None
+            if self._is_sliced:
+                # so that dropped groups are replaced while others are running
+                limit_s = SLICE_S
+            self._collect(running_keys, self.groups, limit_s)
 
         complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
         # when no group is running, there is nothing to do but to wait for the rewards
@@ -360,7 +383,10 @@ class RolloutScheduler:
         missing = self._missing(step)
         if missing <= 0:
             return 0
-        replacements = self.source.draw(int(min(missing, budget)), step) if budget > 0 else []
+        replacements: list[Group] = []
+        if budget > 0:
+            number = int(min(missing, budget))
+            replacements = self.source.draw(number, step)
         if replacements:
             self._begin(replacements, step)
         elif not self._running():
@@ -426,6 +452,7 @@ class RolloutScheduler:
         self.counts.update(trained=len(chosen), dropped=len(dropped))
         started = self.counts["started"]
         resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
+        # a fault of the scheduler would otherwise lose groups without a message
         if started != resolved + len(self.groups):
             raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
 
@@ -464,6 +491,7 @@ class RolloutScheduler:
             "async/staleness/mean": Metric.mean(sum(ages), len(ages)),
             "async/batches_started": Metric.last(len(self.sizes)),
             "async/groups_in_flight": Metric.last(len(self._running())),
+            # constant: a step waits for a group instead of dropping it for its age
             "async/dropped_for_staleness": Metric.last(0),
             "async/trainer_wait_seconds": Metric.last(waited),
         }
@@ -505,8 +533,9 @@ class RolloutScheduler:
         continued: dict[str, GroupPlan] = {}
         if self.spans_updates:
             continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
-        if others := [key for key in self._running() if key not in continued]:
-            self._collect(others, self.groups)
+        other_keys = [key for key in self._running() if key not in continued]
+        if other_keys:
+            self._collect(other_keys, self.groups)
 
         groups: list[SavedGroup] = []
         for group in self.groups:
@@ -546,7 +575,8 @@ class RolloutScheduler:
         if not self._is_restored:
             return
         self._is_restored = False
-        if plans := [group.plan for group in self.groups if group.sampled is None]:
+        plans = [group.plan for group in self.groups if group.sampled is None]
+        if plans:
             self.engines.begin_groups(plans, self.sampling)
         if self.rewards is None:
             return
@@ -557,21 +587,3 @@ class RolloutScheduler:
                 unscored.append(group)
         if unscored:
             self.rewards.submit(assembled(unscored))
-
-
-def _version_metrics(batch: DataProto) -> dict[str, Metric]:
-    """Returns mean and maximum of the number of versions of the weights that sampled a row."""
-    if "rollout_versions" not in batch:
-        return {}
-    # -1 stands for padding, and for tokens that were not sampled
-    counts = [len(set(versions) - {-1}) for versions in batch.batch["rollout_versions"].tolist()]
-    return {
-        "async/versions_per_sample/mean": Metric.mean(sum(counts), len(counts)),
-        "async/versions_per_sample/max": Metric.max(max(counts)),
-    }
-
-
-def _add_counts(batch: DataProto, groups: Sequence[Group]) -> None:
-    """Adds meta_info `episodes` if the groups consist of episodes."""
-    if counts := [group.counts for group in groups if group.counts is not None]:
-        batch.meta_info["episodes"] = sum(counts, start=EpisodeCounts())

@@ -33,6 +33,7 @@ from verl_lite.algos.masked import (
     group_sum,
     group_top_two,
     masked_sum,
+    positions_of,
     row_ends,
     whiten_or_keep,
 )
@@ -74,7 +75,9 @@ def estimator(*names: str, **facts: object) -> Callable[[F], F]:
 
 def discount_of(gamma: float | None, config: EstimatorConfig | None) -> float:
     """Returns the discount factor: the argument `gamma`, else config.gamma as in verl, else 1."""
-    return getattr(config, "gamma", 1.0) if gamma is None else gamma
+    if gamma is not None:
+        return gamma
+    return getattr(config, "gamma", 1.0)
 
 
 def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
@@ -183,7 +186,9 @@ def compute_gae_advantage_return(
         response_mask = torch.ones_like(token_level_rewards)
     check_shapes("gae", token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     assert values is not None
-    decay = gamma * (lam if lambd is None else lambd)
+    if lambd is not None:
+        lam = lambd
+    decay = gamma * lam
     is_valid = response_mask.bool()
     values = at_least_fp32(values)
 
@@ -202,6 +207,7 @@ def compute_gae_advantage_return(
         next_value = torch.where(valid_at[t], values_at[t], next_value)
 
     advantages = torch.where(is_valid, advantages_at.t(), 0)
+    # before the whitening: returns are on the scale of the rewards, which the critic predicts
     returns = torch.where(is_valid, advantages + values, 0)
     if whiten:
         advantages = whiten_or_keep(advantages, is_valid)
@@ -252,10 +258,12 @@ def compute_maxrl_outcome_advantage(
     formula would divide by epsilon (authors' code: no exception).
     """
     rows = outcomes("maxrl", token_level_rewards, response_mask, index)
-    relative_scores = (rows.scores - rows.means) / (rows.means.clamp(min=0) + epsilon)
+    divisors = rows.means.clamp(min=0) + epsilon
+    relative_scores = (rows.scores - rows.means) / divisors
     # false for a group of one, whose mean is 0
     has_success = rows.means > 0
-    return rows.advantages(torch.where(has_success, relative_scores, 0))
+    advantages = torch.where(has_success, relative_scores, 0)
+    return rows.advantages(advantages)
 
 
 @estimator("grpo_passk", groups=True)
@@ -280,6 +288,7 @@ def compute_grpo_passk_outcome_advantage(
         ValueError: a group has only one row.
     """
     rows = outcomes("grpo_passk", token_level_rewards, response_mask, index)
+    # padding and failed rewards do not make a group too small: all rows count here, valid or not
     sizes = torch.bincount(rows.groups, minlength=rows.num_groups)
     if bool((sizes < 2).any()):
         raise ValueError("grpo_passk: a group of one row has no second-best score; index needs at least two rows each.")
@@ -288,10 +297,13 @@ def compute_grpo_passk_outcome_advantage(
 
     best_rows, best_scores, second_scores = group_top_two(rows.scores, rows.groups, rows.num_groups, rows.has_token)
     # with a single valid row the second-best score is -inf, and the lead infinite
-    leads = torch.where(rows.counts[best_rows] > 1, best_scores - second_scores, 0)
+    has_second = rows.counts[best_rows] > 1
+    leads = torch.where(has_second, best_scores - second_scores, 0)
     if norm_adv_by_std_in_grpo:
         leads = leads / (rows.stds[best_rows] + epsilon)
-    return rows.advantages(torch.zeros_like(rows.scores).index_copy(0, best_rows, leads))
+    zeros = torch.zeros_like(rows.scores)
+    advantages = zeros.index_copy(0, best_rows, leads)
+    return rows.advantages(advantages)
 
 
 @estimator("gdpo", groups=True, raw_scores=True)
@@ -321,22 +333,27 @@ def compute_gdpo_outcome_advantage(
     keys: Sequence[str] | None = getattr(config, "gdpo_reward_keys", None)
     weights: Sequence[float] | None = getattr(config, "gdpo_reward_weights", None)
     columns = non_tensor_batch or {}
-    if not keys or any(key not in columns for key in keys):
+    if not keys or not columns.keys() >= set(keys):
         raise ValueError(f"gdpo: gdpo_reward_keys={keys}: columns of rewards are expected, of {sorted(columns)}.")
     if not weights:
         weights = [1.0] * len(keys)
     if len(weights) != len(keys):
         raise ValueError(f"gdpo: gdpo_reward_weights={list(weights)}: one for each of {list(keys)} is expected.")
     rows = outcomes("gdpo", token_level_rewards, response_mask, index)
-    check_rows("gdpo", len(rows.scores), **{key: columns[key] for key in keys})
+    for key in keys:
+        check_rows("gdpo", len(rows.scores), **{key: columns[key]})
 
     total = torch.zeros_like(rows.scores)
     for key, weight in zip(keys, weights, strict=True):
-        scores = torch.as_tensor(np.asarray(columns[key], dtype=np.float64), device=total.device)
+        # a column of object dtype holds Python numbers, which torch does not convert
+        column = np.asarray(columns[key], dtype=np.float64)
+        scores = torch.as_tensor(column, device=total.device)
         # one NaN would reach the whole group through its mean, and all rows through the whitening
-        num_unknown = int((rows.has_token & ~torch.isfinite(scores)).sum())
+        is_unknown = rows.has_token & ~torch.isfinite(scores)
+        num_unknown = int(is_unknown.sum())
         if num_unknown:
             raise ValueError(f"gdpo: reward {key!r} is no finite number in {num_unknown} rows; each answer needs one.")
+
         scores = torch.where(rows.has_token, scores, 0)
         means, stds, _counts = group_mean_std(scores, rows.groups, rows.num_groups, rows.has_token)
         advantages = scores - means[rows.groups]
@@ -366,13 +383,18 @@ def compute_rloo_vectorized_outcome_advantage(
 ) -> Pair:
     """RLOO as in verl's rloo_vectorized: a group of one response gets 0 instead of its score."""
     rows = outcomes("rloo_vectorized", token_level_rewards, response_mask, index)
-    return rows.advantages(torch.where(rows.counts > 1, _leave_one_out(rows), 0))
+    has_others = rows.counts > 1
+    advantages = torch.where(has_others, _leave_one_out(rows), 0)
+    return rows.advantages(advantages)
 
 
 def _leave_one_out(rows: Outcomes) -> Tensor:
     """Returns score minus mean of the group's other scores, (B,); in a group of one, the score itself."""
-    # R_i - (n mean_g - R_i) / (n - 1) = n / (n - 1) (R_i - mean_g); a group of one has mean_g = 0 and no others
-    scale = torch.where(rows.counts > 1, rows.counts / (rows.counts - 1).clamp(min=1), 1.0)
+    # R_i - (n mean_g - R_i) / (n - 1) = n / (n - 1) (R_i - mean_g)
+    num_others = (rows.counts - 1).clamp(min=1)
+    scale = rows.counts / num_others
+    # a group of one has mean_g = 0 and no others
+    scale = torch.where(rows.counts > 1, scale, 1.0)
     return scale * (rows.scores - rows.means)
 
 
@@ -386,8 +408,13 @@ def compute_opo_outcome_advantage(
     """
     rows = outcomes("opo", token_level_rewards, response_mask, index)
     lengths = rows.is_valid.sum(dim=-1).double()
-    weighted_means = rows.group_sum(lengths * rows.scores) / rows.group_sum(lengths).clamp(min=1)
-    baselines = torch.where(rows.counts > 1, weighted_means[rows.groups], 0)
+    weighted_scores = rows.group_sum(lengths * rows.scores)
+    # at least 1: in a group without a token both sums are 0, and 0 / 0 is NaN
+    total_lengths = rows.group_sum(lengths).clamp(min=1)
+    weighted_means = weighted_scores / total_lengths
+
+    has_others = rows.counts > 1
+    baselines = torch.where(has_others, weighted_means[rows.groups], 0)
     return rows.advantages(rows.scores - baselines)
 
 
@@ -402,9 +429,13 @@ def compute_gpg_outcome_advantage(
     """
     rows = outcomes("gpg", token_level_rewards, response_mask, index)
     is_nonzero = (rows.scores != 0) & rows.has_token
+    # padding and failed rewards do not change alpha
+    num_rows = rows.has_token.sum().double()
     # at least 1: in a batch of zeros the advantages are 0, and alpha is arbitrary
-    alpha = rows.has_token.sum().double() / is_nonzero.sum().clamp(min=1)
-    return rows.advantages(alpha * (rows.scores - rows.means) / f_norm)
+    num_nonzero = is_nonzero.sum().clamp(min=1)
+    alpha = num_rows / num_nonzero
+    advantages = alpha * (rows.scores - rows.means) / f_norm
+    return rows.advantages(advantages)
 
 
 # ---------------------------------------------------------------------------------------------------- REINFORCE and kin
@@ -451,11 +482,17 @@ def compute_remax_outcome_advantage(
     """
     check_shapes("remax", token_level_rewards=token_level_rewards, response_mask=response_mask)
     assert response_mask is not None
-    if reward_baselines is None or reward_baselines.shape != token_level_rewards.shape[:1]:
-        problem = "missing" if reward_baselines is None else f"of shape {tuple(reward_baselines.shape)}"
+    problem = ""
+    if reward_baselines is None:
+        problem = "missing"
+    elif reward_baselines.shape != token_level_rewards.shape[:1]:
+        problem = f"of shape {tuple(reward_baselines.shape)}"
+    if problem:
         raise ValueError(f"remax: reward_baselines is {problem}; (B,) scores of greedy answers are expected.")
+    assert reward_baselines is not None
     returns = discounted_returns(token_level_rewards, response_mask, 1.0)
-    return returns - spread(reward_baselines, response_mask.bool(), returns.dtype), returns
+    baselines = spread(reward_baselines, response_mask.bool(), returns.dtype)
+    return returns - baselines, returns
 
 
 # ---------------------------------------------------------------------------------------------------- token baselines
@@ -494,20 +531,25 @@ def compute_optimal_token_baseline_advantage(
     is_valid = rows.is_valid
     returns = discounted_returns(token_level_rewards, is_valid, 1.0)
 
+    probs = at_least_fp32(old_log_probs).exp()
     # exactly, w >= (1 - pi)^2: negative values are rounding errors, and a sum near 0 would make the baseline arbitrary
-    weights = (1 - 2 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)).clamp(min=0)
+    weights = (1 - 2 * probs + at_least_fp32(sum_pi_squared)).clamp(min=0)
     if rollout_is_weights is not None:
         weights = weights * at_least_fp32(rollout_is_weights).square()
     cumulative_weights = torch.where(is_valid, weights, 0).cumsum(dim=-1)
     # rows that have no token at t, because it is masked or after their end, are in neither sum
     cumulative_weights = torch.where(is_valid, cumulative_weights, 0)
-    weighted_returns = rows.group_sum(returns * cumulative_weights)  # (G, T)
-    baselines = weighted_returns / (rows.group_sum(cumulative_weights) + epsilon)
+
+    # one baseline for each group and time step, (G, T)
+    weighted_returns = rows.group_sum(returns * cumulative_weights)
+    total_weights = rows.group_sum(cumulative_weights)
+    baselines = weighted_returns / (total_weights + epsilon)
 
     has_baseline = is_valid & (rows.counts > 1).unsqueeze(-1)
     if handle_zero_tail:
         has_baseline = has_baseline & ~_is_beyond_second_longest(rows)
-    return returns - torch.where(has_baseline, baselines[rows.groups], 0), returns
+    baseline_of_token = torch.where(has_baseline, baselines[rows.groups], 0)
+    return returns - baseline_of_token, returns
 
 
 def _is_beyond_second_longest(rows: Outcomes) -> Tensor:
@@ -518,8 +560,9 @@ def _is_beyond_second_longest(rows: Outcomes) -> Tensor:
     ends = row_ends(rows.is_valid)
     _, longest, second_longest = group_top_two(ends, rows.groups, rows.num_groups, rows.has_token)
     is_longest = ends == longest[rows.groups]
-    positions = torch.arange(1, rows.is_valid.shape[-1] + 1, device=ends.device)
-    is_beyond_second = positions > second_longest[rows.groups].unsqueeze(-1)
+    second_end = second_longest[rows.groups]
+
+    is_beyond_second = positions_of(rows.is_valid) > second_end.unsqueeze(-1)
     return is_beyond_second & is_longest.unsqueeze(-1)
 
 
@@ -543,7 +586,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     _check_token_columns(name, token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     assert old_log_probs is not None and sum_pi_squared is not None
     # valid tokens first; the stable sort keeps their order
-    order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)
+    is_masked = (response_mask == 0).to(torch.int8)
+    order = torch.argsort(is_masked, dim=-1, stable=True)
 
     weights = None
     if rollout_is_weights is not None:

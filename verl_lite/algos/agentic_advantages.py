@@ -16,7 +16,15 @@ from verl_lite.algos.agentic_rewards import (
     compute_discounted_returns,
     compute_gigpo_rewards,
 )
-from verl_lite.algos.masked import at_least_fp32, backward_scan, check_rows, check_shapes, discounted_returns, row_ends
+from verl_lite.algos.masked import (
+    at_least_fp32,
+    backward_scan,
+    check_rows,
+    check_shapes,
+    discounted_returns,
+    positions_of,
+    row_ends,
+)
 
 
 def compute_reinforce_return(token_level_rewards: Tensor, gamma: float, lambd: float = 1.0) -> Pair:
@@ -41,6 +49,7 @@ def compute_reinforce_advantage(
     """
     check_shapes("reinforce", token_level_rewards=token_level_rewards, response_mask=response_mask)
     discount = discount_of(gamma, config)
+    # as in ROLL, where the tokens of an environment discount the return, too
     returns = discounted_returns(token_level_rewards, response_mask, discount, count_gaps=True)
     return returns, returns
 
@@ -54,14 +63,19 @@ def compute_agentic_reinforce_return(token_level_rewards: Tensor, gamma: float, 
     """
     check_shapes("agentic_reinforce", token_level_rewards=token_level_rewards, mask=mask)
     is_valid = mask.bool()
-    is_next_valid = torch.nn.functional.pad(is_valid, (0, 1))[:, 1:]
-    # a turn ends where the next token is not the policy's; behind the last column there is none
+    # shifted by one column; no token is behind the last one
+    with_border = torch.nn.functional.pad(is_valid, (0, 1))
+    is_next_valid = with_border[:, 1:]
+    # a turn ends where the next token is not the policy's
     is_end_of_turn = is_valid & ~is_next_valid
-    rewards = at_least_fp32(token_level_rewards)
 
+    rewards = at_least_fp32(token_level_rewards)
+    turn_rewards = torch.where(is_end_of_turn, rewards, 0)
+    discount = rewards.new_tensor(gamma)
+    no_discount = rewards.new_ones(())
     # C changes at the last token of a turn and is carried to the turn's other tokens
-    factors = torch.where(is_end_of_turn, rewards.new_tensor(gamma), rewards.new_ones(()))
-    carried = backward_scan(factors, torch.where(is_end_of_turn, rewards, 0))
+    factors = torch.where(is_end_of_turn, discount, no_discount)
+    carried = backward_scan(factors, turn_rewards)
     returns = torch.where(is_valid, carried, 0)
     return returns, returns
 
@@ -114,7 +128,9 @@ def compute_step_reinforce_advantage(
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, has_token)
     norm = Normalization(norm_mean_type, norm_std_type)
     rewards = agentic_reward_norm(returns, norm, valid=has_token, groups=index)
-    return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
+
+    token_rewards = at_last_token(rewards, response_mask)
+    return compute_reinforce_advantage(token_rewards, response_mask, config, gamma)
 
 
 @estimator("gigpo", rows="step", groups=True)
@@ -151,10 +167,12 @@ def compute_gigpo_advantage(
     check_shapes("gigpo", token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_rows("gigpo", len(response_mask), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
     assert index is not None and traj_id is not None and step is not None and state_hash is not None
+    has_token = response_mask.bool().any(dim=-1)
+    scores = outcome_scores(token_level_rewards, response_mask)
     norm = Normalization(norm_mean_type, norm_std_type)
     episode_rewards, step_rewards = compute_gigpo_rewards(
-        outcome_scores(token_level_rewards, response_mask),
-        response_mask.bool().any(dim=-1),
+        scores,
+        has_token,
         index,
         traj_id,
         step,
@@ -164,11 +182,14 @@ def compute_gigpo_advantage(
         step_norm=norm,
     )
     rewards = episode_reward_weight * episode_rewards + step_reward_weight * step_rewards
-    return compute_reinforce_advantage(at_last_token(rewards, response_mask), response_mask, config, gamma)
+
+    token_rewards = at_last_token(rewards, response_mask)
+    return compute_reinforce_advantage(token_rewards, response_mask, config, gamma)
 
 
 def at_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Returns (B, T) with the score of each row at its last valid token and 0 elsewhere. scores: (B,)."""
-    positions = torch.arange(1, response_mask.shape[-1] + 1, device=response_mask.device)
-    is_last = positions == row_ends(response_mask.bool()).unsqueeze(-1)
+    # a row without a valid token ends at 0, which is no position
+    ends = row_ends(response_mask.bool())
+    is_last = positions_of(response_mask) == ends.unsqueeze(-1)
     return torch.where(is_last, scores.unsqueeze(-1), 0)

@@ -68,10 +68,15 @@ def normalization(
     if method not in METHODS:
         raise ValueError(f"reward normalisation: method={method!r}: expected one of {', '.join(METHODS)}.")
     own_type = "group" if is_grouped else "batch"
-    default_mean_type = None if method == "identity" else own_type
-    default_std_type = own_type if method in ("mean_std", "asym_clip") else None
-    bounds = _ASYMMETRIC_BOUNDS if method == "asym_clip" else None
-    return Normalization(norm_mean_type or default_mean_type, norm_std_type or default_std_type, bounds)
+    if method != "identity":
+        norm_mean_type = norm_mean_type or own_type
+    if method in ("mean_std", "asym_clip"):
+        norm_std_type = norm_std_type or own_type
+    bounds = None
+    if method == "asym_clip":
+        bounds = _ASYMMETRIC_BOUNDS
+    # an empty text selects no normalisation, like null
+    return Normalization(norm_mean_type or None, norm_std_type or None, bounds)
 
 
 @torch.no_grad()
@@ -111,17 +116,13 @@ def compute_discounted_returns(
     """
     check_rows("compute_discounted_returns", len(scores), traj_id=traj_id, step=step)
     scores = at_least_fp32(scores)
+    zeros = torch.zeros_like(scores)
     if valid is not None:
         valid_rows = valid.nonzero().squeeze(-1)
-        trajectories = label_list(traj_id)
-        steps = label_list(step)
-        returns = compute_discounted_returns(
-            scores[valid_rows],
-            [trajectories[row] for row in valid_rows.tolist()],
-            [steps[row] for row in valid_rows.tolist()],
-            gamma,
-        )
-        return torch.zeros_like(scores).index_copy(0, valid_rows, returns)
+        valid_trajectories = _labels_of(traj_id, valid_rows)
+        valid_steps = _labels_of(step, valid_rows)
+        returns = compute_discounted_returns(scores[valid_rows], valid_trajectories, valid_steps, gamma)
+        return zeros.index_copy(0, valid_rows, returns)
 
     episodes, num_episodes = group_ids(traj_id, scores.device)
     step_numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
@@ -131,13 +132,23 @@ def compute_discounted_returns(
     lengths = torch.bincount(episodes, minlength=num_episodes)
     first_positions = lengths.cumsum(0) - lengths
     table_rows = episodes[order]
-    table_columns = torch.arange(len(scores), device=scores.device) - first_positions[table_rows]
-    width = int(lengths.max()) if num_episodes else 0
+    positions = torch.arange(len(scores), device=scores.device)
+    table_columns = positions - first_positions[table_rows]
+    width = 0
+    if num_episodes:
+        width = int(lengths.max())
     table = scores.new_zeros(num_episodes, width)
     table[table_rows, table_columns] = scores[order]
+
     # the table is 0 behind the end of an episode, which adds nothing to its last return
-    returns = backward_scan(table.new_tensor(gamma), table)
-    return torch.zeros_like(scores).index_copy(0, order, returns[table_rows, table_columns])
+    discount = table.new_tensor(gamma)
+    table_of_returns = backward_scan(discount, table)
+    return zeros.index_copy(0, order, table_of_returns[table_rows, table_columns])
+
+
+def _labels_of(labels: Labels, rows: Tensor) -> list[Hashable]:
+    all_labels = label_list(labels)
+    return [all_labels[row] for row in rows.tolist()]
 
 
 @torch.no_grad()
@@ -169,14 +180,17 @@ def compute_gigpo_rewards(
         step, normalised over the task's steps from the same state.
     """
     check_rows("gigpo", len(scores), index=index, traj_id=traj_id, step=step, state_hash=state_hash)
+    # the score of an episode is the sum over its steps
     scores = torch.where(valid, scores, 0)
     trajectories, num_trajectories = group_ids(traj_id, scores.device)
-    episode_scores = group_sum(scores, trajectories, num_trajectories)[trajectories]
+    score_of_episode = group_sum(scores, trajectories, num_trajectories)
+    episode_scores = score_of_episode[trajectories]
     if episode_groups is None:
         episode_groups = index
     episode_rewards = agentic_reward_norm(episode_scores, episode_norm, valid=valid, groups=episode_groups)
 
     returns = compute_discounted_returns(scores, traj_id, step, step_reward_gamma, valid)
+    # not by the state alone: the returns of different tasks are not comparable
     states = build_state_groups(index, state_hash)
     step_rewards = agentic_reward_norm(returns, step_norm, valid=valid, groups=states)
     return episode_rewards, step_rewards
@@ -187,4 +201,6 @@ def build_state_groups(traj_group_id: Labels, state_hash: Labels) -> list[tuple[
 
     ROLL labels rows with the hash alone, which also groups equal states of different tasks.
     """
-    return list(zip(label_list(traj_group_id), label_list(state_hash), strict=True))
+    tasks = label_list(traj_group_id)
+    states = label_list(state_hash)
+    return list(zip(tasks, states, strict=True))

@@ -28,9 +28,11 @@ def clip_cov(inputs: LossInputs) -> LossResult:
     Metrics: pg_clipfrac: share of selected tokens.
     """
     low, high = clip_range(inputs.config)
-    losses, _, _ = clipped_surrogate(inputs.log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
+    surrogate, _, _ = clipped_surrogate(inputs.log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
     selected = _selected(inputs, "clip_cov")
-    return inputs.aggregate(torch.where(selected, 0, losses)), inputs.token_means(pg_clipfrac=selected)
+    # a constant, so that these tokens have no gradient
+    losses = torch.where(selected, 0, surrogate)
+    return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=selected)
 
 
 @register_policy_loss("kl_cov", columns=("selected",))
@@ -40,9 +42,11 @@ def kl_cov(inputs: LossInputs) -> LossResult:
     selected: the tokens with the penalty, from `select_kl_cov`; None: selects them from the whole mini-batch.
     Metrics: ppo_kl: mean of |d|, as in verl.
     """
+    coefficient = inputs.config.policy_loss.ppo_kl_coef
     log_ratio = inputs.log_ratio
     distance = log_ratio.abs()
-    penalty = torch.where(_selected(inputs, "kl_cov"), inputs.config.policy_loss.ppo_kl_coef * distance, 0)
+    selected = _selected(inputs, "kl_cov")
+    penalty = torch.where(selected, coefficient * distance, 0)
     losses = -inputs.advantages * log_ratio.exp() + penalty
     return inputs.aggregate(losses), inputs.token_means(ppo_kl=distance)
 
@@ -52,6 +56,7 @@ def _selected(inputs: LossInputs, name: str) -> Tensor:
     part of a mini-batch."""
     if inputs.selected is not None:
         return inputs.selected
+    # without counts the inputs are a whole mini-batch, see `Aggregation`
     num_tokens = int(inputs.response_mask.bool().sum())
     batch_num_tokens = inputs.aggregation.batch_num_tokens
     if batch_num_tokens is not None and int(batch_num_tokens) != num_tokens:
@@ -98,14 +103,18 @@ def select_clip_cov(
     is_valid = response_mask.bool()
     covariance = _covariance(log_prob, advantages, is_valid)
     is_in_bounds = (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)
-    candidates = (is_valid & ~is_clipped & is_in_bounds).flatten().nonzero().squeeze(-1)
+    is_candidate = is_valid & ~is_clipped & is_in_bounds
+    candidates = is_candidate.flatten().nonzero().squeeze(-1)
 
     # at least one token, also if the share of a small batch rounds to 0
     num_selected = max(int(options.clip_cov_ratio * int(is_valid.sum())), 1)
     # randperm draws only on the device of its generator, and torch's default generator is that of the CPU
-    device = "cpu" if generator is None else generator.device
-    order = torch.randperm(len(candidates), generator=generator, device=device).to(candidates.device)
-    return _mask_of(candidates[order[:num_selected]], is_valid)
+    device = torch.device("cpu")
+    if generator is not None:
+        device = generator.device
+    order = torch.randperm(len(candidates), generator=generator, device=device)
+    drawn = order.to(candidates.device)[:num_selected]
+    return _mask_of(candidates[drawn], is_valid)
 
 
 @torch.no_grad()
@@ -127,7 +136,8 @@ def select_kl_cov(
         log_prob = old_log_prob
     is_valid = response_mask.bool()
     # masked tokens are the last in the order, and no more tokens are selected than are valid
-    covariance = torch.where(is_valid, _covariance(log_prob, advantages, is_valid), -torch.inf)
+    covariance = _covariance(log_prob, advantages, is_valid)
+    covariance = torch.where(is_valid, covariance, -torch.inf)
 
     num_tokens = int(is_valid.sum())
     num_selected = max(int(config.policy_loss.kl_cov_ratio * num_tokens), 1)
@@ -137,7 +147,9 @@ def select_kl_cov(
 
 def _covariance(log_prob: Tensor, advantages: Tensor, is_valid: Tensor) -> Tensor:
     """Returns (A - mean A)(log_prob - mean log_prob) of each token, (B, T)."""
-    return (advantages - masked_mean(advantages, is_valid)) * (log_prob - masked_mean(log_prob, is_valid))
+    mean_advantage = masked_mean(advantages, is_valid)
+    mean_log_prob = masked_mean(log_prob, is_valid)
+    return (advantages - mean_advantage) * (log_prob - mean_log_prob)
 
 
 def _mask_of(positions: Tensor, like: Tensor) -> Tensor:

@@ -42,12 +42,16 @@ def sampled_reverse_kl(
     Returns:
         (b, R). While the ratio is 1, the mean is an estimate of KL(p | q).
     """
+    # a constant, because the gradient is that of the ratio alone
     advantages = (teacher_log_probs.clamp(min=MIN_LOG_PROB) - old_log_probs).detach()
     if max_advantage is not None:
         advantages = advantages.clamp(-max_advantage, max_advantage)
     ratio = bounded_log_ratio(log_probs, old_log_probs).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    # the pessimistic objective of PPO; a loss is minimised
+    plain = ratio * advantages
+    clipped = clipped_ratio * advantages
+    return -torch.minimum(plain, clipped)
 
 
 def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: str, with_rest: bool) -> torch.Tensor:
@@ -70,6 +74,7 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
     if with_rest:
         log_q = torch.cat([log_q, _log_rest(log_q)], dim=-1)
         log_p = torch.cat([log_p, _log_rest(log_p)], dim=-1)
+    # 0 * -inf is NaN, for a token that one of the two excludes
     log_q = log_q.clamp(min=MIN_LOG_PROB)
     log_p = log_p.clamp(min=MIN_LOG_PROB)
     q = log_q.exp()
@@ -81,12 +86,16 @@ def divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, kind: s
         return (p * (log_p - log_q)).sum(-1)
     if kind == "jsd":
         log_mean = torch.logaddexp(log_p, log_q) - math.log(2)
-        return 0.5 * (q * (log_q - log_mean) + p * (log_p - log_mean)).sum(-1)
+        of_teacher = q * (log_q - log_mean)
+        of_student = p * (log_p - log_mean)
+        return 0.5 * (of_teacher + of_student).sum(-1)
     raise ValueError(f"divergence: found kind={kind!r}, expected forward_kl, reverse_kl or jsd")
 
 
 def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
     """Returns log(1 - sum of the probabilities) (..., 1). Below MIN_REST it is constant, but keeps its gradient."""
+    total = log_probs.exp().sum(-1, keepdim=True)
+    rest = 1 - total
     # the bound applies to the value alone: a clamp would stop the gradient of a bin that is nearly empty
-    rest = 1 - log_probs.exp().sum(-1, keepdim=True)
-    return (rest + (rest.clamp(min=MIN_REST) - rest).detach()).log()
+    missing = (rest.clamp(min=MIN_REST) - rest).detach()
+    return (rest + missing).log()

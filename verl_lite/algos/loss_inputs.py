@@ -133,6 +133,7 @@ class LossInputs:
     staleness: Tensor | None = None
 
     def __post_init__(self) -> None:
+        # response_mask first, because the others are compared with the first one
         check_shapes(
             "policy loss",
             response_mask=self.response_mask,
@@ -145,6 +146,7 @@ class LossInputs:
             if column is not None:
                 check_shapes("policy loss", response_mask=self.response_mask, **{name: column})
 
+        # once here, so that no loss has to do it
         self.log_prob = masked_values(self.log_prob, self.response_mask)
         self.old_log_prob = masked_values(self.old_log_prob, self.response_mask)
         self.advantages = masked_values(self.advantages, self.response_mask)
@@ -193,10 +195,12 @@ class LossInputs:
         """Returns metrics: the means of values (b, R) over the valid tokens, and the mean of -log_ratio as ppo_kl
         unless `values` has that name."""
         values = {"ppo_kl": -self.log_ratio} | values
+        # the count of the micro-batch: a `Metric` divides once all micro-batches are combined
         num_tokens = self.response_mask.bool().sum()
         metrics = {}
         for name, column in values.items():
-            metrics[name] = Metric.mean(masked_sum(column.detach(), self.response_mask), num_tokens)
+            total = masked_sum(column.detach(), self.response_mask)
+            metrics[name] = Metric.mean(total, num_tokens)
         return metrics
 
 
@@ -207,8 +211,12 @@ def clip_range(config: LossConfig) -> tuple[float, float]:
         ValueError: if a range is negative, because [1 - low, 1 + high] would not contain the ratio 1.
     """
     # in verl both have a default of 0.2, and clip_ratio alone has no effect
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    low = config.clip_ratio_low
+    high = config.clip_ratio_high
+    if low is None:
+        low = config.clip_ratio
+    if high is None:
+        high = config.clip_ratio
     require_clip_range("clip_ratio", low, high)
     return low, high
 

@@ -24,7 +24,9 @@ Labels = np.ndarray | Tensor | Sequence[Hashable]
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """Converts to fp32 unless the tensor is fp64: bf16 cannot count past 256, and integers do not divide exactly."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.float()
 
 
 def masked_values(values: Tensor, mask: Tensor) -> Tensor:
@@ -52,7 +54,10 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
     for argument, column in labels.items():
         if column is None:
             raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
-        shape = list(column.shape) if isinstance(column, np.ndarray | Tensor) else [len(column)]
+        shape = [len(column)]
+        if isinstance(column, np.ndarray | Tensor):
+            # a matrix of `rows` rows has that length, too
+            shape = list(column.shape)
         if shape != [rows]:
             raise ValueError(f"{name}: {argument} has shape {shape}, expected one label for each of {rows} rows.")
 
@@ -63,14 +68,20 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the sum of the values under a nonzero mask. Other values, even NaN, affect no result and no gradient."""
     valid_values = masked_values(values, mask)
-    return valid_values.sum() if axis is None else valid_values.sum(dim=axis)
+    if axis is None:
+        return valid_values.sum()
+    return valid_values.sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the mean of the values under a nonzero mask; 0 if there are none (denominator + 1e-8, as in verl)."""
     is_valid = mask.bool()
-    count = is_valid.sum() if axis is None else is_valid.sum(dim=axis)
-    return masked_sum(values, is_valid, axis) / (count + 1e-8)
+    if axis is None:
+        count = is_valid.sum()
+    else:
+        count = is_valid.sum(dim=axis)
+    total = masked_sum(values, is_valid, axis)
+    return total / (count + 1e-8)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
@@ -82,8 +93,10 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     correction = 1 if unbiased else 0
     if count < 1 + correction:
         raise ValueError(f"masked_var: the mask keeps {count} values; a variance needs at least {1 + correction}.")
-    centred = at_least_fp32(values) - masked_mean(values, mask)
-    return masked_sum(centred**2, mask) / (count - correction)
+    mean = masked_mean(values, mask)
+    centred = at_least_fp32(values) - mean
+    sum_of_squares = masked_sum(centred**2, mask)
+    return sum_of_squares / (count - correction)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -92,7 +105,9 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     The result is not masked. Raises ValueError if the mask keeps fewer than two values.
     """
     mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    variance = masked_var(values, mask)
+    # 1e-8, as in verl: equal values have variance 0
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
     return whitened
@@ -104,18 +119,25 @@ def masked_normalize(values: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e
     Uses the biased variance, clamped to at least `eps`. A row whose mask is all 0 becomes 0.
     """
     is_valid = mask.bool()
-    valid_values = masked_values(values, is_valid)
     count = is_valid.sum(dim=dim, keepdim=True).clamp(min=1)
-    mean = valid_values.sum(dim=dim, keepdim=True) / count
+
+    valid_values = masked_values(values, is_valid)
+    total = valid_values.sum(dim=dim, keepdim=True)
+    mean = total / count
+
     centred = torch.where(is_valid, valid_values - mean, 0)
-    variance = centred.square().sum(dim=dim, keepdim=True) / count
-    return centred * torch.rsqrt(variance.clamp(min=eps))
+    sum_of_squares = centred.square().sum(dim=dim, keepdim=True)
+    variance = sum_of_squares / count
+    bounded_variance = variance.clamp(min=eps)
+    return centred * torch.rsqrt(bounded_variance)
 
 
 def compute_clip_fraction(values: Tensor, clip_max: float, clip_min: float) -> float:
     """Returns the fraction of entries outside [clip_min, clip_max]; 0 for no entries. Counts padding, as ROLL does."""
-    is_outside = (values > clip_max) | (values < clip_min)
-    return float(is_outside.sum()) / max(1, values.numel())
+    is_above = values > clip_max
+    is_below = values < clip_min
+    num_outside = float((is_above | is_below).sum())
+    return num_outside / max(1, values.numel())
 
 
 def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
@@ -129,10 +151,12 @@ def whiten_or_keep(values: Tensor, mask: Tensor) -> Tensor:
     if count < 2:
         return valid_values
 
+    # in place, which does not change the argument, because `masked_values` returns a new tensor
     mean = valid_values.sum(dtype=torch.float64) / count
     centred = valid_values.sub_(mean).masked_fill_(~is_valid, 0)
     # the norm sums in fp64 without a copy of all values in fp64
-    variance = torch.linalg.vector_norm(centred, dtype=torch.float64) ** 2 / (count - 1)
+    norm = torch.linalg.vector_norm(centred, dtype=torch.float64)
+    variance = norm**2 / (count - 1)
     return centred.mul_(torch.rsqrt(variance + 1e-8))
 
 
@@ -146,7 +170,9 @@ def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 
 def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Returns log_prob - old_log_prob clamped to +-20, and 0 under mask 0, where NaN thus has no gradient."""
-    return bounded_log_ratio(masked_values(log_prob, response_mask), masked_values(old_log_prob, response_mask))
+    valid_log_prob = masked_values(log_prob, response_mask)
+    valid_old_log_prob = masked_values(old_log_prob, response_mask)
+    return bounded_log_ratio(valid_log_prob, valid_old_log_prob)
 
 
 # ---------------------------------------------------------------------------------------------------- along a row
@@ -158,16 +184,20 @@ def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
     values: (B, T). factors: (B, T), or () for a common factor. Not differentiable. The scan runs over contiguous
     columns, with one multiply-add over all rows per step.
     """
+    constants = at_least_fp32(values.detach())
     # always a copy, because the scan writes into it
-    columns = at_least_fp32(values.detach()).t().clone(memory_format=torch.contiguous_format)
+    columns = constants.t().clone(memory_format=torch.contiguous_format)
+
     factors_at = factors.to(columns.dtype)
     if factors_at.dim() == 0:
         factors_at = factors_at.expand(len(columns))
     else:
         factors_at = factors_at.t().contiguous()
+
     # the last column is its own result
     for t in reversed(range(len(columns) - 1)):
-        columns[t].addcmul_(factors_at[t], columns[t + 1])
+        next_column = columns[t + 1]
+        columns[t].addcmul_(factors_at[t], next_column)
     return columns.t().contiguous()
 
 
@@ -181,24 +211,36 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, *, count_gap
     valid_rewards = masked_values(rewards, is_valid)
     if gamma == 1:
         # gaps make no difference without a discount, and a sum is faster than a scan
-        returns = valid_rewards.flip(-1).cumsum(dim=-1).flip(-1)
+        from_last_to_first = valid_rewards.flip(-1)
+        returns = from_last_to_first.cumsum(dim=-1).flip(-1)
         return torch.where(is_valid, returns, 0)
 
     factors = valid_rewards.new_tensor(gamma)
     if not count_gaps:
-        factors = torch.where(is_valid, factors, valid_rewards.new_ones(()))
-    return torch.where(is_valid, backward_scan(factors, valid_rewards), 0)
+        # a token in a gap carries the return of the next valid token through unchanged
+        no_discount = valid_rewards.new_ones(())
+        factors = torch.where(is_valid, factors, no_discount)
+    returns = backward_scan(factors, valid_rewards)
+    return torch.where(is_valid, returns, 0)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Returns the positions of the columns, (T,), counted from 1, so that 0 can stand for no column."""
+    width = mask.shape[-1]
+    return torch.arange(1, width + 1, device=mask.device)
 
 
 def row_ends(is_valid: Tensor) -> Tensor:
-    """Returns the number of columns up to the last valid token of each row, (B,); 0 for a row without any."""
-    positions = torch.arange(1, is_valid.shape[-1] + 1, device=is_valid.device)
-    return (positions * is_valid).amax(dim=-1)
+    """Returns the position of the last valid token of each row, (B,), counted from 1; 0 for a row without any."""
+    valid_positions = positions_of(is_valid) * is_valid
+    return valid_positions.amax(dim=-1)
 
 
 def run_starts(is_valid: Tensor) -> Tensor:
     """Returns (B, T) bool: the first token of each run of consecutive valid tokens."""
-    is_previous_valid = torch.nn.functional.pad(is_valid, (1, 0))[:, :-1]
+    # shifted by one column; no token is in front of the first one
+    with_border = torch.nn.functional.pad(is_valid, (1, 0))
+    is_previous_valid = with_border[:, :-1]
     return is_valid & ~is_previous_valid
 
 
@@ -212,11 +254,17 @@ def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     # number of the run, 0 before the first one; tokens between two runs add 0 to the preceding one
     runs = run_starts(is_valid).cumsum(dim=-1)
     valid_values = masked_values(values, is_valid)
-    zeros = valid_values.new_zeros(len(values), values.shape[-1] + 1)
+    ones = is_valid.to(valid_values.dtype)
+
+    # one column for each run that a row can have, and column 0
+    batch_size, width = values.shape
+    zeros = valid_values.new_zeros(batch_size, width + 1)
     totals = zeros.scatter_add(1, runs, valid_values)
-    counts = zeros.scatter_add(1, runs, is_valid.to(valid_values.dtype))
+    counts = zeros.scatter_add(1, runs, ones)
     means = totals / counts.clamp(min=1)
-    return torch.where(is_valid, means.gather(1, runs), 0)
+
+    mean_of_run = means.gather(1, runs)
+    return torch.where(is_valid, mean_of_run, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- groups of rows
@@ -226,7 +274,12 @@ def label_list(labels: Labels) -> list[Hashable]:
     """Converts labels to Python objects, so that equal labels compare and hash equal (tensors do not)."""
     if isinstance(labels, np.ndarray | Tensor):
         return labels.tolist()
-    return [label.item() if isinstance(label, Tensor) else label for label in labels]
+    objects: list[Hashable] = []
+    for label in labels:
+        if isinstance(label, Tensor):
+            label = label.item()
+        objects.append(label)
+    return objects
 
 
 def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
@@ -235,13 +288,16 @@ def group_ids(index: Labels, device: torch.device) -> tuple[Tensor, int]:
     numbers: dict[Hashable, int] = {}
     groups = []
     for label in label_list(index):
-        groups.append(numbers.setdefault(label, len(numbers)))
-    return torch.tensor(groups, dtype=torch.int64, device=device), len(numbers)
+        number = numbers.setdefault(label, len(numbers))
+        groups.append(number)
+    group_of_row = torch.tensor(groups, dtype=torch.int64, device=device)
+    return group_of_row, len(numbers)
 
 
 def group_sum(values: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """Returns the sum of the rows of each group: (B, ...) -> (G, ...)."""
-    return values.new_zeros(num_groups, *values.shape[1:]).index_add(0, groups, values)
+    zeros = values.new_zeros(num_groups, *values.shape[1:])
+    return zeros.index_add(0, groups, values)
 
 
 def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,10 +309,13 @@ def group_mean_std(scores: Tensor, groups: Tensor, num_groups: int, weights: Ten
     scores = scores.double()
     weights = weights.double()
     counts = group_sum(weights, groups, num_groups)
-    means = group_sum(scores * weights, groups, num_groups) / counts.clamp(min=1)
+    totals = group_sum(scores * weights, groups, num_groups)
+    means = totals / counts.clamp(min=1)
+
     # not the difference of two mean squares, which cancels for scores that differ in the seventh digit
     squared_distances = (scores - means[groups]) ** 2
-    variances = group_sum(squared_distances * weights, groups, num_groups) / (counts - 1).clamp(min=1)
+    sums_of_squares = group_sum(squared_distances * weights, groups, num_groups)
+    variances = sums_of_squares / (counts - 1).clamp(min=1)
 
     is_comparable = counts >= 2
     means = torch.where(is_comparable, means, 0)
@@ -269,9 +328,11 @@ def order_within_groups(keys: Tensor, groups: Tensor, *, descending: bool = Fals
 
     keys, groups: (B,). Rows of a group with equal keys keep their order.
     """
-    # two stable sorts, because torch sorts by one key
-    by_key = torch.argsort(keys, descending=descending, stable=True)
-    return by_key[torch.argsort(groups[by_key], stable=True)]
+    # two stable sorts, because torch sorts by one key: the second one keeps the order by key within a group
+    rows_by_key = torch.argsort(keys, descending=descending, stable=True)
+    groups_by_key = groups[rows_by_key]
+    order = torch.argsort(groups_by_key, stable=True)
+    return rows_by_key[order]
 
 
 def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,14 +342,17 @@ def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor
     earlier of two rows with equal scores is the best.
     """
     valid_scores = torch.where(valid, scores.double(), -math.inf)
-    order = order_within_groups(valid_scores, groups, descending=True)
+    rows = order_within_groups(valid_scores, groups, descending=True)
     sizes = torch.bincount(groups, minlength=num_groups)
     starts = sizes.cumsum(0) - sizes
-    best_rows = order[starts]
+
+    best_rows = rows[starts]
+    best_scores = valid_scores[best_rows]
     # the last group may have one row only, and no row follows it
-    next_rows = order[(starts + 1).clamp(max=len(order) - 1)]
-    second_scores = torch.where(sizes > 1, valid_scores[next_rows], -math.inf)
-    return best_rows, valid_scores[best_rows], second_scores
+    next_positions = (starts + 1).clamp(max=len(rows) - 1)
+    next_scores = valid_scores[rows[next_positions]]
+    second_scores = torch.where(sizes > 1, next_scores, -math.inf)
+    return best_rows, best_scores, second_scores
 
 
 class RunningMoments:
@@ -314,7 +378,8 @@ class RunningMoments:
         if batch_count == 0:
             return self.mean, self.std
         batch_mean = float(values.mean())
-        batch_var = float(((values - batch_mean) ** 2).mean())
+        squared_distances = (values - batch_mean) ** 2
+        batch_var = float(squared_distances.mean())
         batch_std = 1.0
         if batch_count > 1:
             batch_std = math.sqrt(batch_var * batch_count / (batch_count - 1))
@@ -322,11 +387,14 @@ class RunningMoments:
         # sum of squared distances from the new mean: those of both parts, and of their means
         count = self.count + batch_count
         delta = batch_mean - self.mean
-        squares = self.var * self.count + delta**2 * self.count * batch_count / count + batch_var * batch_count
+        of_means = delta**2 * self.count * batch_count / count
+        squares = self.var * self.count + of_means + batch_var * batch_count
         self.mean += delta * batch_count / count
         self.var = squares / count
         self.count = count
-        self.std = math.sqrt(squares / (count - 1)) if count > 1 else 1.0
+        self.std = 1.0
+        if count > 1:
+            self.std = math.sqrt(squares / (count - 1))
         return batch_mean, batch_std
 
     def state_dict(self) -> dict[str, float]:
@@ -387,16 +455,20 @@ def agg_loss(
     is_valid = loss_mask.bool()
     lengths = is_valid.sum(dim=-1, dtype=torch.int32)
     if loss_agg_mode == "token-mean":
-        tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
-        return masked_sum(loss_mat, is_valid) / tokens * dp_size
+        num_tokens = _denominator("batch_num_tokens", batch_num_tokens, lengths.sum(), dp_size, loss_agg_mode)
+        return masked_sum(loss_mat, is_valid) / num_tokens * dp_size
 
-    sequences = _denominator("global_batch_size", global_batch_size, (lengths > 0).sum(), dp_size, loss_agg_mode)
+    own_sequences = (lengths > 0).sum()
+    num_sequences = _denominator("global_batch_size", global_batch_size, own_sequences, dp_size, loss_agg_mode)
     row_losses = masked_sum(loss_mat, is_valid, axis=-1)
     if loss_agg_mode == "seq-mean-token-mean":
         row_losses = row_losses / lengths.clamp(min=1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
-        row_losses = row_losses / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    return row_losses.sum() / sequences * dp_size
+        divisor: float = loss_mask.shape[-1]
+        if loss_scale_factor is not None:
+            divisor = loss_scale_factor
+        row_losses = row_losses / divisor
+    return row_losses.sum() / num_sequences * dp_size
 
 
 def _denominator(name: str, whole_count: Count | None, own_count: Tensor, dp_size: int, mode: str) -> Count:

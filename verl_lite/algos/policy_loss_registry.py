@@ -47,6 +47,7 @@ class PolicyLoss:
         with_reduction = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
         if len(with_reduction) == len(metrics):
             return loss, with_reduction
+        # only plain numbers need the count of tokens, which costs operations on the device
         num_tokens = inputs.response_mask.bool().sum().double()
         return loss, declared(metrics, num_tokens, inputs.aggregation.batch_num_tokens)
 
@@ -54,8 +55,9 @@ class PolicyLoss:
         aggregation = inputs.aggregation
         keywords: dict[str, object] = {}
         for name in self.columns:
-            if getattr(inputs, name) is not None:
-                keywords[name] = getattr(inputs, name)
+            column = getattr(inputs, name)
+            if column is not None:
+                keywords[name] = column
         for name in ("batch_num_tokens", "global_batch_size"):
             if accepts(self.function, name):
                 keywords[name] = getattr(aggregation, name)
@@ -145,7 +147,9 @@ def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
     """Returns the policy loss by name or path pkg.module:function as a function with verl's arguments. Raises UserError
     if there is none."""
     function = POLICY_LOSS_REGISTRY.get_fn(name)
-    return function if has_verl_signature(function) else VerlPolicyLoss(function)
+    if has_verl_signature(function):
+        return function
+    return VerlPolicyLoss(function)
 
 
 def has_verl_signature(function: Callable[..., object]) -> bool:
@@ -221,6 +225,7 @@ class _VerlConfig:
     def __init__(self, config: LossConfig, aggregation: Aggregation) -> None:
         self._config = config
         self.global_batch_info = {
+            # the names are those of agg_loss's arguments
             "dp_size": aggregation.dp_size,
             "loss_scale_factor": aggregation.loss_scale_factor,
             "batch_num_tokens": aggregation.batch_num_tokens,

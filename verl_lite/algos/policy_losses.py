@@ -51,6 +51,7 @@ def a3po(inputs: LossInputs) -> LossResult:
     # log pi_prox - log pi_old, 0 as long as no weight update separates the two
     proximal = torch.zeros_like(log_ratio)
     if inputs.staleness is not None:
+        # 0 counts as 1, because a is 0 for both
         updates = inputs.staleness.clamp(min=1).to(log_ratio.dtype)
         proximal = log_ratio.detach() * (1 - 1 / updates)
 
@@ -70,13 +71,18 @@ def gspo(inputs: LossInputs) -> LossResult:
     loss_agg_mode).
     """
     low, high = clip_range(inputs.config)
-    row_log_ratio = masked_mean(inputs.log_ratio.detach(), inputs.response_mask, axis=-1).unsqueeze(-1)
-    # the value is that of the row, the gradient that of the token; the bound of 10 is verl's
+    token_log_ratio = inputs.log_ratio.detach()
+    row_log_ratio = masked_mean(token_log_ratio, inputs.response_mask, axis=-1)
+    # the value is that of the row, the gradient that of the token
     zero_with_gradient = inputs.log_prob - inputs.log_prob.detach()
-    log_ratio = (zero_with_gradient + row_log_ratio).clamp(max=10.0)
+    log_ratio = zero_with_gradient + row_log_ratio.unsqueeze(-1)
+    # verl's bound
+    log_ratio = log_ratio.clamp(max=10.0)
 
     losses, is_clipped, _ = clipped_surrogate(log_ratio, inputs.advantages, low, high, clip_ratio_c=None)
-    return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means(pg_clipfrac=is_clipped)
+    # not a mean over tokens, in which the ratio of a long response would have more weight
+    loss = inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN)
+    return loss, inputs.token_means(pg_clipfrac=is_clipped)
 
 
 @register_policy_loss("sapo", loss_agg_mode=SEQUENCE_MEAN, bounds_ratio=True)
@@ -93,8 +99,11 @@ def sapo(inputs: LossInputs) -> LossResult:
     advantages = inputs.advantages
     ratio = inputs.log_ratio.exp()
     # one of the two is a tensor, because torch.where of two numbers is fp32, also if the advantages are fp64
-    tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
-    losses = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
+    negative = torch.full_like(advantages, tau_neg)
+    tau = torch.where(advantages > 0, tau_pos, negative)
+    # 4 / tau: the gate has slope 1 at ratio 1 for any tau, so that the gradient of a fresh sample is PPO's
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    losses = -advantages * (4.0 / tau) * gate
     return inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN), inputs.token_means()
 
 
@@ -113,22 +122,27 @@ def geo_mean(inputs: LossInputs) -> LossResult:
     log_ratio = inputs.log_ratio
     in_range = log_ratio.clamp(-low, high)
     sign = advantages.sign()
+    # the smaller objective, which has the larger log-ratio where A < 0
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * in_range)
 
     row_ratio = masked_mean(pessimistic, mask, axis=-1).exp()
     row_advantage = masked_mean(advantages, mask, axis=-1)
     # the loss of a row on each of its tokens, whose mean over the row is that loss again
-    losses = (-row_advantage * row_ratio).unsqueeze(-1).expand_as(log_ratio)
+    row_losses = -row_advantage * row_ratio
+    losses = row_losses.unsqueeze(-1).expand_as(log_ratio)
+
     row_weights = None
     if inputs.rollout_is_weights is not None:
         # a weight of 0, which IcePop gives to tokens out of bounds, has no logarithm
         log_weights = torch.log(inputs.rollout_is_weights + 1e-10)
-        row_weights = masked_mean(log_weights, mask, axis=-1).exp().unsqueeze(-1)
+        geometric_means = masked_mean(log_weights, mask, axis=-1).exp()
+        row_weights = geometric_means.unsqueeze(-1)
     loss = inputs.aggregate(losses, loss_agg_mode=SEQUENCE_MEAN, weights=row_weights)
 
     is_out = log_ratio != in_range
-    metrics = inputs.token_means(pg_clipfrac=is_out & (advantages > 0), pg_clipfrac_lower=is_out & (advantages < 0))
-    return loss, metrics
+    is_good_out = is_out & (advantages > 0)
+    is_bad_out = is_out & (advantages < 0)
+    return loss, inputs.token_means(pg_clipfrac=is_good_out, pg_clipfrac_lower=is_bad_out)
 
 
 # ---------------------------------------------------------------------------------------------------- clipping
@@ -201,11 +215,13 @@ def compute_policy_loss(
             nothing.
     """
     warnings.warn("compute_policy_loss is deprecated: compute_policy_loss_vanilla", DeprecationWarning, stacklevel=2)
-    low = cliprange if cliprange_low is None else cliprange_low
-    high = cliprange if cliprange_high is None else cliprange_high
-    if low is None or high is None:
+    if cliprange_low is None:
+        cliprange_low = cliprange
+    if cliprange_high is None:
+        cliprange_high = cliprange
+    if cliprange_low is None or cliprange_high is None:
         raise ValueError("compute_policy_loss: give cliprange, or both cliprange_low and cliprange_high.")
-    require_clip_range("cliprange", low, high)
+    require_clip_range("cliprange", cliprange_low, cliprange_high)
     check_shapes(
         "compute_policy_loss",
         response_mask=response_mask,
@@ -214,10 +230,11 @@ def compute_policy_loss(
         advantages=advantages,
     )
     log_ratio = masked_log_ratio(log_prob, old_log_prob, response_mask)
-    losses, is_clipped, is_bounded = clipped_surrogate(log_ratio, advantages, low, high, clip_ratio_c)
-    return (
-        agg_loss(losses, response_mask, loss_agg_mode),
-        masked_mean(is_clipped.to(losses.dtype), response_mask),
-        masked_mean(-log_ratio, response_mask),
-        masked_mean(is_bounded.to(losses.dtype), response_mask),
+    losses, is_clipped, is_bounded = clipped_surrogate(
+        log_ratio, advantages, cliprange_low, cliprange_high, clip_ratio_c
     )
+    loss = agg_loss(losses, response_mask, loss_agg_mode)
+    clip_fraction = masked_mean(is_clipped.to(losses.dtype), response_mask)
+    kl = masked_mean(-log_ratio, response_mask)
+    bound_fraction = masked_mean(is_bounded.to(losses.dtype), response_mask)
+    return loss, clip_fraction, kl, bound_fraction

@@ -20,6 +20,7 @@ def dpo_loss(logps: Tensor, ref_logps: Tensor, beta: float, label_smoothing: flo
         (n,) losses, and (n, 2) implicit rewards r = beta * (logps - ref_logps), equation 5 without its constant.
     """
     rewards = beta * (logps - ref_logps)
+    # logsigmoid is finite for any margin, unlike the logarithm of a sigmoid
     margins = rewards[:, 0] - rewards[:, 1]
     as_labelled = -F.logsigmoid(margins)
     as_swapped = -F.logsigmoid(-margins)

@@ -15,7 +15,8 @@ from verl_lite.algos.policy_loss_registry import register_policy_loss
 @register_policy_loss("gpg")
 def gpg(inputs: LossInputs) -> LossResult:
     """GPG: -A log_prob, the plain policy gradient (arXiv:2504.02546)."""
-    return inputs.aggregate(-inputs.advantages * inputs.log_prob), inputs.token_means()
+    losses = -inputs.advantages * inputs.log_prob
+    return inputs.aggregate(losses), inputs.token_means()
 
 
 @register_policy_loss("cispo", bounds_ratio=True)
@@ -30,7 +31,9 @@ def cispo(inputs: LossInputs) -> LossResult:
     # verl's config has no such option
     if getattr(inputs.config.policy_loss, "cispo_unified_mask", False):
         ratio = inputs.importance_log_ratio.exp()
-        has_loss = torch.where(inputs.advantages > 0, ratio <= 1 + high, ratio >= 1 - low)
+        is_below_upper = ratio <= 1 + high
+        is_above_lower = ratio >= 1 - low
+        has_loss = torch.where(inputs.advantages > 0, is_below_upper, is_above_lower)
         losses = torch.where(has_loss, losses, 0)
     return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=is_truncated)
 
@@ -52,9 +55,12 @@ def tis(inputs: LossInputs) -> LossResult:
 
 def _truncated(inputs: LossInputs, lower: float, upper: float) -> tuple[Tensor, Tensor]:
     """Returns -sg(clamp(r, lower, upper)) A log_prob and whether the clamp changed r, both (b, R)."""
+    # without gradient, so that a truncated token keeps that of its log_prob
     ratio = inputs.importance_log_ratio.detach().exp()
     truncated = ratio.clamp(lower, upper)
-    return -truncated * inputs.advantages * inputs.log_prob, truncated != ratio
+    losses = -truncated * inputs.advantages * inputs.log_prob
+    is_truncated = truncated != ratio
+    return losses, is_truncated
 
 
 @register_policy_loss("topr", columns=("scores",), bounds_ratio=True)
@@ -66,6 +72,7 @@ def topr(inputs: LossInputs) -> LossResult:
     if its score is above 0, as in ROLL. Without scores a token is good if its advantage is above 0.
     """
     options = inputs.config.policy_loss
+    # so that the loss can be called without scores
     is_good = inputs.advantages > 0
     if inputs.scores is not None:
         is_good = (inputs.scores > 0).unsqueeze(-1).expand_as(inputs.advantages)
@@ -74,15 +81,18 @@ def topr(inputs: LossInputs) -> LossResult:
     bad_weights = options.topr_negative_weight * ratio.clamp(0.0, 1.0)
     weights = torch.where(is_good, options.topr_positive_weight, bad_weights)
     losses = -weights * inputs.advantages * inputs.log_prob
-    return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=~is_good & (ratio > 1))
+    is_truncated = ~is_good & (ratio > 1)
+    return inputs.aggregate(losses), inputs.token_means(pg_clipfrac=is_truncated)
 
 
 @register_policy_loss("kimi15")
 def kimi15(inputs: LossInputs) -> LossResult:
     """Kimi k1.5: -A log_prob + tau / 2 d^2 (arXiv:2501.12599), tau = config.policy_loss.kimi15_tau."""
+    tau = inputs.config.policy_loss.kimi15_tau
     difference = inputs.log_prob - inputs.old_log_prob
-    penalty = 0.5 * inputs.config.policy_loss.kimi15_tau * difference.square()
-    return inputs.aggregate(-inputs.advantages * inputs.log_prob + penalty), inputs.token_means()
+    penalty = 0.5 * tau * difference.square()
+    losses = -inputs.advantages * inputs.log_prob + penalty
+    return inputs.aggregate(losses), inputs.token_means()
 
 
 @register_policy_loss("dro", needs=("dro_beta",))
@@ -95,7 +105,8 @@ def dro(inputs: LossInputs) -> LossResult:
     if beta is None or beta <= 0:
         raise ValueError(f"dro_beta={beta}: dro needs a number above 0.")
     difference = inputs.log_prob - inputs.old_log_prob
-    losses = -(inputs.advantages * inputs.log_prob - 0.5 * beta * difference.square())
+    penalty = 0.5 * beta * difference.square()
+    losses = -(inputs.advantages * inputs.log_prob - penalty)
     return inputs.aggregate(losses), inputs.token_means()
 
 
@@ -108,8 +119,12 @@ def dppo_tv(inputs: LossInputs) -> LossResult:
     verl: pg_clipfrac, the share of tokens outside; pg_clipfrac_lower, the share of tokens inside with a ratio above c.
     """
     low, high = clip_range(inputs.config)
-    shift = (inputs.log_prob.exp() - inputs.old_log_prob.exp()).detach()
-    is_inside = torch.where(inputs.advantages > 0, shift <= high, shift >= -low)
+    new = inputs.log_prob.detach().exp()
+    old = inputs.old_log_prob.exp()
+    shift = new - old
+    is_inside_if_good = shift <= high
+    is_inside_if_bad = shift >= -low
+    is_inside = torch.where(inputs.advantages > 0, is_inside_if_good, is_inside_if_bad)
     return _loss_inside(inputs, is_inside)
 
 
@@ -126,13 +141,16 @@ def dppo_kl(inputs: LossInputs) -> LossResult:
     new_log_prob = inputs.log_prob.detach()
     old = old_log_prob.exp()
     new = new_log_prob.exp()
+    of_sampled_token = old * (old_log_prob - new_log_prob)
     # 1e-8: a probability of 1 leaves 0 to the other tokens
-    of_other_tokens = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-    divergence = old * (old_log_prob - new_log_prob) + of_other_tokens
+    odds = (1 - old + 1e-8) / (1 - new + 1e-8)
+    of_other_tokens = (1 - old) * torch.log(odds)
+    divergence = of_sampled_token + of_other_tokens
 
     is_inside_if_good = (divergence <= high) | (new <= old)
     is_inside_if_bad = (divergence <= low) | (new >= old)
-    return _loss_inside(inputs, torch.where(inputs.advantages > 0, is_inside_if_good, is_inside_if_bad))
+    is_inside = torch.where(inputs.advantages > 0, is_inside_if_good, is_inside_if_bad)
+    return _loss_inside(inputs, is_inside)
 
 
 def _loss_inside(inputs: LossInputs, is_inside: Tensor) -> LossResult:
@@ -142,7 +160,12 @@ def _loss_inside(inputs: LossInputs, is_inside: Tensor) -> LossResult:
         bound = math.inf
     if bound <= 1.0:
         raise ValueError(f"clip_ratio_c={bound}: it bounds ratios above 1; set it above 1.0.")
+    # a constant: the gradient is that of log_prob alone
     ratio = inputs.log_ratio.detach().exp()
-    losses = torch.where(is_inside, -ratio.clamp(max=bound) * inputs.advantages * inputs.log_prob, 0)
-    metrics = inputs.token_means(pg_clipfrac=~is_inside, pg_clipfrac_lower=is_inside & (ratio > bound))
+    weights = ratio.clamp(max=bound)
+    losses = -weights * inputs.advantages * inputs.log_prob
+    losses = torch.where(is_inside, losses, 0)
+
+    is_bounded = is_inside & (ratio > bound)
+    metrics = inputs.token_means(pg_clipfrac=~is_inside, pg_clipfrac_lower=is_bounded)
     return inputs.aggregate(losses), metrics

@@ -56,7 +56,9 @@ def normalise_scores(
         if kind not in NORM_TYPES:
             raise ValueError(f"{name}={kind!r}: expected one of {', '.join(NORM_TYPES)}, or null.")
         if not is_available[kind]:
-            needed = "groups" if kind == "group" else "running and domains"
+            needed = "running and domains"
+            if kind == "group":
+                needed = "groups"
             raise ValueError(f"{name}={kind!r} needs {needed}, found None.")
 
     valid_scores = torch.where(valid, scores.double(), 0)
@@ -86,11 +88,14 @@ def _moments(
         stds = scores.new_tensor([float(entry.std) for entry in moments])
         return means, stds
 
-    labels = groups if kind == "group" and groups is not None else [0] * len(scores)
+    labels: Labels = [0] * len(scores)
+    if kind == "group" and groups is not None:
+        labels = groups
     numbers, num_groups = group_ids(labels, scores.device)
     counts = group_sum(valid.double(), numbers, num_groups)
+    totals = group_sum(scores, numbers, num_groups)
     # a mean of its own, because that of group_mean_std is 0 for a single row
-    means = group_sum(scores, numbers, num_groups) / counts.clamp(min=1)
+    means = totals / counts.clamp(min=1)
     _, stds, _ = group_mean_std(scores, numbers, num_groups, valid)
     stds = torch.where(counts > 1, stds, 0)
     return means[numbers], stds[numbers]
@@ -100,6 +105,9 @@ def update_running(
     running: MutableMapping[str, RunningMoments], scores: Tensor, valid: Tensor, domains: Sequence[str]
 ) -> None:
     """Updates the running moments of each domain with its valid scores, and creates moments for new domains."""
+    # not a set, whose order of texts differs from process to process
     for domain in dict.fromkeys(domains):
         is_in_domain = torch.tensor([label == domain for label in domains], device=valid.device)
-        running.setdefault(domain, RunningMoments()).update(scores[is_in_domain & valid])
+        scores_of_domain = scores[is_in_domain & valid]
+        moments = running.setdefault(domain, RunningMoments())
+        moments.update(scores_of_domain)

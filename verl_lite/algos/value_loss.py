@@ -51,6 +51,7 @@ def value_loss(inputs: ValueLossInputs) -> tuple[Tensor, Tensor]:
     arXiv:2005.12729). Returns the loss, and the share of the valid tokens whose clip was active.
     """
     mask = inputs.response_mask
+    # values under mask 0 may be NaN, whose product with the mask is NaN
     values = masked_values(inputs.vpreds, mask)
     old_values = masked_values(inputs.values, mask)
     targets = masked_values(inputs.returns, mask)
@@ -59,5 +60,9 @@ def value_loss(inputs: ValueLossInputs) -> tuple[Tensor, Tensor]:
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     plain = (values - targets).square()
     clipped = (clipped_values - targets).square()
-    loss = 0.5 * inputs.aggregation(torch.maximum(plain, clipped), mask)
-    return loss, masked_mean((clipped > plain).to(loss.dtype), mask)
+    losses = torch.maximum(plain, clipped)
+    loss = 0.5 * inputs.aggregation(losses, mask)
+
+    is_clipped = (clipped > plain).to(loss.dtype)
+    clip_fraction = masked_mean(is_clipped, mask)
+    return loss, clip_fraction

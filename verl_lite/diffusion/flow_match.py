@@ -17,8 +17,11 @@ def flow_sigmas(num_inference_steps: int, shift: float) -> list[float]:
     diffusers return the same for set_timesteps(sigmas=[1 - i / N ...]), but not for set_timesteps(N), which shifts end
     points that are already shifted.
     """
-    even_steps = [1 - i / num_inference_steps for i in range(num_inference_steps + 1)]
-    return [shift * s / (1 + (shift - 1) * s) for s in even_steps]
+    sigmas = []
+    for i in range(num_inference_steps + 1):
+        s = 1 - i / num_inference_steps
+        sigmas.append(shift * s / (1 + (shift - 1) * s))
+    return sigmas
 
 
 def high_noise_steps(sigmas: list[float], boundary_ratio: float | None) -> int:
@@ -32,7 +35,9 @@ def high_noise_steps(sigmas: list[float], boundary_ratio: float | None) -> int:
         return 0
     # compared as timesteps, as in diffusers' Wan pipeline
     boundary = boundary_ratio * TRAIN_TIMESTEPS
-    return sum(sigma * TRAIN_TIMESTEPS >= boundary for sigma in sigmas[:-1])
+    # the last sigma is the end of the last step
+    timesteps = [sigma * TRAIN_TIMESTEPS for sigma in sigmas[:-1]]
+    return sum(timestep >= boundary for timestep in timesteps)
 
 
 def euler_step(x: torch.Tensor, velocity: torch.Tensor, sigma: float, next_sigma: float) -> torch.Tensor:
@@ -47,7 +52,9 @@ def flow_kl(velocity: torch.Tensor, base_velocity: torch.Tensor, sigma: float) -
     """
     dtype = torch.promote_types(velocity.dtype, torch.float32)
     difference = velocity.to(dtype) - base_velocity.to(dtype)
-    return difference.square().flatten(1).mean(1) / (2 * sigma**2)
+    squares = difference.square().flatten(1)
+    variance = sigma**2
+    return squares.mean(1) / (2 * variance)
 
 
 def reward_flow_loss(

@@ -55,8 +55,12 @@ def step_log_prob(x_next: torch.Tensor, mean: torch.Tensor, std: float) -> torch
     over the tokens of a response. The gradient is that of the sum divided by the number of dimensions. std must be
     above 0.
     """
-    squares = ((x_next - mean) / std).square() / 2
-    return -squares.flatten(1).mean(1) - math.log(std) - math.log(2 * math.pi) / 2
+    distance = (x_next - mean) / std
+    squares = distance.square() / 2
+    mean_of_squares = squares.flatten(1).mean(1)
+    # the logarithm of the normal distribution's factor, 1 / sqrt(2 pi), per dimension
+    log_of_factor = math.log(2 * math.pi) / 2
+    return -mean_of_squares - math.log(std) - log_of_factor
 
 
 def step_kl(mean: torch.Tensor, reference_mean: torch.Tensor, std: float) -> torch.Tensor:
@@ -64,7 +68,9 @@ def step_kl(mean: torch.Tensor, reference_mean: torch.Tensor, std: float) -> tor
 
     Like `step_log_prob` it is the mean over the latent dimensions. The closed form holds because both have equal noise.
     """
-    return ((mean - reference_mean) / std).square().flatten(1).mean(1) / 2
+    distance = (mean - reference_mean) / std
+    squares = distance.square().flatten(1)
+    return squares.mean(1) / 2
 
 
 def _diffusion(sigma: float, sigma_next: float, noise_level: float) -> float:

@@ -64,20 +64,18 @@ class ActionParser:
                 f"action_pattern={pattern!r} has {self.pattern.groups} groups: expected one, (action), or two, "
                 "(thoughts)(action)"
             )
-        pairs = lookup.items() if isinstance(lookup, Mapping) else enumerate(lookup or ())
-        names: dict[Action, str] = {}
-        for key, name in pairs:
-            # keys such as "0", read from a file, become numbers
-            if isinstance(key, str) and key.isdecimal():
-                key = int(key)
-            names[key] = str(name)
-        self.names = None if lookup is None else names
+        names = _names_by_action(lookup or ())
+        self.names: dict[Action, str] | None = names
+        if lookup is None:
+            self.names = None
         self.special_tokens = tuple(special_tokens)
+        # compared without case and blanks, because agents vary both
         self._by_name = {name.strip().lower(): action for action, name in names.items()}
         if len(self._by_name) < len(names):
             raise UserError(f"action_lookup={names!r}: two actions have the same name")
 
     def __call__(self, text: str) -> ParsedAction:
+        # a decoded text can contain the tokens that end a turn
         for token in self.special_tokens:
             text = text.replace(token, "")
         text = text.strip()
@@ -85,7 +83,21 @@ class ActionParser:
         if match is None:
             return ParsedAction(None, text)
         # the last group that took part in the match; a pattern may make its action optional
-        content = (match.group(match.lastindex or 1) or "").strip()
+        group = match.group(match.lastindex or 1) or ""
+        content = group.strip()
         if self.names is None:
             return ParsedAction(content, content)
-        return ParsedAction(self._by_name.get(content.lower()), content)
+        action = self._by_name.get(content.lower())
+        return ParsedAction(action, content)
+
+
+def _names_by_action(lookup: Lookup) -> dict[Action, str]:
+    if not isinstance(lookup, Mapping):
+        lookup = dict(enumerate(lookup))
+    names: dict[Action, str] = {}
+    for key, name in lookup.items():
+        # keys such as "0", read from a file, become numbers
+        if isinstance(key, str) and key.isdecimal():
+            key = int(key)
+        names[key] = str(name)
+    return names

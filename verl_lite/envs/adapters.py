@@ -55,6 +55,7 @@ class GymnasiumEnv:
             raise UserError(f"observe={observe!r}: expected space or render")
         kwargs = dict(env_kwargs or {})
         if observe == "render":
+            # the mode that returns a text
             kwargs["render_mode"] = "ansi"
         try:
             self.env = gymnasium.make(env_id, **kwargs)
@@ -63,13 +64,16 @@ class GymnasiumEnv:
 
         space = self.env.action_space
         if isinstance(space, gymnasium.spaces.Discrete):
-            numbers = range(int(space.start), int(space.start) + int(space.n))
+            start = int(space.start)
+            numbers = range(start, start + int(space.n))
             if action_lookup is None:
                 action_lookup = {number: str(number) for number in numbers}
         elif not isinstance(space, gymnasium.spaces.Text):
             raise UserError(f"env_id={env_id!r}: its action space is {space}; expected Text or Discrete")
         self.parser = ActionParser(action_pattern, action_lookup, special_token_list)
-        if isinstance(space, gymnasium.spaces.Discrete) and not set(self.parser.names or {}) <= set(numbers):
+        # after the parser, which converts keys such as "0" to numbers
+        actions = set(self.parser.names or {})
+        if isinstance(space, gymnasium.spaces.Discrete) and not actions <= set(numbers):
             raise UserError(f"action_lookup={action_lookup!r}: the actions of {env_id} are {list(numbers)}")
 
         self.by_render = observe == "render"
@@ -105,12 +109,15 @@ class GymnasiumEnv:
 
     def sample_random_action(self) -> str:
         # without names any text is an action
-        names = list((self.parser.names or {}).values()) or ["a"]
-        return f"<answer>{names[0]}</answer>"
+        name = "a"
+        if self.parser.names:
+            name = next(iter(self.parser.names.values()))
+        return f"<answer>{name}</answer>"
 
     def _text(self, observation: object) -> str:
         if self.by_render:
-            return _HIGHLIGHTED.sub(r"[\1]", str(self.env.render())).strip("\n")
+            frame = str(self.env.render())
+            return _HIGHLIGHTED.sub(r"[\1]", frame).strip("\n")
         if isinstance(observation, str):
             return observation
         return str(np.asarray(observation).tolist())
@@ -137,7 +144,8 @@ class GemEnv:
             factory = object_at(env)
         except UserError as problem:
             try:
-                factory = functools.partial(importlib.import_module("gem").make, env)
+                gem = importlib.import_module("gem")
+                factory = functools.partial(gem.make, env)
             except ImportError as error:
                 raise UserError(
                     f"env={env!r} is not pkg.module:Class ({problem}), and names of GEM need the package gem-llm; "
@@ -151,12 +159,15 @@ class GemEnv:
         return observation, dict(info or {})
 
     def step(self, action: str) -> StepResult:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        info = dict(info or {})
+        observation, reward, terminated, truncated, env_info = self.env.step(action)
+        reward = float(reward)
+        terminated = bool(terminated)
+        info: Info = dict(env_info or {})
         if "metrics" not in info:
-            success = bool(terminated) and float(reward) >= self.success_reward
-            info |= {"metrics": {"success": success}, "metrics_agg_mode": AGG_MODES}
-        return observation, float(reward), bool(terminated), bool(truncated), info
+            is_success = terminated and reward >= self.success_reward
+            info["metrics"] = {"success": is_success}
+            info["metrics_agg_mode"] = AGG_MODES
+        return observation, reward, terminated, bool(truncated), info
 
     def close(self) -> None:
         if hasattr(self.env, "close"):
@@ -209,7 +220,8 @@ class ReasoningGymEnv:
 
     def reset(self, seed: int) -> tuple[str, Info]:
         self.entry = self.dataset[seed % self.size]
-        return str(self.entry["question"]), {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
+        question = str(self.entry["question"])
+        return question, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
     def step(self, action: str) -> StepResult:
         parsed = self.parser(action)

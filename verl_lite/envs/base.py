@@ -73,6 +73,7 @@ def make_env(env_type: str, env_config: KeywordArguments | None = None) -> Env:
     # before the call, whose TypeError would not name the key of the configuration
     check_env_config(env_type, env_config or {})
     env = factory(**(env_config or {}))
+    # the factory may be any function of the user
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise UserError(f"env_type={env_type!r}: {type(env).__name__} needs the methods reset(seed) and step(action)")
     return env
@@ -91,6 +92,7 @@ def check_env_config(env_type: str, env_config: KeywordArguments) -> None:
     for key in env_config:
         if key not in keywords and not accepts_any_key:
             raise UserError(f"env_config.{key}: {env_type} has no such option{did_you_mean(key, list(keywords))}")
+    # a missing key would otherwise be a TypeError of Python, without the name of the entry
     for name, parameter in keywords.items():
         if parameter.default is parameter.empty and name not in env_config:
             raise UserError(f"env_config.{name} is missing: {env_type} needs it")
@@ -176,7 +178,9 @@ class EnvTemplate:
             # True and False are integers for Python
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if not is_number or value < least:
-                or_null = " or null" if name in _OPTIONAL else ""
+                or_null = ""
+                if name in _OPTIONAL:
+                    or_null = " or null"
                 self._refuse(name, f"a whole number of at least {least}{or_null}")
         if not isinstance(self.use_thread_lock, bool):
             self._refuse("use_thread_lock", "true or false")
@@ -215,8 +219,11 @@ class EnvTemplate:
         names = set()
         for _, field_name, _, _ in string.Formatter().parse(self.agent_template):
             # None: text after the last field
-            if field_name is not None:
-                names.add(field_name.split(".")[0].split("[")[0])
+            if field_name is None:
+                continue
+            name, _, _ = field_name.partition(".")
+            name, _, _ = name.partition("[")
+            names.add(name)
         return frozenset(names)
 
     def make(self) -> Env:

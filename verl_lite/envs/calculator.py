@@ -70,14 +70,19 @@ class Calculator:
         self.reward_wrong = reward_wrong
         self.penalty_for_call = penalty_for_call
         self.parser = ActionParser(answer_pattern)
-        self.instruction = INSTRUCTION if env_instruction is None else env_instruction
+        self.instruction = INSTRUCTION
+        if env_instruction is not None:
+            self.instruction = env_instruction
         self.expression = ""
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        self.expression = self._question(random.Random(seed))
-        return f"What is {self.expression}?", {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
+        rng = random.Random(seed)
+        self.expression = self._question(rng)
+        observation = f"What is {self.expression}?"
+        return observation, {"env_instruction": self.instruction, "metrics_agg_mode": AGG_MODES}
 
     def step(self, action: str) -> StepResult:
+        # a turn with a call is no answer, even if it contains one
         calls = parse_tool_calls(action)
         if calls:
             return self._respond_to_calls(calls)
@@ -85,7 +90,8 @@ class Calculator:
         if answer.action is None:
             return "There is neither a call of a tool nor an answer.", 0.0, False, False, _info(valid=False)
         value = evaluate(self.expression)
-        if number_in(str(answer.action)) == value:
+        answered_value = number_in(str(answer.action))
+        if answered_value == value:
             return "Right.", self.reward_right, True, False, _info(success=True)
         return f"Wrong: it is {written(value)}.", self.reward_wrong, True, False, _info(success=False)
 
@@ -100,8 +106,10 @@ class Calculator:
             result, has_worked = self._call(call)
             results.append(result)
             errors += not has_worked
-        info = _info(valid=errors == 0, calls=len(calls), errors=errors) | {"use_tool": True}
-        return "\n".join(results), self.penalty_for_call * len(calls), False, False, info
+        info = _info(valid=errors == 0, calls=len(calls), errors=errors)
+        info["use_tool"] = True
+        penalty = self.penalty_for_call * len(calls)
+        return "\n".join(results), penalty, False, False, info
 
     def _call(self, call: ToolCall) -> tuple[str, bool]:
         """Returns the tool's result, and True if the call succeeded."""
@@ -113,7 +121,8 @@ class Calculator:
         if not isinstance(expression, str):
             return 'Error: calculator takes "expression", a text', False
         try:
-            return written(evaluate(expression)), True
+            value = evaluate(expression)
+            return written(value), True
         except (ValueError, ArithmeticError) as error:
             return f"Error: {error}", False
 
@@ -140,7 +149,12 @@ class Calculator:
 
 
 def _info(*, valid: bool = True, calls: int = 0, errors: int = 0, success: bool = False) -> Info:
-    metrics = {"action_is_valid": valid, "tool_calls": calls, "tool_errors": errors, "success": success}
+    metrics = {
+        "action_is_valid": valid,
+        "tool_calls": calls,
+        "tool_errors": errors,
+        "success": success,
+    }
     return {"metrics": metrics, "metrics_agg_mode": AGG_MODES}
 
 
@@ -168,7 +182,8 @@ def evaluate(expression: str) -> Fraction:
     try:
         if len(expression) > MAX_CHARACTERS:
             raise ValueError(f"longer than {MAX_CHARACTERS} characters")
-        return _value(ast.parse(cleaned, mode="eval").body)
+        parsed = ast.parse(cleaned, mode="eval")
+        return _value(parsed.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression[:80]!r} is no arithmetic expression ({error})") from error
 
@@ -179,11 +194,14 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
-        return _SIGNS[type(node.op)](_value(node.operand))
+        sign = _SIGNS[type(node.op)]
+        return sign(_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        operation = _BINARY[type(node.op)]
         left = _value(node.left)
         right = _value(node.right)
-        return Fraction(_BINARY[type(node.op)](left, right))
+        # // returns an int
+        return Fraction(operation(left, right))
     raise ValueError(f"{ast.unparse(node)!r} is not allowed: numbers, + - * / // %, brackets")
 
 

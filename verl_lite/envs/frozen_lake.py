@@ -61,7 +61,9 @@ class FrozenLake(GridEnv):
         self.lake: GymnasiumLake
 
     def _task(self) -> str:
-        return TASK + SLIPPERY if self.is_slippery else TASK
+        if self.is_slippery:
+            return TASK + SLIPPERY
+        return TASK
 
     def map_of(self, seed: int) -> list[str]:
         """Returns the map of this seed as rows of S, F, H, G."""
@@ -85,11 +87,13 @@ class FrozenLake(GridEnv):
         letter_of_tile = {b"S": "_", b"F": "_", b"H": "O", b"G": "G"}
         grid = []
         for tiles in self.lake.desc:
-            grid.append([letter_of_tile[bytes(tile)] for tile in tiles])
+            letters = [letter_of_tile[bytes(tile)] for tile in tiles]
+            grid.append(letters)
 
-        player_on = {"_": "P", "O": "X", "G": "√"}
+        letter_with_player = {"_": "P", "O": "X", "G": "√"}
         row, column = self._player()
-        grid[row][column] = player_on[grid[row][column]]
+        letter = grid[row][column]
+        grid[row][column] = letter_with_player[letter]
         return ["".join(letters) for letters in grid]
 
     def _player(self) -> tuple[int, int]:
@@ -101,15 +105,19 @@ class FrozenLake(GridEnv):
 
         rows = self.map_of(seed)
         self.lake = GymnasiumLake(desc=rows, is_slippery=self.is_slippery, success_rate=self.success_rate)
+        # the seed also determines in which direction the player slips
         self.lake.reset(seed=seed)
 
     def _move(self, action: int) -> tuple[float, bool, bool]:
         before = self.lake.s
+        # this class never truncates; only gymnasium.make adds a limit of steps
         _, reward, terminated, _, _ = self.lake.step(action)
-        return float(reward), bool(terminated), bool(self.lake.s != before)
+        is_effective = bool(self.lake.s != before)
+        return float(reward), bool(terminated), is_effective
 
     def _succeeded(self) -> bool:
-        return bytes(self.lake.desc[self._player()]) == b"G"
+        tile = self.lake.desc[self._player()]
+        return bytes(tile) == b"G"
 
 
 def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | None:
@@ -121,8 +129,9 @@ def _fixed_map(map_name: str | None, desc: Sequence[str] | None) -> list[str] | 
             raise UserError(f"map_name={map_name!r} and desc are both set; remove one of them")
         rows = [str(row) for row in desc]
         tiles = "".join(rows)
-        is_rectangle = len({len(row) for row in rows}) == 1
-        if not is_rectangle or set(tiles) - set("SFHG") or tiles.count("S") != 1:
+        widths = {len(row) for row in rows}
+        has_unknown_tile = bool(set(tiles) - set("SFHG"))
+        if len(widths) != 1 or has_unknown_tile or tiles.count("S") != 1:
             raise UserError(f"desc={rows!r}: expected rows of equal length of S (once), F, H and G")
         return rows
     if map_name is None:

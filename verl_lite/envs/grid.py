@@ -48,7 +48,9 @@ class GridEnv(ABC):
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise UserError(f"split={self.split!r}: expected one of {', '.join(SPLITS)}")
-        lookup = self.moves if self.action_lookup is None else self.action_lookup
+        lookup: Lookup = self.moves
+        if self.action_lookup is not None:
+            lookup = self.action_lookup
         self.parser = ActionParser(self.action_pattern, lookup, self.special_token_list)
         names = self.parser.names or {}
         if set(names) != set(self.moves):
@@ -59,10 +61,9 @@ class GridEnv(ABC):
         self.names = {number: name for number, name in names.items() if not isinstance(number, str)}
         self.instruction = self.env_instruction
         if self.instruction is None:
-            listed = ", ".join(self.names.values())
-            answer = (
-                f"Answer with one move a turn: {listed}, for example <answer>{self.names[self.example]}</answer>.\n"
-            )
+            names_of_moves = ", ".join(self.names.values())
+            example = self.names[self.example]
+            answer = f"Answer with one move a turn: {names_of_moves}, for example <answer>{example}</answer>.\n"
             self.instruction = f"{self._task()} {answer}"
         self.steps = 0
 
@@ -107,11 +108,17 @@ class GridEnv(ABC):
             is_valid = True
             reward, terminated, is_effective = self._move(move)
             name = self.names[move]
-            effect = f"You moved {name}." if is_effective else f"Moving {name} changed nothing."
+            effect = f"Moving {name} changed nothing."
+            if is_effective:
+                effect = f"You moved {name}."
 
+        # counted also without a valid move, so that `max_steps` ends every episode
         self.steps += 1
-        truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
-        observation = f"{effect}\n{self.text()}" if self.feedback else self.text()
+        has_no_step_left = self.max_steps is not None and self.steps >= self.max_steps
+        truncated = has_no_step_left and not terminated
+        observation = self.text()
+        if self.feedback:
+            observation = f"{effect}\n{observation}"
         info: Info = {
             "metrics": {
                 "action_is_valid": is_valid,
@@ -128,13 +135,16 @@ class GridEnv(ABC):
 
     def sample_random_action(self) -> str:
         """Returns the first move, in the format of the default pattern."""
-        return f"<answer>{next(iter(self.names.values()))}</answer>"
+        first_name = next(iter(self.names.values()))
+        return f"<answer>{first_name}</answer>"
 
     def _is_in_split(self, rows: Sequence[str]) -> bool:
         """Returns True if `split` contains a world. The content of the world decides, so no world is in both splits."""
         if self.split == "all":
             return True
         # not Python's own hash, which differs between processes
-        digest = sha256("\n".join(rows).encode()).digest()
-        is_test = int.from_bytes(digest[:8], "big") % TEST_SHARE == 0
+        content = "\n".join(rows).encode()
+        digest = sha256(content).digest()
+        number = int.from_bytes(digest[:8], "big")
+        is_test = number % TEST_SHARE == 0
         return is_test == (self.split == "test")

@@ -104,7 +104,10 @@ class VerifiersEnv:
         self.success_reward = success_reward
         try:
             self.env: _VerifiersEnvironment = self._verifiers.load_environment(env_id, **dict(env_args or {}))
-            self.rows = self.env.build_dataset() if split == "train" else self.env.build_eval_dataset()
+            if split == "train":
+                self.rows = self.env.build_dataset()
+            else:
+                self.rows = self.env.build_eval_dataset()
         except Exception as error:
             # the environment's module may raise anything
             raise UserError(f"env_id={env_id!r}, env_args={env_args}: verifiers cannot load it: {error}") from error
@@ -121,7 +124,8 @@ class VerifiersEnv:
         self._episode: asyncio.Future[_FinalState] = self._loop.create_future()
 
     def reset(self, seed: int) -> tuple[str, Info]:
-        self._run(self._begin(self.rows[seed % len(self.rows)]))
+        row = self.rows[seed % len(self.rows)]
+        self._run(self._begin(row))
         system_messages = [message for message in self._prompt if message.role == "system"]
         other_messages = [message for message in self._prompt if message.role != "system"]
         instruction = _describe(self.tools)
@@ -139,17 +143,21 @@ class VerifiersEnv:
             return f"Error: {error}", 0.0, False, False, _info(valid=False, is_tool=True)
 
         prompt_before = self._prompt
-        final_state = self._run(self._exchange(self._response(text, calls)))
+        response = self._response(text, calls)
+        final_state = self._run(self._exchange(response))
         if final_state is not None:
             reward = final_state["reward"]
-            info = _info(success=reward >= self.success_reward, scores=final_state["metrics"])
+            is_success = reward >= self.success_reward
+            info = _info(success=is_success, scores=final_state["metrics"])
             return f"Reward {reward}.", reward, True, False, info
 
-        # An environment usually appends its messages to the agent's turn, but may also rewrite the conversation.
+        # an environment usually appends its messages to the agent's turn, but may also rewrite the conversation
         new_messages = self._prompt
-        is_continued = self._prompt[: len(prompt_before)] == prompt_before
+        num_before = len(prompt_before)
+        is_continued = self._prompt[:num_before] == prompt_before
         if is_continued:
-            new_messages = self._prompt[len(prompt_before) + 1 :]
+            # without the agent's own turn
+            new_messages = self._prompt[num_before + 1 :]
         is_tool = all(message.role == "tool" for message in new_messages)
         return _text_of(new_messages), 0.0, False, False, _info(is_tool=is_tool)
 
@@ -161,7 +169,9 @@ class VerifiersEnv:
         self, prompt: list[_Message], *_: object, tools: Sequence[_Tool] | None = None, **__: object
     ) -> object:
         """Returns the agent's next turn. verifiers calls this method of its model client."""
-        tools_by_name = {tool.name: tool.model_dump(exclude={"strict"}) for tool in tools or ()}
+        tools_by_name: dict[str, JsonObject] = {}
+        for tool in tools or ():
+            tools_by_name[tool.name] = tool.model_dump(exclude={"strict"})
         await self._requests.put((prompt, tools_by_name))
         return await self._responses.get()
 
@@ -171,7 +181,8 @@ class VerifiersEnv:
 
     def _run(self, work: Coroutine[object, None, T]) -> T:
         """Runs a coroutine in the thread of the rollout and waits for its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result()
 
     async def _begin(self, row: JsonMapping) -> None:
         """Starts the rollout of a row, and waits for its first prompt."""
@@ -222,8 +233,9 @@ class VerifiersEnv:
             finish_reason = "tool_calls"
         tool_calls = []
         for number, call in enumerate(calls):
+            identifier = f"call_{turn}_{number}"
             arguments = json.dumps(call.arguments)
-            tool_calls.append(verifiers_types.ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=arguments))
+            tool_calls.append(verifiers_types.ToolCall(id=identifier, name=call.name, arguments=arguments))
         message = verifiers_types.ResponseMessage(
             content=content, tool_calls=tool_calls or None, finish_reason=finish_reason, is_truncated=False
         )
@@ -263,7 +275,10 @@ class OpenEnv:
     ) -> None:
         _import("openenv.core", "openenv")
         self.base_url = base_url
-        self.fields = [action_fields] if isinstance(action_fields, str) else list(action_fields)
+        # a text is one field, not a sequence of characters
+        if isinstance(action_fields, str):
+            action_fields = [action_fields]
+        self.fields = list(action_fields)
         self.observation_field = observation_field
         self.reset_options = dict(reset_options or {})
         self.instruction = env_instruction
@@ -317,8 +332,8 @@ class OpenEnv:
         if isinstance(reward, int | float):
             self.score += reward
         self.text = self._text(result.observation)
-        success = bool(result.done) and self.score >= self.success_reward
-        return self.text, reward, result.done, False, _info(success=success)
+        is_success = bool(result.done) and self.score >= self.success_reward
+        return self.text, reward, result.done, False, _info(success=is_success)
 
     def close(self) -> None:
         self.client.close()
@@ -326,7 +341,8 @@ class OpenEnv:
     def _call(self, method: str, *arguments: object, **options: object) -> _ServerReply:
         """Calls a method of the client. Raises RuntimeError if the server fails or exceeds timeout_s."""
         try:
-            result: _ServerReply = getattr(self.client, method)(*arguments, **options)
+            client_method = getattr(self.client, method)
+            result: _ServerReply = client_method(*arguments, **options)
             return result
         except Exception as error:
             message = f"base_url={self.base_url!r}: {method} failed or exceeded timeout_s={self.timeout_s:g}: {error!r}"
@@ -381,7 +397,9 @@ def _text_of(messages: Sequence[_Message]) -> str:
     texts = []
     for message in messages:
         content = message.content
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        parts: list[JsonObject] = [{"type": "text", "text": content}]
+        if isinstance(content, list):
+            parts = content
         other_types = {part.get("type") for part in parts} - {"text"}
         if other_types:
             raise UserError(f"the environment sent parts of the types {other_types}; only text is supported")
@@ -417,8 +435,9 @@ def _tool_calls(text: str, tools: Tools) -> list[ToolCall]:
         calls.append(with_types(call, schema))
 
     # as json text, in which halves of surrogate pairs are replaced at any depth of the arguments
-    names_and_arguments = json.dumps([[call.name, call.arguments] for call in calls], ensure_ascii=False)
-    return [ToolCall(name, arguments) for name, arguments in json.loads(_encodable(names_and_arguments))]
+    pairs = [[call.name, call.arguments] for call in calls]
+    pairs_as_text = _encodable(json.dumps(pairs, ensure_ascii=False))
+    return [ToolCall(name, arguments) for name, arguments in json.loads(pairs_as_text)]
 
 
 def _encodable(text: str) -> str:
@@ -437,7 +456,9 @@ def _info(
         is_tool: whether the observation is the result of a tool.
         scores: metrics of the environment, which can replace `success`.
     """
-    metrics = {"success": success, **(scores or {}), "action_is_valid": valid}
+    metrics: dict[str, float] = {"success": success}
+    metrics.update(scores or {})
+    metrics["action_is_valid"] = valid
     modes = dict.fromkeys(metrics, "last")
     modes["action_is_valid"] = "mean"
     return {"metrics": metrics, "metrics_agg_mode": modes, "use_tool": is_tool}

@@ -105,7 +105,10 @@ class Sokoban(GridEnv):
         depths = (self.min_depth, self.search_depth)
         for _ in range(_ROOMS_TRIED):
             room = random_room(rng, height, width, self.num_boxes, self.wall_share, depths)
-            if room is not None and self._is_in_split(_draw(room, room.player, room.boxes)):
+            if room is None:
+                continue
+            rows = _draw(room, room.player, room.boxes)
+            if self._is_in_split(rows):
                 return room
         raise UserError(
             f"sokoban: no room found in {_ROOMS_TRIED} attempts with dim_room={[height, width]}, "
@@ -167,6 +170,7 @@ def _next_cell(cell: Cell, direction: Cell) -> Cell:
 def solution(room: Room) -> list[int] | None:
     """Returns the actions of a shortest solution, by breadth-first search; None if the room has no solution."""
     start: State = (room.player, room.boxes)
+    # the positions that were seen, with the way back to the start
     predecessors: dict[State, tuple[State, int] | None] = {start: None}
     waiting = deque([start])
     while waiting:
@@ -208,7 +212,9 @@ def random_room(
     """
     cells = list(itertools.product(range(height), range(width)))
     inner = list(itertools.product(range(1, height - 1), range(1, width - 1)))
-    floor = _connected({cell for cell in inner if rng.random() >= wall_share})
+    open_cells = {cell for cell in inner if rng.random() >= wall_share}
+    # the player cannot reach the other parts
+    floor = _connected(open_cells)
     if len(floor) < num_boxes + 2:
         return None
     walls = frozenset(cells) - floor
@@ -217,8 +223,13 @@ def random_room(
     solved_room = Room(height, width, walls, targets, boxes=targets, player=min(floor))
 
     least, most = depths
-    depth_of = _solvable_positions(solved_room, sorted(floor - targets))
-    states = [state for state, depth in depth_of.items() if depth > 0 and least <= depth <= most]
+    free_cells = sorted(floor - targets)
+    depth_of = _solvable_positions(solved_room, free_cells)
+    states = []
+    for state, depth in depth_of.items():
+        # depth 0 is solved
+        if depth > 0 and least <= depth <= most:
+            states.append(state)
     if not states:
         return None
     player, boxes = rng.choice(states)
@@ -245,7 +256,8 @@ def _solvable_positions(room: Room, players: list[Cell]) -> dict[State, int]:
             # the previous move was a step, or a push of the box that is now ahead
             previous_states: list[State] = [(back, boxes)]
             if ahead in boxes:
-                previous_states.append((back, (boxes - {ahead}) | {player}))
+                boxes_before_push = (boxes - {ahead}) | {player}
+                previous_states.append((back, boxes_before_push))
             for previous in previous_states:
                 # a position that is solved already needs no moves
                 is_solved = previous[1] == room.targets
@@ -265,10 +277,12 @@ def _connected(cells: set[Cell]) -> frozenset[Cell]:
         waiting = [min(unvisited)]
         while waiting:
             cell = waiting.pop()
-            if cell in unvisited:
-                unvisited.remove(cell)
-                part.add(cell)
-                waiting += [_next_cell(cell, direction) for direction in DIRECTIONS.values()]
+            if cell not in unvisited:
+                continue
+            unvisited.remove(cell)
+            part.add(cell)
+            for direction in DIRECTIONS.values():
+                waiting.append(_next_cell(cell, direction))
         largest = max(largest, frozenset(part), key=len)
     return largest
 
@@ -279,14 +293,17 @@ def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
     def letter(cell: Cell) -> str:
         if cell in room.walls:
             return "#"
-        on_target = cell in room.targets
         if cell == player:
-            return "S" if on_target else "P"
-        if cell in boxes:
-            return "√" if on_target else "X"
-        return "O" if on_target else "_"
+            letters = "PS"
+        elif cell in boxes:
+            letters = "X√"
+        else:
+            letters = "_O"
+        # the second letter is that of a target
+        return letters[cell in room.targets]
 
     rows = []
     for row in range(room.height):
-        rows.append("".join(letter((row, column)) for column in range(room.width)))
+        letters_of_row = [letter((row, column)) for column in range(room.width)]
+        rows.append("".join(letters_of_row))
     return rows

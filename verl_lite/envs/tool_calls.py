@@ -127,8 +127,10 @@ def mistral_calls(text: str) -> ParsedCalls:
                 arguments, position = _json_value(text, name.end())
                 calls.append(_checked(name.group(1), arguments))
             else:
-                values, position = _json_value(text, position)
-                entries = values if isinstance(values, list) else [values]
+                value, position = _json_value(text, position)
+                entries = [value]
+                if isinstance(value, list):
+                    entries = value
                 calls.extend(_call_of_object(entry) for entry in entries)
             position = _skip_space(text, position)
     except _SyntaxError as error:
@@ -188,7 +190,9 @@ def with_types(call: ToolCall, schema: object) -> ToolCall:
         call: the call.
         schema: the parameters of the tool, a JSON schema; anything else declares nothing.
     """
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return call
+    properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return call
     arguments = dict(call.arguments)
@@ -263,10 +267,11 @@ def _coder_calls(text: str, position: int) -> tuple[list[ToolCall], int]:
 
 def _tag_name(text: str, position: int, tag: str) -> tuple[str, int]:
     """Returns the name in a tag such as <function=NAME>, and the position behind the tag."""
-    name = _TAG_NAME.match(text, position + len(tag))
-    if name is None:
+    match = _TAG_NAME.match(text, position + len(tag))
+    if match is None:
         raise _SyntaxError(f"{tag}NAME> is not closed by a >", position)
-    return name.group(1).strip(), name.end()
+    name = match.group(1).strip()
+    return name, match.end()
 
 
 def _glm_call(text: str, name: re.Match[str]) -> tuple[ToolCall, int]:
@@ -274,7 +279,8 @@ def _glm_call(text: str, name: re.Match[str]) -> tuple[ToolCall, int]:
     arguments: dict[str, str] = {}
     position = name.end()
     while argument := _GLM_ARGUMENT.match(text, position):
-        arguments[argument.group(1).strip()] = argument.group(2)
+        key, value = argument.groups()
+        arguments[key.strip()] = value
         position = argument.end()
     position = _skip_space(text, position)
     if text.startswith("<arg_key>", position):
@@ -296,12 +302,14 @@ def _call_of_object(call: JsonValue) -> ToolCall:
     """Returns the call that a JSON object describes. Llama's "parameters" are accepted as "arguments"."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='the call needs a "name", and "arguments"')
+    # a misspelt key would otherwise leave the call without arguments
     unknown = sorted(set(call) - _CALL_KEYS)
     if unknown:
         return ToolCall(problem=f'the call has the unknown key {unknown[0][:50]!r}; it needs a "name", and "arguments"')
     if "arguments" in call and "parameters" in call:
         return ToolCall(problem='the call has "arguments" and "parameters"; write "arguments" only')
-    return _checked(call["name"], call.get("arguments", call.get("parameters", {})))
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return _checked(call["name"], arguments)
 
 
 def _checked(name: str, arguments: JsonValue) -> ToolCall:
@@ -326,16 +334,22 @@ def _declared_types(schema: object) -> set[str]:
         alternatives = []
     types: set[str] = set()
     for part in (schema, *alternatives):
-        declared = part.get("type") if isinstance(part, Mapping) else None
-        names = declared if isinstance(declared, list) else [declared]
-        types.update(name for name in names if isinstance(name, str))
+        if not isinstance(part, Mapping):
+            continue
+        # one type or a list of types
+        declared = part.get("type")
+        if not isinstance(declared, list):
+            declared = [declared]
+        types.update(name for name in declared if isinstance(name, str))
     return types
 
 
 def _skip_space(text: str, position: int) -> int:
     """Returns the position of the first character that is no white space, from `position` on."""
     space = _SPACE.match(text, position)
-    return position if space is None else space.end()
+    # the pattern also matches an empty text
+    assert space is not None
+    return space.end()
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -30,7 +30,9 @@ def device_type(name: str = "auto") -> str:
     has_cuda = torch.cuda.is_available()
     is_missing = name == "cuda" and not has_cuda
     if name not in ("auto", "cpu", "cuda") or is_missing:
-        visible = "a CUDA device is visible here" if has_cuda else "no CUDA device is visible here"
+        visible = "no CUDA device is visible here"
+        if has_cuda:
+            visible = "a CUDA device is visible here"
         raise UserError(f"trainer.device={name!r}: expected auto, cpu or cuda; {visible}")
     if name == "cpu" or not has_cuda:
         return "cpu"
@@ -59,7 +61,9 @@ def is_on_cpu(device: str) -> bool:
 
 def dist_backend(device: torch.device) -> str:
     """Returns the torch.distributed backend for tensors on `device`. The backend for CUDA also sends host tensors."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
 
 
 # environment variables that cuBLAS and vLLM read when they start; see `deterministic_kernels`
@@ -90,7 +94,9 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 def visible_devices(device_type: str) -> int:
     """Returns the number of visible CUDA devices, or of CPU cores."""
-    return torch.cuda.device_count() if device_type == "cuda" else cpu_count()
+    if device_type == "cuda":
+        return torch.cuda.device_count()
+    return cpu_count()
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -99,8 +105,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     Raises:
         ValueError: the name is unknown.
     """
+    if name == "auto" and device.type == "cuda":
+        return torch.bfloat16
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.float32
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r}: expected auto, fp32 or bf16")
     return DTYPES[name]
@@ -154,8 +162,9 @@ def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
     # glibc's own number of free bytes includes those that it has given back
     libc.mallinfo2.restype = _MallocInfo
     blocks = libc.mallinfo2()
-    # the second number of statm is the resident set
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    statm = Path("/proc/self/statm").read_text().split()
+    # the second number is the resident set
+    resident_pages = int(statm[1])
     resident_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
     bytes_in_blocks: int = blocks.uordblks + blocks.hblkhd
     return resident_bytes - bytes_in_blocks

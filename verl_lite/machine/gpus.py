@@ -95,9 +95,11 @@ def _parts(nvml: ModuleType, device: object) -> list[object]:
     partitions = []
     # the device has no MIG, or no further partitions
     with suppress(nvml.NVMLError):
-        if nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
+        current_mode, _pending_mode = nvml.nvmlDeviceGetMigMode(device)
+        if current_mode == nvml.NVML_DEVICE_MIG_ENABLE:
             for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(device)):
-                partitions.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number))
+                partition = nvml.nvmlDeviceGetMigDeviceHandleByIndex(device, number)
+                partitions.append(partition)
     return partitions or [device]
 
 
@@ -111,23 +113,26 @@ def _gpu(nvml: ModuleType, index: int, handle: object) -> Gpu:
     """
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        entries = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         # not supported by the device or not permitted; used memory is still known
-        processes = []
+        entries = []
+    processes = [GpuProcess(entry.pid, entry.usedGpuMemory) for entry in entries]
     return Gpu(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
-        processes=tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in processes),
+        processes=tuple(processes),
     )
 
 
 def _text(value: str | bytes) -> str:
     """Returns a name as text; old versions of the library return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.decode()
+    return value
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = None) -> list[VisibleGpu]:
@@ -155,12 +160,17 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
         if token in ("", "-1", "NoDevFiles"):
             break
         gpu_of_token = _find_gpu(gpus, token)
-        if gpu_of_token is None or any(gpu_of_token is other.gpu for other in visible):
-            problem = "names no device of this machine" if gpu_of_token is None else "is named twice"
-            devices = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
-            raise UserError(f"{_VARIABLE}={setting!r}: {token!r} {problem}; the devices are {devices}")
+        if gpu_of_token is None:
+            raise UserError(_refused_token(setting, token, "names no device of this machine", gpus))
+        if any(gpu_of_token is other.gpu for other in visible):
+            raise UserError(_refused_token(setting, token, "is named twice", gpus))
         visible.append(VisibleGpu(token, gpu_of_token))
     return visible
+
+
+def _refused_token(setting: str, token: str, problem: str, gpus: Sequence[Gpu]) -> str:
+    devices = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
+    return f"{_VARIABLE}={setting!r}: {token!r} {problem}; the devices are {devices}"
 
 
 def _find_gpu(gpus: Sequence[Gpu], token: str) -> Gpu | None:
@@ -183,7 +193,9 @@ def other_users(gpu: Gpu) -> list[str]:
     for process in gpu.processes:
         if process.pid == os.getpid():
             continue
-        memory = "unknown memory" if process.used_bytes is None else f"{process.used_bytes / GIB:.1f} GiB"
+        memory = "unknown memory"
+        if process.used_bytes is not None:
+            memory = f"{process.used_bytes / GIB:.1f} GiB"
         try:
             entry = psutil.Process(process.pid)
             command = " ".join(entry.cmdline()) or entry.name()
@@ -217,9 +229,12 @@ def is_busy(gpu: Gpu) -> bool:
         return True
 
     others = [process for process in gpu.processes if process.pid != os.getpid()]
-    if any(process.used_bytes is None for process in others):
-        return True
-    return sum(process.used_bytes or 0 for process in others) > _IDLE_PROCESSES_BYTES
+    bytes_of_others = 0
+    for process in others:
+        if process.used_bytes is None:
+            return True
+        bytes_of_others += process.used_bytes
+    return bytes_of_others > _IDLE_PROCESSES_BYTES
 
 
 @dataclass(frozen=True)
@@ -251,7 +266,8 @@ def reserve_gpus(
     Raises:
         UserError: if too few devices are free. The message names the users of the others and the options.
     """
-    gpus = list_gpus() if gpus is None else gpus
+    if gpus is None:
+        gpus = list_gpus()
     if gpus is None:
         log("other users of the GPUs are not checked, because nvidia-ml-py is not installed")
         yield

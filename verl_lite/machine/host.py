@@ -17,9 +17,11 @@ OWN = Path("/proc/self/cgroup")
 
 def available_memory() -> int:
     """Returns the free memory of this machine within the limits of this process, in bytes."""
-    free = psutil.virtual_memory().available
-    left = memory_left()
-    return free if left is None else min(free, left)
+    free_bytes = psutil.virtual_memory().available
+    bytes_left = memory_left()
+    if bytes_left is not None:
+        free_bytes = min(free_bytes, bytes_left)
+    return free_bytes
 
 
 def cpu_count() -> int:
@@ -56,8 +58,8 @@ def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
         used = _read(folder / "memory.current")
         if not limit.isdigit() or not used.isdigit():
             continue
-        # the kernel counts file cache as used, but takes it back before a process meets the limit
         statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        # the kernel counts file cache as used, but takes it back before a process meets the limit
         reclaimable = int(statistics.get("inactive_file", 0))
         bytes_left.append(max(0, int(limit) - int(used) + reclaimable))
     return min(bytes_left, default=None)
@@ -66,13 +68,15 @@ def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
 def _groups(root: Path, own: Path) -> Iterator[Path]:
     """Yields the folders of this process's control groups, from the innermost to the root."""
     for line in _read(own).splitlines():
-        if line.startswith("0::"):
-            relative = Path(line.removeprefix("0::").lstrip("/"))
-            for group in (relative, *relative.parents):
-                folder = root / group
-                # in a container the path can be that of the host, and only the root exists
-                if folder.is_dir():
-                    yield folder
+        # the line of version 2
+        if not line.startswith("0::"):
+            continue
+        relative = Path(line.removeprefix("0::").lstrip("/"))
+        for group in (relative, *relative.parents):
+            folder = root / group
+            # in a container the path can be that of the host, and only the root exists
+            if folder.is_dir():
+                yield folder
 
 
 def _read(path: Path) -> str:

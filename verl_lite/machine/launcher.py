@@ -66,11 +66,14 @@ def _refusal(launcher: Launcher, copies: int, environment: Mapping[str, str]) ->
     unset = " ".join(f"-u {name}" for name in names)
     # torchrun and Open MPI say how many copies run on this machine
     per_node = _count(environment, "LOCAL_WORLD_SIZE") or _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") or copies
-    devices = f"trainer.n_gpus_per_node={per_node}" if per_node else "trainer.n_gpus_per_node=N"
+    devices = f"trainer.n_gpus_per_node={per_node or 'N'}"
     machines = ""
     if per_node and copies > per_node:
-        machines = f" trainer.nnodes={-(-copies // per_node)} ray_kwargs.ray_init.address=HOST:PORT"
-    number = f"{copies} copies of this command" if copies else "copies of this command"
+        num_machines = -(-copies // per_node)
+        machines = f" trainer.nnodes={num_machines} ray_kwargs.ray_init.address=HOST:PORT"
+    number = "copies of this command"
+    if copies:
+        number = f"{copies} copies of this command"
     return (
         f"the environment variables {variables} say that {launcher.name} starts {number}, and each of them would be a "
         "training of its own: the command itself starts one process per device. Run it once, without the launcher, "

@@ -188,7 +188,8 @@ def _stat_fields(pid: int) -> list[bytes]:
     with open(f"{_PROC}/{pid}/stat", "rb") as file:
         content = file.read()
     # the name stands in brackets, and may contain brackets and blanks itself
-    return content.rpartition(b")")[2].split()
+    _, _, after_name = content.rpartition(b")")
+    return after_name.split()
 
 
 def _initial_environment(pid: int, waits: bool) -> bytes:
@@ -229,7 +230,8 @@ def _marked_by_ps(mark: str) -> list[int]:
     """Returns the other processes that `ps` of macOS lists with a mark in their environment."""
     pids = []
     for line in _output_of_ps(_PS_ENVIRONMENT):
-        pid = int(line.split(maxsplit=1)[0])
+        first_column, *_ = line.split(maxsplit=1)
+        pid = int(first_column)
         if mark in line and pid != os.getpid():
             pids.append(pid)
     return pids

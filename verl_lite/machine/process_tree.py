@@ -242,14 +242,17 @@ def _has_exited(pid: int) -> bool:
 
 def new_mark() -> str:
     """Returns a value of MARK for a tree that this process starts."""
-    return f"{os.environ.get(MARK, '')}/{os.urandom(16).hex()}"
+    outer_mark = os.environ.get(MARK, "")
+    own_mark = os.urandom(16).hex()
+    return f"{outer_mark}/{own_mark}"
 
 
 def descendants(root: int) -> list[Status]:
     """Returns the processes below a process, without zombies."""
     table = list_processes()
     children = [status for status in table.values() if status.parent == root]
-    return [status for status in _with_descendants(children, table) if not status.has_ended]
+    tree = _with_descendants(children, table)
+    return [status for status in tree if not status.has_ended]
 
 
 # ------------------------------------------------------------------------------------------------------------- ending

@@ -76,10 +76,14 @@ def most_expensive(profiler: profile) -> str:
     """
     operations = [operation for operation in profiler.key_averages() if not operation.is_user_annotation]
     on_gpu = any(operation.self_device_time_total for operation in operations)
-    device = "GPU" if on_gpu else "CPU"
+    device = "CPU"
+    if on_gpu:
+        device = "GPU"
 
     def own_time_us(operation: FunctionEventAvg) -> float:
-        return operation.self_device_time_total if on_gpu else operation.self_cpu_time_total
+        if on_gpu:
+            return operation.self_device_time_total
+        return operation.self_cpu_time_total
 
     total_us = sum(map(own_time_us, operations)) or 1.0
     rows = [f"{'operation':<60} {'calls':>8} {device} ms    share"]

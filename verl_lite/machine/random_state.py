@@ -29,12 +29,15 @@ def seed_random_state(seed: int) -> None:
 
 def get_random_state() -> RandomState:
     """Returns the current states; torch's for the CPU and, if CUDA is in use, for all devices of this process."""
+    cuda_states: list[torch.Tensor] = []
+    # otherwise reading the states would initialize CUDA
+    if torch.cuda.is_initialized():
+        cuda_states = torch.cuda.get_rng_state_all()
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        # reading the states of CUDA would initialize it
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": cuda_states,
     }
 
 

@@ -93,8 +93,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     # torch.distributed writes this file with plain pickle, which `torch.load` and its allow list do not read
     def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_allowed = is_dtype or name in _METADATA.get(module, "").split()
-        if not is_allowed:
+        allowed_names = _METADATA.get(module, "").split()
+        if name not in allowed_names and not is_dtype:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
@@ -118,6 +118,9 @@ def read_metadata(path: Path) -> "Metadata":
 def _refusal(path: Path, error: Exception) -> UserError:
     """Returns the error of a file that was not loaded, with the last line of the reason."""
     # torch's own message ends with advice that does not apply here
-    reason = str(error).split("Please file an issue")[0].strip()
-    last_line = reason.splitlines()[-1].strip() if reason else repr(error)
+    reason, _, _ = str(error).partition("Please file an issue")
+    lines = reason.strip().splitlines()
+    last_line = repr(error)
+    if lines:
+        last_line = lines[-1].strip()
     return UserError(f"{path} was not loaded, because it is damaged or may run code: {last_line}")

@@ -111,7 +111,8 @@ class ScrfdDetector(nn.Module):
         faces = suppress(boxes, scores, self.overlap)
         if not len(faces):
             return None
-        largest_face = faces[_areas(boxes[faces]).argmax()]
+        areas = _areas(boxes[faces])
+        largest_face = faces[areas.argmax()]
         return points[largest_face]
 
 
@@ -152,7 +153,9 @@ def decode_scrfd(
         distances = distance_levels[level] * stride
         offsets = offset_levels[level].unflatten(-1, (5, 2)) * stride
         steps = torch.arange(size // stride, device=distances.device, dtype=torch.float32) * stride
-        centres = torch.cartesian_prod(steps, steps).flip(-1).repeat_interleave(ANCHORS, 0)  # (column, row)
+        rows_and_columns = torch.cartesian_prod(steps, steps)
+        # (column, row), as the boxes and points
+        centres = rows_and_columns.flip(-1).repeat_interleave(ANCHORS, 0)
 
         # distances from the anchor to the left, top, right and bottom side
         boxes_of_level = torch.cat([centres - distances[:, :2], centres + distances[:, 2:]], -1)
@@ -168,9 +171,10 @@ def _levels_by_kind(outputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]
     levels_by_kind = []
     for kind, numbers in enumerate(NUMBERS):
         # the levels of a kind follow each other
-        first = kind * len(STRIDES)
-        levels = outputs[first : first + len(STRIDES)]
-        levels_by_kind.append([output.reshape(-1, numbers) for output in levels])
+        start = kind * len(STRIDES)
+        stop = start + len(STRIDES)
+        levels = [output.reshape(-1, numbers) for output in outputs[start:stop]]
+        levels_by_kind.append(levels)
     return levels_by_kind
 
 
@@ -191,17 +195,23 @@ def suppress(boxes: torch.Tensor, scores: torch.Tensor, overlap: float) -> torch
         order = order[1:]
         remaining.append(best)
 
-        left_top = torch.maximum(boxes[best, :2], boxes[order, :2])
-        right_bottom = torch.minimum(boxes[best, 2:], boxes[order, 2:])
+        best_box = boxes[best]
+        other_boxes = boxes[order]
+        left_top = torch.maximum(best_box[:2], other_boxes[:, :2])
+        right_bottom = torch.minimum(best_box[2:], other_boxes[:, 2:])
         intersection = (right_bottom - left_top).clamp_min(0).prod(-1)
-        union = _areas(boxes[best]) + _areas(boxes[order]) - intersection
+        union = _areas(best_box) + _areas(other_boxes) - intersection
         # the bound is for boxes without area, which have no union
-        order = order[intersection / union.clamp_min(1e-12) <= overlap]
-    return torch.stack(remaining) if remaining else order
+        overlaps = intersection / union.clamp_min(1e-12)
+        order = order[overlaps <= overlap]
+    if not remaining:
+        return order
+    return torch.stack(remaining)
 
 
 def _areas(boxes: torch.Tensor) -> torch.Tensor:
-    return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
+    left, top, right, bottom = boxes.unbind(-1)
+    return (right - left) * (bottom - top)
 
 
 def load_onnx(path: str, option: str) -> nn.Module:

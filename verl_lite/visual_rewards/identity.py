@@ -64,9 +64,10 @@ class CosineIdentityReward(nn.Module):
             ValueError: no frame after the first has a face; the first is the model's input and is not compared.
         """
         has_face, vectors = self.embed(reference_frames.float())
+        num_frames = len(has_face)
         if not bool(has_face[1:].any()):
-            raise ValueError(f"no face in any of the {max(len(has_face) - 1, 0)} reference frames after the first")
-        vectors_of_frames = vectors.new_zeros(len(has_face), vectors.shape[-1])
+            raise ValueError(f"no face in any of the {max(num_frames - 1, 0)} reference frames after the first")
+        vectors_of_frames = vectors.new_zeros(num_frames, vectors.shape[-1])
         vectors_of_frames[has_face] = vectors
         return vectors_of_frames
 
@@ -101,8 +102,10 @@ def pooled_similarity(vectors: torch.Tensor, reference: torch.Tensor) -> torch.T
     is_compared = reference.abs().sum(-1) > 0  # (R,)
     # the first frame is the model's input
     is_compared[0] = False
+    compared_vectors = reference[is_compared].to(vectors)  # (r, D)
+
     directions = F.normalize(vectors, dim=-1)
-    compared_directions = F.normalize(reference[is_compared].to(vectors), dim=-1)
+    compared_directions = F.normalize(compared_vectors, dim=-1)
     cosines = directions @ compared_directions.T  # (n, r)
     return cosines.mean()
 
@@ -119,7 +122,10 @@ def make_part(role: str, option: Any) -> Any:
     """
     if not isinstance(option, str | Mapping):
         return option
-    arguments = {"name": option} if isinstance(option, str) else dict(option)
+    if isinstance(option, str):
+        arguments = {"name": option}
+    else:
+        arguments = dict(option)
     name = str(arguments.pop("name", ""))
     if name.endswith(".onnx"):
         onnx_classes = {"embedder": ArcFaceEmbedder, "detector": ScrfdDetector}
@@ -141,10 +147,11 @@ def whole_frame(frames: torch.Tensor) -> Faces:
     frames: (F, 3, H, W).
     """
     count, _, height, width = frames.shape
-    template = torch.tensor(ARCFACE_TEMPLATE, device=frames.device)
-    scale = torch.tensor([width / TEMPLATE_SIZE, height / TEMPLATE_SIZE], device=frames.device)
+    device = frames.device
+    template = torch.tensor(ARCFACE_TEMPLATE, device=device)
+    scale = torch.tensor([width / TEMPLATE_SIZE, height / TEMPLATE_SIZE], device=device)
     points = scaled_points(template, scale)
-    has_face = torch.ones(count, dtype=torch.bool, device=frames.device)
+    has_face = torch.ones(count, dtype=torch.bool, device=device)
     return Faces(has_face, points.expand(count, 5, 2))
 
 
@@ -158,17 +165,20 @@ def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Ten
         keypoints: (n, 5, 2) in pixels.
         size: side of a crop.
     """
-    if len(pixels) == 0:
-        return pixels.new_zeros(0, pixels.shape[1], size, size)
+    count, channels, height, width = pixels.shape
+    # affine_grid refuses a batch of no frames
+    if count == 0:
+        return pixels.new_zeros(0, channels, size, size)
     template = scaled_points(keypoints.new_tensor(ARCFACE_TEMPLATE), size / TEMPLATE_SIZE)
     frame_to_crop = similarity_transform(keypoints, template)
 
     # affine_grid takes the map from the crop to the frame, both in coordinates from -1 to 1
-    height, width = pixels.shape[-2:]
     frame_pixels = _to_pixels(height, width, frame_to_crop)
     crop_pixels = _to_pixels(size, size, frame_to_crop)
-    theta = torch.linalg.inv(frame_to_crop @ frame_pixels) @ crop_pixels
-    grid = F.affine_grid(theta[:, :2], [len(pixels), pixels.shape[1], size, size], align_corners=False)
+    coordinates_to_crop = frame_to_crop @ frame_pixels
+    theta = torch.linalg.inv(coordinates_to_crop) @ crop_pixels
+    # without the last row of an affine map, which is always (0, 0, 1)
+    grid = F.affine_grid(theta[:, :2], [count, channels, size, size], align_corners=False)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
@@ -180,19 +190,26 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
     """
     middle = points.mean(1, keepdim=True)
     target_middle = targets.mean(0)
-    x, y = (points - middle).unbind(-1)  # (n, k)
-    u, v = (targets - target_middle).unbind(-1)  # (k,)
+    centred_points = points - middle
+    centred_targets = targets - target_middle
+    x, y = centred_points.unbind(-1)  # (n, k)
+    u, v = centred_targets.unbind(-1)  # (k,)
 
-    # a = real + i imaginary, which is the matrix of a rotation and scale; the bound is for points that all coincide
+    # the bound is for points that all coincide
     square = (x * x + y * y).sum(-1).clamp_min(1e-12)
     real = (x * u + y * v).sum(-1) / square
     imaginary = (x * v - y * u).sum(-1) / square
-    turn = torch.stack([real, -imaginary, imaginary, real], -1).unflatten(-1, (2, 2))  # (n, 2, 2)
+    # a = real + i imaginary is the matrix of a rotation and scale
+    entries = torch.stack([real, -imaginary, imaginary, real], -1)
+    turn = entries.unflatten(-1, (2, 2))  # (n, 2, 2)
 
     # the middle of the points must come to lie on the middle of the targets
-    shift = target_middle[:, None] - turn @ middle.transpose(1, 2)  # (n, 2, 1)
-    last_row = points.new_tensor([[0.0, 0.0, 1.0]]).expand(len(points), 1, 3)
-    return torch.cat([torch.cat([turn, shift], -1), last_row], -2)
+    turned_middle = turn @ middle.transpose(1, 2)
+    shift = target_middle[:, None] - turned_middle  # (n, 2, 1)
+    upper_rows = torch.cat([turn, shift], -1)
+    last_row = points.new_tensor([0.0, 0.0, 1.0])
+    last_rows = last_row.expand(len(points), 1, 3)
+    return torch.cat([upper_rows, last_rows], -2)
 
 
 def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
