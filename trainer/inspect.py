@@ -27,7 +27,7 @@ from trainer.observe.final_report import shortened, validation_means, validation
 from trainer.observe.findings import findings_table
 from trainer.observe.health import findings_of
 from trainer.observe.health_checks import number
-from trainer.observe.page_data import panels_of
+from trainer.observe.page_charts import panels_of
 from trainer.observe.run_data import (
     RecordedAnswer,
     RecordedRequest,

@@ -2,8 +2,8 @@
 
 Read `tracking.py` first, through which all metrics pass. `console.py` and `final_report.py` write to the terminal,
 `trackers.py` has the adapters of wandb and others, `run_data.py` reads a run folder, `health.py` (with the functions of
-`health_checks.py`) judges it, `findings.py` shows the result, `page_data.py` is the content of the HTML page, and
-`picture.py` draws `curve.png`.
+`health_checks.py`) judges it, `findings.py` shows the result, `page_data.py` (with `page_charts.py`) is the content of
+the HTML page, and `picture.py` draws `curve.png`.
 
 Imports `validation/` for samples. Nothing here changes a run.
 """

@@ -32,8 +32,9 @@ def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH, las
     Returns:
         The path, or None if the run has no training step.
     """
-    steps = read_metrics(Path(run_dir) / "metrics.jsonl")
-    if not any("timing_s/step" in metrics or "critic/score/mean" in metrics for metrics in steps.values()):
+    run_dir = Path(run_dir)
+    steps = read_metrics(run_dir / "metrics.jsonl")
+    if not _has_training_step(steps):
         return None
 
     figure = Figure(figsize=(12, 7.5), layout="constrained", facecolor="white")
@@ -47,38 +48,63 @@ def draw_curve(run_dir: Path, first: Panel = REWARD, second: Panel = LENGTH, las
     else:
         _draw_series(panels[3], steps, *last)
 
+    # a run that has only step 0 would have an axis of the width 0
+    right_end = max(1.0, max(steps) * 1.02)
     for axes in panels:
-        axes.set(xlabel="training step", xlim=(0, max(1.0, max(steps) * 1.02)))
-        axes.title.set_fontsize(10)  # the longest title is wider than a panel with a legend
-        axes.grid(axis="y", color="#e4e6e9", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        _, labels = axes.get_legend_handles_labels()
-        if labels:
-            # outside the axes, where the legend hides no curve
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
-    figure.suptitle(Path(run_dir).name, fontsize=13, fontweight="bold")
-    path = Path(run_dir) / "curve.png"
+        axes.set(xlabel="training step", xlim=(0, right_end))
+        _style(axes)
+    figure.suptitle(run_dir.name, fontsize=13, fontweight="bold")
+    path = run_dir / "curve.png"
     figure.savefig(path, dpi=110)
     return path
+
+
+def _has_training_step(steps: Steps) -> bool:
+    """Returns True if any step has a time or a reward; a validation before the training has neither."""
+    for metrics in steps.values():
+        if "timing_s/step" in metrics or "critic/score/mean" in metrics:
+            return True
+    return False
+
+
+def _style(axes: Axes) -> None:
+    """Sets the grid, the frame and the legend of a panel."""
+    axes.title.set_fontsize(10)  # the longest title is wider than a panel with a legend
+    axes.grid(axis="y", color="#e4e6e9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    _, labels = axes.get_legend_handles_labels()
+    if labels:
+        # outside the axes, where the legend hides no curve
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
 def _draw_series(panel: Axes, steps: Steps, title: str, y_label: str, labels: Mapping[str, str]) -> None:
     """Draws the running mean of each metric; a panel with a single long series also shows its values."""
     panel.set(title=title, ylabel=y_label)
     for metric, label in labels.items():
-        logged_steps = [step for step, metrics in steps.items() if metric in metrics]
-        values = np.array([steps[step][metric] for step in logged_steps])
-        is_long = len(values) > 20
-        if is_long and len(labels) == 1:
-            window = max(5, len(values) // 20)
-            label = f"mean of the last {window} steps"
-            panel.plot(logged_steps, values, alpha=0.3, linewidth=1)
+        values_by_step = {step: metrics[metric] for step, metrics in steps.items() if metric in metrics}
+        logged_steps = list(values_by_step)
+        values = list(values_by_step.values())
+        if len(values) <= 20:
+            # markers, so that a single step is visible, which has no line
+            panel.plot(logged_steps, values, linewidth=2, label=label or None, marker="o", markersize=3)
+        elif len(labels) > 1:
+            panel.plot(logged_steps, values, linewidth=2, label=label or None)
         else:
-            window = 1
-        means = [values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)]
-        marker = "" if is_long else "o"
-        panel.plot(logged_steps, means, linewidth=2, label=label or None, marker=marker, markersize=3)
+            window = max(5, len(values) // 20)
+            means = _running_means(np.array(values), window)
+            panel.plot(logged_steps, values, alpha=0.3, linewidth=1)
+            panel.plot(logged_steps, means, linewidth=2, label=f"mean of the last {window} steps")
+
+
+def _running_means(values: np.ndarray, window: int) -> list[float]:
+    """Returns the mean of each value and the values before it, `window` in all; the first ones have fewer."""
+    means = []
+    for end in range(1, len(values) + 1):
+        start = max(0, end - window)
+        means.append(float(values[start:end].mean()))
+    return means
 
 
 def _draw_validation(panel: Axes, steps: Steps) -> None:
@@ -88,18 +114,24 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
     are_shares = True
     for step, metrics in steps.items():
         for mean in shown_means(metrics):
-            curves.setdefault((mean.source, mean.greedy), []).append((step, mean.value))
+            points = curves.setdefault((mean.source, mean.greedy), [])
+            points.append((step, mean.value))
             names.add(mean.name)
             are_shares = are_shares and 0 <= mean.value <= 1
     names.discard("mean")  # of training without a rollout
 
-    title = ", ".join(["Validation", *sorted(names)]) if curves else "nothing was validated"
+    title = "nothing was validated"
+    if curves:
+        title = ", ".join(["Validation", *sorted(names)])
     panel.set(title=title, ylabel="score" if names else "mean")
     for (source, greedy), points in sorted(curves.items()):
-        label = f"{source} (greedy)" if greedy else source
-        style = "--" if greedy else "-"
+        style = "-"
+        label = printable(source)
+        if greedy:
+            style = "--"
+            label += " (greedy)"
         validated_steps, values = zip(*points, strict=True)
-        panel.plot(validated_steps, values, style, marker="o", markersize=4, linewidth=2, label=printable(label))
+        panel.plot(validated_steps, values, style, marker="o", markersize=4, linewidth=2, label=label)
     if are_shares:
         panel.set_ylim(-0.02, 1.02)
 
@@ -110,11 +142,15 @@ def _draw_time(panel: Axes, steps: Steps) -> None:
     positions, seconds_by_stage = stage_seconds(steps, most=120)
     if not positions:
         return
-    distance = (positions[-1] - positions[0]) / max(1, len(positions) - 1)
-    bottom = np.zeros(len(positions))
+
+    # bars touch; a single bar has the width 1
+    gaps = max(1, len(positions) - 1)
+    width = (positions[-1] - positions[0]) / gaps or 1.0
+    total = np.zeros(len(positions))
     for stage, seconds in seconds_by_stage.items():
         if stage not in OUTSIDE:
-            panel.bar(positions, seconds, distance or 1.0, bottom=bottom, label=stage, linewidth=0)
-            bottom += seconds
+            panel.bar(positions, seconds, width, bottom=total, label=stage, linewidth=0)
+            total += seconds
     # a percentile, because the first step is often much longer than the others
-    panel.set_ylim(0, 1.15 * float(np.percentile(bottom, 98)) or None)
+    usual_maximum = float(np.percentile(total, 98))
+    panel.set_ylim(0, 1.15 * usual_maximum or None)

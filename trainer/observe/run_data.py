@@ -110,7 +110,8 @@ class RecordedRun:
         """Returns the logged time of all steps in seconds, including validation and saving."""
         times = []
         for metrics in self.steps.values():
-            times += [metrics.get(f"timing_s/{stage}", 0.0) for stage in ("step", *OUTSIDE)]
+            for stage in ("step", *OUTSIDE):
+                times.append(metrics.get(f"timing_s/{stage}", 0.0))
         return sum(times)
 
 
@@ -123,26 +124,23 @@ def read_run(folder: Path) -> RecordedRun:
     folder = Path(folder).expanduser().resolve()
     metrics_file = folder / METRICS
     if not metrics_file.is_file():
-        runs_below = [path.parent for path in sorted(folder.glob(f"*/**/{METRICS}"))]
         message = f"{folder}: no {METRICS} in it"
-        if runs_below:
-            message += "; these subfolders have one:" + "".join(f"\n  {run}" for run in runs_below[:5])
+        metrics_files_below = sorted(folder.glob(f"*/**/{METRICS}"))
+        if metrics_files_below:
+            message += "; these subfolders have one:"
+        for file in metrics_files_below[:5]:
+            message += f"\n  {file.parent}"
         raise UserError(message)
 
-    metrics = read_metrics(metrics_file)
-    steps = {}
-    for step in sorted(metrics):
-        steps[step] = {name: float(value) for name, value in metrics[step].items()}
-
     config, notes = read_config(folder / "config.yaml")
-    total_steps_option = config.get("trainer.total_training_steps")
     total_steps = None
+    total_steps_option = config.get("trainer.total_training_steps")
     if total_steps_option is not None and total_steps_option.value.isdigit():
         total_steps = int(total_steps_option.value)
 
     return RecordedRun(
         folder=folder,
-        steps=steps,
+        steps=read_metrics(metrics_file),
         config=config,
         notes=notes,
         total_steps=total_steps,
@@ -157,23 +155,26 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     if the file is missing."""
     if not path.is_file():
         return {}, ()
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
 
     options: dict[str, ConfigValue] = {}
+    notes = []
     keys_above: list[str] = []
-    for line in lines:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("# "):
+            notes.append(line.removeprefix("# "))
+            continue
         match = _OPTION.fullmatch(line)
         if match is None:
             continue
+
+        # two spaces of indentation for each level; a key ends the deeper levels of the lines before it
         depth = len(match["indent"]) // 2
         keys_above[depth:] = [match["key"]]
         if match["value"] is not None:
-            value = match["value"].strip()
-            source = (match["source"] or "").strip()
-            options[".".join(keys_above)] = ConfigValue(value, source)
-
-    notes = tuple(line.removeprefix("# ") for line in lines if line.startswith("# "))
-    return options, notes
+            source = match["source"] or ""
+            key = ".".join(keys_above)
+            options[key] = ConfigValue(match["value"].strip(), source.strip())
+    return options, tuple(notes)
 
 
 def run_titles(runs: Sequence[RecordedRun]) -> list[str]:
@@ -182,12 +183,18 @@ def run_titles(runs: Sequence[RecordedRun]) -> list[str]:
     Folders of a sweep's runs are named after their seeds, so their titles always include the number of the trial.
     """
     folders = {run.folder for run in runs}
-    is_of_sweep = any((folder.parent.parent.parent / "study.json").is_file() for folder in folders)
-    for depth in range(2 if is_of_sweep else 1, 99):
+    depth = 1
+    for folder in folders:
+        sweep_dir = folder.parent.parent.parent
+        if (sweep_dir / "study.json").is_file():
+            depth = 2
+
+    # ends at the latest with the complete paths, which differ
+    while True:
         titles = ["/".join(run.folder.parts[-depth:]) for run in runs]
         if len(set(titles)) == len(folders):
-            break
-    return titles
+            return titles
+        depth += 1
 
 
 def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[float]]]:
@@ -205,13 +212,15 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
     if not timed_steps:
         return [], {}
 
-    stages = _timed_stages(timed_steps)
+    step_seconds = _timings("step", timed_steps)
+    measured_seconds = np.zeros(len(timed_steps))
     seconds_by_stage = {}
-    for stage in stages:
-        seconds_by_stage[stage] = np.array([metrics.get(f"timing_s/{stage}", 0.0) for metrics in timed_steps.values()])
-    step_seconds = np.array([metrics["timing_s/step"] for metrics in timed_steps.values()])
-    measured_seconds = sum(seconds_by_stage[stage] for stage in stages if stage not in OUTSIDE)
-    seconds_by_stage["other"] = np.clip(step_seconds - measured_seconds, 0.0, None)
+    for stage in _timed_stages(timed_steps):
+        seconds = _timings(stage, timed_steps)
+        seconds_by_stage[stage] = seconds
+        if stage not in OUTSIDE:
+            measured_seconds += seconds
+    seconds_by_stage["other"] = (step_seconds - measured_seconds).clip(min=0.0)
 
     bar_count = min(most, len(timed_steps))
     positions = _means_of_parts(np.array(list(timed_steps), dtype=float), bar_count)
@@ -222,28 +231,41 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
     return positions, bars
 
 
+def _timings(stage: str, steps: Steps) -> np.ndarray:
+    """Returns the seconds of a stage in each step, 0 if the step does not have it."""
+    metric = f"timing_s/{stage}"
+    return np.array([metrics.get(metric, 0.0) for metrics in steps.values()])
+
+
 def _timed_stages(steps: Steps) -> list[str]:
     """Returns the stages whose time was logged: those of `STAGES` in their order, then the others by name."""
     stages: set[str] = set()
     for metrics in steps.values():
-        stages.update(name.removeprefix("timing_s/") for name in metrics if "timing_s/" in name)
+        for name in metrics:
+            if "timing_s/" in name:
+                stages.add(name.removeprefix("timing_s/"))
     stages.discard("step")
-    others = sorted(stages - set(STAGES))
-    return [stage for stage in STAGES if stage in stages] + others
+
+    known_stages = [stage for stage in STAGES if stage in stages]
+    other_stages = sorted(stages.difference(STAGES))
+    return known_stages + other_stages
 
 
 def _means_of_parts(values: np.ndarray, count: int) -> list[float]:
-    return [float(part.mean()) for part in np.array_split(values, count)]
+    """Returns the means of `count` adjacent parts of almost equal length."""
+    parts = np.array_split(values, count)
+    return [float(part.mean()) for part in parts]
 
 
 def _is_held(path: Path) -> bool:
     """Returns True if the process recorded in the lock file still exists on this machine.
 
-    A process that started after the file was written only reuses the id. The lock itself is not tested, because that
-    would take it for a moment.
+    The lock itself is not tested, because that would take it for a moment.
     """
     try:
-        process = psutil.Process(int(path.read_text(encoding="utf-8").split()[1]))
+        owner = path.read_text(encoding="utf-8").split()
+        process = psutil.Process(int(owner[1]))
+        # a process that started after the file was written only reuses the id
         return process.create_time() <= path.stat().st_mtime + 1.0
     except (OSError, ValueError, IndexError, psutil.Error):
         return False
@@ -317,7 +339,12 @@ class RecordedGroup:
         table = _table(self.file)
         if table is None:
             return []
-        columns = [name for name in table.column_names if not name.endswith(JSON) or name == _REQUESTS]
+
+        # of the columns with json text, only the requests are shown
+        columns = []
+        for name in table.column_names:
+            if name == _REQUESTS or not name.endswith(JSON):
+                columns.append(name)
         selected = table.select(columns).take(list(rows))
         run_dir = self.file.parent.parent.parent
         return [_answer(row, self.kind, self.step, run_dir) for row in selected.to_pylist()]
@@ -326,18 +353,17 @@ class RecordedGroup:
 def groups(run_dir: Path) -> Iterator[RecordedGroup]:
     """Yields all groups of samples of a run in the order of steps, training before validation."""
     files = []
-    for kind in (TRAIN, VAL):
-        for file in (run_dir / FOLDER / kind).glob("*.parquet"):
-            files.append((step_of(file), kind, file))
+    for split in (TRAIN, VAL):
+        for file in (run_dir / FOLDER / split).glob("*.parquet"):
+            files.append((step_of(file), split, file))
 
-    for step, kind, file in sorted(files):
+    for step, split, file in sorted(files):
         table = _table(file, ["uid", "score"])
         if table is None:
             continue
         suffix = file.stem.partition("-")[2]  # `greedy`, or empty
-        yield RecordedGroup(
-            file, f"{kind} {suffix}".strip(), step, table["uid"].to_pylist(), table["score"].to_pylist()
-        )
+        kind = f"{split} {suffix}".strip()
+        yield RecordedGroup(file, kind, step, table["uid"].to_pylist(), table["score"].to_pylist())
 
 
 def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[RecordedAnswer], int]:
@@ -352,14 +378,7 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Record
     matches: list[tuple[float, int, int, RecordedGroup]] = []
     for group in groups(folder):
         for row in _matching_rows(group, text.lower()):
-            score = group.scores[row]
-            score_or_least = -math.inf if score is None else score
-            if order == "best":
-                rank = -score_or_least
-            elif order == "worst":
-                rank = score_or_least
-            else:
-                rank = 0.0
+            rank = _rank(group.scores[row], order)
             matches.append((rank, -group.step, row, group))
 
     # a group has no order, and the sort keeps the order of groups with the same step
@@ -370,16 +389,31 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Record
     return answers, len(matches)
 
 
+def _rank(score: float | None, order: str) -> float:
+    """Returns the first sort key of an answer; a failed reward counts as the lowest score."""
+    if score is None:
+        score = -math.inf
+    if order == "best":
+        return -score
+    if order == "worst":
+        return score
+    return 0.0
+
+
 def _matching_rows(group: RecordedGroup, word: str) -> Sequence[int]:
     """Returns the rows whose texts contain a word in lower case. Without a word, the file is not read."""
     all_rows = range(len(group.uids))
     if not word:
         return all_rows
+
     rows = []
     for row, answer in enumerate(group.read(all_rows)):
-        contents = [content for _, content in answer.prompt]
-        searched = "\n".join([answer.output, answer.gts, answer.uid, *contents])
-        if word in searched.lower():
+        texts = [answer.output, answer.gts, answer.uid]
+        for _, content in answer.prompt:
+            texts.append(content)
+        # joined by a line break, so that no match spans two of them
+        searched = "\n".join(texts).lower()
+        if word in searched:
             rows.append(row)
     return rows
 
@@ -394,6 +428,8 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
 def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAnswer:
     """Returns a row of a samples file as an answer for display."""
     messages = tuple((message["role"], message["content"]) for message in row["prompt"])
+    # some samples have only the prompt's text, without messages
+    prompt = messages or (("user", row["input"]),)
     parts = {}
     for name, value in row.items():
         if name.startswith(REWARD) and value is not None:
@@ -402,17 +438,18 @@ def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAns
 
     images = []
     for name in valid_image_names(row.get("images"))[:MAX_IMAGES]:
-        path = f"{FOLDER}/{IMAGES}/{name}"
+        image = f"{FOLDER}/{IMAGES}/{name}"
+        file = run_dir / image
         # a link could show a file of another folder
-        if (run_dir / path).is_file() and not (run_dir / path).is_symlink():
-            images.append(path)
+        if file.is_file() and not file.is_symlink():
+            images.append(image)
 
     return RecordedAnswer(
         kind=kind,
         step=step,
         uid=row["uid"],
         data_source=row["data_source"],
-        prompt=messages or (("user", row["input"]),),
+        prompt=prompt,
         output=row["output"],
         gts=row["gts"],
         score=row["score"],
@@ -439,37 +476,50 @@ def request_tree(text: str | None) -> tuple[tuple[RecordedRequest, ...], int]:
     Returns:
         The first requests of the episode, each after the request that it continues, and the number of all.
     """
-    try:
-        values = json.loads(text or "[]")
-    except (TypeError, ValueError, RecursionError):
-        values = []
-    if not isinstance(values, list):
-        values = []
-    entries = [value if isinstance(value, dict) else {} for value in values[:MAX_REQUESTS]]
-
+    entries, total = _request_entries(text)
     message_count = 0
-    children: dict[int | None, list[int]] = {}
+    roots: list[int] = []
+    children: list[list[int]] = [[] for _ in entries]
     for number, entry in enumerate(entries):
         parent = _typed(entry, "parent", int, -1)
-        children.setdefault(parent if 0 <= parent < number else None, []).append(number)
-        message_count += 1 + len(_typed(entry, "messages", list, [])[:MAX_MESSAGES])  # 1: the answer
+        siblings = children[parent] if 0 <= parent < number else roots
+        siblings.append(number)
+        messages = _typed(entry, "messages", list, [])
+        message_count += len(messages[:MAX_MESSAGES]) + 1  # and the answer
+    # at least 20 messages share the limit, so that an episode of one request does not use all of it
     most_characters = MAX_TREE // max(20, message_count)
 
     # depth first, without recursion, because a conversation can be longer than Python's stack
     requests: list[RecordedRequest] = []
-    waiting = [(number, 0, "new conversation") for number in reversed(children.get(None, []))]
+    waiting = [(number, 0, "new conversation") for number in reversed(roots)]
     while waiting:
         number, depth, start = waiting.pop()
         requests.append(_request(number, depth, start, entries[number], most_characters))
-        continuing = children.get(number, [])
-        if len(continuing) > 1:
+        child_depth = depth
+        child_start = ""
+        if len(children[number]) > 1:
             child_depth = min(depth + 1, MAX_DEPTH)
             child_start = f"continues #{number}"
-        else:
-            child_depth = depth
-            child_start = ""
-        waiting += [(child, child_depth, child_start) for child in reversed(continuing)]
-    return tuple(requests), len(values)
+        # reversed, because the last entry is taken first
+        for child in reversed(children[number]):
+            waiting.append((child, child_depth, child_start))
+    return tuple(requests), total
+
+
+def _request_entries(text: str | None) -> tuple[list[Mapping[str, object]], int]:
+    """Returns the first `MAX_REQUESTS` requests in a json text, and the number of all."""
+    try:
+        values = json.loads(text or "[]")
+    except (TypeError, ValueError, RecursionError):
+        return [], 0
+    if not isinstance(values, list):
+        return [], 0
+
+    entries: list[Mapping[str, object]] = []
+    for value in values[:MAX_REQUESTS]:
+        # an empty entry keeps the numbers of the others, which name their parents
+        entries.append(value if isinstance(value, dict) else {})
+    return entries, len(values)
 
 
 def _request(number: int, depth: int, start: str, entry: Mapping[str, object], most_characters: int) -> RecordedRequest:
@@ -482,44 +532,50 @@ def _request(number: int, depth: int, start: str, entry: Mapping[str, object], m
     """
     messages = _typed(entry, "messages", list, [])
     row = _typed(entry, "row", int, None)
+    discarded = as_text(entry.get("discarded") or "")
+    if not discarded and row is None:
+        discarded = "no reason is recorded"
 
-    reason = as_text(entry.get("discarded") or "")
-    if not reason and row is None:
-        reason = "no reason is recorded"
-
-    texts = []
+    contents: list[tuple[object, object]] = []
     for message in messages[:MAX_MESSAGES]:
         if isinstance(message, dict):
-            texts.append((message.get("role"), message.get("content")))
-    texts.append(("answer", entry.get("text")))
-    short_texts = []
-    for role, content in texts:
-        short_texts.append((as_text(role or "")[:40], shortened(as_text(content or ""), most_characters)))
+            contents.append((message.get("role"), message.get("content")))
+    contents.append(("answer", entry.get("text")))
+    short_messages = []
+    for role, content in contents:
+        short_role = as_text(role or "")[:40]
+        short_content = shortened(as_text(content or ""), most_characters)
+        short_messages.append((short_role, short_content))
 
     return RecordedRequest(
         number=number,
         depth=depth,
         start=start,
         facts=shortened(_request_facts(entry, messages, row), MAX_FACTS),
-        discarded=shortened(reason, MAX_FACTS),
-        messages=tuple(short_texts),
+        discarded=shortened(discarded, MAX_FACTS),
+        messages=tuple(short_messages),
     )
 
 
 def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row: int | None) -> str:
+    """Returns one line about a request: tokens, versions of the weights, row, reason of the end, and tools."""
     prompt_tokens = _typed(entry, "prompt_tokens", int, 0)
     sampled_tokens = _typed(entry, "tokens", int, 0)
     facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
 
-    versions = _typed(entry, "versions", list, [])
-    version_texts = [str(version) for version in versions if type(version) is int and version >= 0]  # -1: no token
-    if version_texts:
-        facts.append(f"weights {' to '.join(dict.fromkeys(version_texts))}")
+    versions: list[str] = []
+    for version in _typed(entry, "versions", list, []):
+        is_version = type(version) is int and version >= 0  # -1: no token
+        if is_version and str(version) not in versions:
+            versions.append(str(version))
+    if versions:
+        facts.append("weights " + " to ".join(versions))
     if row is not None:
         facts.append(f"row {row}")
     finish_reason = as_text(entry.get("finish_reason") or "")
     if finish_reason:
         facts.append(finish_reason)
+
     tool_names = ", ".join(as_text(name) for name in _typed(entry, "tool_calls", list, []))
     if tool_names:
         facts.append(f"calls {tool_names}")
