@@ -85,7 +85,7 @@ def places(options: StudyOptions, device: str, tell: Tell) -> Iterator[Place]:
             on_cpu = on_cpu or device_type(device) == "cpu"
             if not on_cpu:
                 free_tokens = free_devices(tell)
-                devices = {"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)}
+                devices: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)}
                 stack.callback(set_environment, set_environment(devices))
             stack.enter_context(guarded())
             slots = options.slots or max(1, len(free_tokens) // options.per_trial)
