@@ -119,7 +119,7 @@ class TrainResult:
         """
         import pandas
 
-        from trainer.observe.run_data import groups
+        from trainer.observe.recorded_answers import groups
 
         by_step = {group.step: group for group in groups(self.run_dir) if group.kind == "train"}
         sampled_step = max(by_step, default=0) if step is None else step

@@ -86,7 +86,8 @@ class Console:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
         self._total = 0
-        self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # (time, step); the remaining time is their pace
+        # (time, step); the remaining time is their pace
+        self._finished: deque[tuple[float, int]] = deque(maxlen=30)
 
     def print(self, content: RenderableType) -> None:
         """Prints text without wrapping it, or any other rich renderable."""
@@ -113,7 +114,8 @@ class Console:
             BarColumn(None),
             TextColumn("{task.fields[left]}"),
             console=self._rich,
-            refresh_per_second=2,  # few refreshes, because each takes CPU time from the training
+            # few refreshes, because each takes CPU time from the training
+            refresh_per_second=2,
         )
         self._progress.add_task("step", total=total_steps, left="starting")
         self._progress.start()
@@ -123,7 +125,8 @@ class Console:
         if self._finished:
             _, last_step = self._finished[-1]
             if step != last_step + 1:
-                self._finished.clear()  # restarts the measurement after a break, such as a validation
+                # restarts the measurement after a break, such as a validation
+                self._finished.clear()
         self._finished.append((time.monotonic(), step))
         if self._progress is not None:
             task = self._progress.task_ids[0]
@@ -204,7 +207,8 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     if console.verbosity != "verbose":
         yield
         return
-    bytes_shown = {file: file.stat().st_size for file in folder.rglob("*.log")}  # skips output of an earlier process
+    # skips output of an earlier process
+    bytes_shown = {file: file.stat().st_size for file in folder.rglob("*.log")}
     ended = threading.Event()
 
     def follow() -> None:
@@ -217,7 +221,8 @@ def following(folder: Path, console: Console) -> Iterator[None]:
                 added = file.read_bytes()[start:]
                 if not is_last:
                     end_of_lines = added.rfind(b"\n") + 1
-                    added = added[:end_of_lines]  # complete lines only
+                    # complete lines only
+                    added = added[:end_of_lines]
                 bytes_shown[file] = start + len(added)
                 show_lines(added, file)
 

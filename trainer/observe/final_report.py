@@ -15,7 +15,8 @@ from trainer.validation.metrics import INTERVAL
 from trainer.validation.sample import Sample
 
 _TEXT_SHOWN = 300
-_EARLY_END = "ended_early"  # a file of the run folder with the step after which a callback ended the run
+# a file of the run folder with the step after which a callback ended the run
+_EARLY_END = "ended_early"
 _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
 
@@ -91,7 +92,8 @@ def final_report(
 
 def _columns_of_validations(result: FitResult) -> dict[str, dict[str, float]]:
     """Returns the metrics of the first and of the last validation by the title of their column."""
-    if result.before == result.after:  # there was only one
+    # there was only one
+    if result.before == result.after:
         return {"mean": result.after}
     first_title = "before"
     if result.before_step:

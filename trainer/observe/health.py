@@ -223,19 +223,22 @@ RULES = (
         "the reward function or the environment fails or times out for some answers, which are left out",
         "see reward_failures.jsonl or env_failures.jsonl in the run folder" + _SCORE,
     ),
-    Rule(  # verl's FAQ: below 0.005 is rounding, above 0.01 an error; fp32: 1e-6
+    # verl's FAQ: below 0.005 is rounding, above 0.01 an error; fp32: 1e-6
+    Rule(
         ("training/rollout_probs_diff_mean",), mismatch,
         ("rollout.dtype", "rollout.enable_prefix_caching", "algorithm.rollout_correction.rollout_is"),
         "sampler and trainer have different probabilities: missing weight updates, a stale cache, or precision",
         "sample in the trainer's precision, or enable the rollout correction",
     ),
-    Rule(  # at 0.5, half of the generated answers are useless
+    # at 0.5, half of the generated answers are useless
+    Rule(
         ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),
         ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
         "most prompts give no gradient: too easy, too hard, n too small, or a reward that is equal for all answers",
         "choose prompts of medium difficulty, sample more answers, or filter groups with equal scores" + _SCORE,
     ),
-    Rule(  # a few long answers are normal; a larger share means that the limit affects what is learned
+    # a few long answers are normal; a larger share means that the limit affects what is learned
+    Rule(
         ("response_length/clip_ratio",), cut_off,
         ("agentic.custom_envs.*.max_tokens_per_step|data.max_response_length", "reward.overlong_buffer.enable"),
         "answers reach the limit of tokens before they end, and are scored as far as they go",
@@ -249,25 +252,29 @@ RULES = (
         "the room of the answers, which may be one token or none",
         "raise data.max_prompt_length to program/prompt_length/max",
     ),
-    Rule(  # DAPO (arXiv:2503.14476): exploration ends when the entropy falls by an order of magnitude
+    # DAPO (arXiv:2503.14476): exploration ends when the entropy falls by an order of magnitude
+    Rule(
         ("actor/entropy",), Range(low=0.1, alarm_low=0.02, of_start=True),
         ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature", "actor.optim.lr"),
         "the answers of the policy hardly vary (entropy collapse), so there are no different answers to compare",
         "raise the upper clip range, the entropy coefficient or the temperature, or lower the learning rate",
     ),
-    Rule(  # 0.5 nats: each token is 1.6 times less likely under the reference
+    # 0.5 nats: each token is 1.6 times less likely under the reference
+    Rule(
         ("actor/kl_loss", "critic/kl"), Range(high=0.5, alarm_high=5.0),
         ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
         "the policy is far from the reference model",
         "raise the coefficient or lower the learning rate, if the policy should stay near the reference",
     ),
-    Rule(  # mostly below 0.2 in successful runs; gspo clips whole answers, so its values are higher
+    # mostly below 0.2 in successful runs; gspo clips whole answers, so its values are higher
+    Rule(
         ("actor/pg_clipfrac",), Range(high=0.3, alarm_high=0.6),
         ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
         "many tokens are outside the clip range and give no gradient: the policy changes too much in one step",
         "lower the learning rate, use fewer epochs or mini-batches per batch, or widen the clip range",
     ),
-    Rule(  # 0: as good as a constant prediction; 1: perfect
+    # 0: as good as a constant prediction; 1: perfect
+    Rule(
         ("critic/vf_explained_var",), Range(low=0.0, alarm_low=-1.0), ("trainer.critic_warmup", "critic.optim.lr"),
         "the critic predicts worse than a constant, so the advantages are noise",
         "train the critic alone first, or raise its learning rate",
@@ -290,7 +297,8 @@ RULES = (
         "set async_training.partial_rollout=true or raise max_off_policy_threshold to 2 or more, so that the engines "
         "have samples to work on while the longest ones end",
     ),
-    Rule(  # all memory is allocated after the first steps
+    # all memory is allocated after the first steps
+    Rule(
         tuple(f"{role}/perf/{name}_gb" for role in ("actor", "train") for name in MEMORY),
         Range(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
         "a worker's memory grows from step to step: a leak, or increasingly long answers",

@@ -163,7 +163,8 @@ def _text_outside(name: str, outside: Points, healthy: Range, scale: float, tota
         side = "above"
         worst_step, worst = max(outside, key=lambda point: point[1] / scale)
 
-    bound = healthy.shown[3:]  # without the sign of comparison
+    # without the sign of comparison
+    bound = healthy.shown[3:]
     if healthy.of_start:
         bound += f" ({number(scale)})"
     steps = f"{len(outside)} of {total} steps ({outside[0][0]} to {outside[-1][0]})"
@@ -240,7 +241,8 @@ def score_stays(series: Series) -> Finding | None:
     if rise > 2 * standard_error:
         return Finding(OK, name, text)
     if rise < -2 * standard_error:
-        return None  # `score_falls` reports it
+        # `score_falls` reports it
+        return None
 
     # the score cannot rise further
     best_scores = [value for _, value in series.get("critic/score/max", [])]

@@ -62,7 +62,8 @@ def _pattern_of(name: str) -> str:
             pattern += re.escape(part)
         elif part in ("N", "K"):
             pattern += r"\d+"
-        elif part in ("data_source", "tag"):  # names of the user's data, which can contain slashes
+        # names of the user's data, which can contain slashes
+        elif part in ("data_source", "tag"):
             pattern += ".+"
         else:
             pattern += "[^/]+"

@@ -33,7 +33,8 @@ from trainer.observe.page_charts import (
     panels_of,
     without_tags,
 )
-from trainer.observe.run_data import Messages, RecordedAnswer, RecordedGroup, RecordedRun, groups, run_titles
+from trainer.observe.recorded_answers import Messages, RecordedAnswer, RecordedGroup, groups
+from trainer.observe.run_data import RecordedRun, run_titles
 
 MAX_POINTS = 1500  # of a curve
 MAX_PICTURE_BYTES = 1_500_000
@@ -247,7 +248,8 @@ def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
             if option.value.startswith("/"):
                 folders.add(Path(option.value).parent)
     names = {str(folder) for folder in folders}
-    names.discard("/")  # every path begins with it
+    # every path begins with it
+    names.discard("/")
     # a folder within another one must be replaced before it
     return sorted(names, key=len, reverse=True)
 
@@ -338,7 +340,8 @@ def _images(run_dir: Path, answers: Sequence[RecordedAnswer], room: int) -> tupl
 
     uri_by_path = {}
     for path in paths:
-        with suppress(FileNotFoundError):  # the run has deleted the file in the meantime
+        # the run has deleted the file in the meantime
+        with suppress(FileNotFoundError):
             file = run_dir / path
             encoded_size = file.stat().st_size * 4 // 3  # base64
             if encoded_size <= room:

@@ -1,47 +1,30 @@
-"""Reads a run folder: metrics by step, the configuration with the source of each value, the run's state and samples.
+"""Reads a run folder: metrics by step, the configuration with the source of each value, and the run's state.
 
 The run may be active, killed or finished, of any command that writes metrics.jsonl. This module only reads files: it
-takes no lock, loads no model, and does not disturb the run. Samples (`trainer.validation.sample_files`) are read
-lazily: first their scores, then only the requested rows. A run without text samples (reward flow) has none.
+takes no lock, loads no model, and does not disturb the run. `recorded_answers.py` reads the run's samples.
 """
 
-import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import psutil
-import pyarrow
-import pyarrow.parquet
 
-from trainer.observe.final_report import read_early_end, shortened
+from trainer.observe.final_report import read_early_end
 from trainer.observe.tracking import METRICS, read_metrics
-from trainer.validation.sample import valid_image_names
-from trainer.validation.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
 from verl_lite.errors import UserError
-from verl_lite.json_types import JsonObject
 
-Points = list[tuple[int, float]]
+Point = tuple[int, float]
+"""A step, and the value of a metric."""
+Points = list[Point]
 Steps = Mapping[int, Mapping[str, float]]
-Kind = TypeVar("Kind")
-Default = TypeVar("Default")
-Messages = tuple[tuple[str, str], ...]
-"""(role, content) of each message of a conversation."""
 
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 """The stages of a training step, in order."""
 OUTSIDE = ("testing", "save_checkpoint")
 """Stages that timing_s/step does not include."""
-MAX_REQUESTS, MAX_MESSAGES, MAX_DEPTH, MAX_FACTS, MAX_TREE = 200, 50, 8, 300, 60_000
-"""Limits of an episode's tree: requests, messages of a request, depth, and characters of a request's facts and of all
-messages."""
-MAX_IMAGES = 50  # of a prompt
-
-_REQUESTS = f"requests{JSON}"
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
 
 
@@ -170,10 +153,12 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
         # two spaces of indentation for each level; a key ends the deeper levels of the lines before it
         depth = len(match["indent"]) // 2
         keys_above[depth:] = [match["key"]]
+        # a line without value is the name of a section
         if match["value"] is not None:
-            source = match["source"] or ""
             key = ".".join(keys_above)
-            options[key] = ConfigValue(match["value"].strip(), source.strip())
+            value = match["value"].strip()
+            source = (match["source"] or "").strip()
+            options[key] = ConfigValue(value, source)
     return options, tuple(notes)
 
 
@@ -208,7 +193,10 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
         The positions of the bars, and the seconds at each position for each stage and for `other`. Stages with a
         negligible time are left out.
     """
-    timed_steps = {step: metrics for step, metrics in steps.items() if "timing_s/step" in metrics}
+    timed_steps = {}
+    for step, metrics in steps.items():
+        if "timing_s/step" in metrics:
+            timed_steps[step] = metrics
     if not timed_steps:
         return [], {}
 
@@ -233,8 +221,10 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
 
 def _timings(stage: str, steps: Steps) -> np.ndarray:
     """Returns the seconds of a stage in each step, 0 if the step does not have it."""
-    metric = f"timing_s/{stage}"
-    return np.array([metrics.get(metric, 0.0) for metrics in steps.values()])
+    seconds = []
+    for metrics in steps.values():
+        seconds.append(metrics.get(f"timing_s/{stage}", 0.0))
+    return np.array(seconds)
 
 
 def _timed_stages(steps: Steps) -> list[str]:
@@ -253,8 +243,10 @@ def _timed_stages(steps: Steps) -> list[str]:
 
 def _means_of_parts(values: np.ndarray, count: int) -> list[float]:
     """Returns the means of `count` adjacent parts of almost equal length."""
-    parts = np.array_split(values, count)
-    return [float(part.mean()) for part in parts]
+    means = []
+    for part in np.array_split(values, count):
+        means.append(float(part.mean()))
+    return means
 
 
 def _is_held(path: Path) -> bool:
@@ -269,324 +261,3 @@ def _is_held(path: Path) -> bool:
         return process.create_time() <= path.stat().st_mtime + 1.0
     except (OSError, ValueError, IndexError, psutil.Error):
         return False
-
-
-@dataclass(frozen=True)
-class RecordedRequest:
-    """One request of an episode's program, for display.
-
-    Attributes:
-        number: Position in the order of the requests.
-        depth: Number of branchings above the request.
-        start: The beginning of a conversation or branch; empty for a request that continues the one before it.
-        facts: Numbers of tokens, versions of the weights, and the like.
-        discarded: Reason why nothing trains on its tokens.
-        messages: (role, content) of the messages that it added, and of its answer.
-    """
-
-    number: int
-    depth: int
-    start: str
-    facts: str
-    discarded: str
-    messages: Messages
-
-
-@dataclass(frozen=True)
-class RecordedAnswer:
-    """One answer for display.
-
-    Attributes:
-        kind: `train`, `val` or `val greedy`.
-        prompt: (role, content) of each message.
-        score: None if the reward failed.
-        parts: Additional entries of the reward's result.
-        requests: For an episode of a program, the first of its `total_requests` requests, in the order of
-            `request_tree`.
-        images: Existing files with the images of the prompt, as paths relative to the run folder.
-    """
-
-    kind: str
-    step: int
-    uid: str
-    data_source: str
-    prompt: Messages
-    output: str
-    gts: str
-    score: float | None
-    parts: dict[str, float | str]
-    response_length: int
-    finish_reason: str
-    policy_version: int
-    timed_out: bool
-    requests: tuple[RecordedRequest, ...] = ()
-    total_requests: int = 0
-    images: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RecordedGroup:
-    """The samples of one step and kind. uids, scores: values of each row; a score is None if the reward failed."""
-
-    file: Path
-    kind: str
-    step: int
-    uids: list[str]
-    scores: list[float | None]
-
-    def read(self, rows: Sequence[int]) -> list[RecordedAnswer]:
-        """Reads the answers in these rows; returns none if the run has deleted the file in the meantime."""
-        table = _table(self.file)
-        if table is None:
-            return []
-
-        # of the columns with json text, only the requests are shown
-        columns = []
-        for name in table.column_names:
-            if name == _REQUESTS or not name.endswith(JSON):
-                columns.append(name)
-        selected = table.select(columns).take(list(rows))
-        run_dir = self.file.parent.parent.parent
-        return [_answer(row, self.kind, self.step, run_dir) for row in selected.to_pylist()]
-
-
-def groups(run_dir: Path) -> Iterator[RecordedGroup]:
-    """Yields all groups of samples of a run in the order of steps, training before validation."""
-    files = []
-    for split in (TRAIN, VAL):
-        for file in (run_dir / FOLDER / split).glob("*.parquet"):
-            files.append((step_of(file), split, file))
-
-    for step, split, file in sorted(files):
-        table = _table(file, ["uid", "score"])
-        if table is None:
-            continue
-        suffix = file.stem.partition("-")[2]  # `greedy`, or empty
-        kind = f"{split} {suffix}".strip()
-        yield RecordedGroup(file, kind, step, table["uid"].to_pylist(), table["score"].to_pylist())
-
-
-def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[RecordedAnswer], int]:
-    """Returns up to `count` answers, and the number of all answers that match.
-
-    Args:
-        folder: The run folder.
-        order: `best`, `worst` (failed rewards first), or any other text for the latest first.
-        text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
-        count: Maximum number of answers.
-    """
-    matches: list[tuple[float, int, int, RecordedGroup]] = []
-    for group in groups(folder):
-        for row in _matching_rows(group, text.lower()):
-            rank = _rank(group.scores[row], order)
-            matches.append((rank, -group.step, row, group))
-
-    # a group has no order, and the sort keeps the order of groups with the same step
-    matches.sort(key=lambda match: match[:3])
-    answers: list[RecordedAnswer] = []
-    for *_, row, group in matches[:count]:
-        answers += group.read([row])
-    return answers, len(matches)
-
-
-def _rank(score: float | None, order: str) -> float:
-    """Returns the first sort key of an answer; a failed reward counts as the lowest score."""
-    if score is None:
-        score = -math.inf
-    if order == "best":
-        return -score
-    if order == "worst":
-        return score
-    return 0.0
-
-
-def _matching_rows(group: RecordedGroup, word: str) -> Sequence[int]:
-    """Returns the rows whose texts contain a word in lower case. Without a word, the file is not read."""
-    all_rows = range(len(group.uids))
-    if not word:
-        return all_rows
-
-    rows = []
-    for row, answer in enumerate(group.read(all_rows)):
-        texts = [answer.output, answer.gts, answer.uid]
-        for _, content in answer.prompt:
-            texts.append(content)
-        # joined by a line break, so that no match spans two of them
-        searched = "\n".join(texts).lower()
-        if word in searched:
-            rows.append(row)
-    return rows
-
-
-def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None:
-    try:
-        return pyarrow.parquet.read_table(file, columns=columns)
-    except (FileNotFoundError, pyarrow.ArrowInvalid):
-        return None  # the run has deleted the file in the meantime, or the file is damaged
-
-
-def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAnswer:
-    """Returns a row of a samples file as an answer for display."""
-    messages = tuple((message["role"], message["content"]) for message in row["prompt"])
-    # some samples have only the prompt's text, without messages
-    prompt = messages or (("user", row["input"]),)
-    parts = {}
-    for name, value in row.items():
-        if name.startswith(REWARD) and value is not None:
-            parts[name.removeprefix(REWARD)] = value
-    requests, total_requests = request_tree(row.get(_REQUESTS))
-
-    images = []
-    for name in valid_image_names(row.get("images"))[:MAX_IMAGES]:
-        image = f"{FOLDER}/{IMAGES}/{name}"
-        file = run_dir / image
-        # a link could show a file of another folder
-        if file.is_file() and not file.is_symlink():
-            images.append(image)
-
-    return RecordedAnswer(
-        kind=kind,
-        step=step,
-        uid=row["uid"],
-        data_source=row["data_source"],
-        prompt=prompt,
-        output=row["output"],
-        gts=row["gts"],
-        score=row["score"],
-        parts=parts,
-        response_length=row["response_length"],
-        finish_reason=row["finish_reason"],
-        policy_version=row["policy_version"],
-        timed_out=row["timed_out"],
-        requests=requests,
-        total_requests=total_requests,
-        images=tuple(images),
-    )
-
-
-def request_tree(text: str | None) -> tuple[tuple[RecordedRequest, ...], int]:
-    """Reads the requests of an episode for display.
-
-    If several requests continue a request, each begins a branch one level deeper. Values of a wrong type count as
-    missing. A parent that does not come before its request is ignored, so that there are no cycles.
-
-    Args:
-        text: Json text of the requests.
-
-    Returns:
-        The first requests of the episode, each after the request that it continues, and the number of all.
-    """
-    entries, total = _request_entries(text)
-    message_count = 0
-    roots: list[int] = []
-    children: list[list[int]] = [[] for _ in entries]
-    for number, entry in enumerate(entries):
-        parent = _typed(entry, "parent", int, -1)
-        siblings = children[parent] if 0 <= parent < number else roots
-        siblings.append(number)
-        messages = _typed(entry, "messages", list, [])
-        message_count += len(messages[:MAX_MESSAGES]) + 1  # and the answer
-    # at least 20 messages share the limit, so that an episode of one request does not use all of it
-    most_characters = MAX_TREE // max(20, message_count)
-
-    # depth first, without recursion, because a conversation can be longer than Python's stack
-    requests: list[RecordedRequest] = []
-    waiting = [(number, 0, "new conversation") for number in reversed(roots)]
-    while waiting:
-        number, depth, start = waiting.pop()
-        requests.append(_request(number, depth, start, entries[number], most_characters))
-        child_depth = depth
-        child_start = ""
-        if len(children[number]) > 1:
-            child_depth = min(depth + 1, MAX_DEPTH)
-            child_start = f"continues #{number}"
-        # reversed, because the last entry is taken first
-        for child in reversed(children[number]):
-            waiting.append((child, child_depth, child_start))
-    return tuple(requests), total
-
-
-def _request_entries(text: str | None) -> tuple[list[Mapping[str, object]], int]:
-    """Returns the first `MAX_REQUESTS` requests in a json text, and the number of all."""
-    try:
-        values = json.loads(text or "[]")
-    except (TypeError, ValueError, RecursionError):
-        return [], 0
-    if not isinstance(values, list):
-        return [], 0
-
-    entries: list[Mapping[str, object]] = []
-    for value in values[:MAX_REQUESTS]:
-        # an empty entry keeps the numbers of the others, which name their parents
-        entries.append(value if isinstance(value, dict) else {})
-    return entries, len(values)
-
-
-def _request(number: int, depth: int, start: str, entry: Mapping[str, object], most_characters: int) -> RecordedRequest:
-    """Returns a request for display.
-
-    Args:
-        number, depth, start: See `RecordedRequest`.
-        entry: The request in the samples file.
-        most_characters: Maximum number of characters of each message.
-    """
-    messages = _typed(entry, "messages", list, [])
-    row = _typed(entry, "row", int, None)
-    discarded = as_text(entry.get("discarded") or "")
-    if not discarded and row is None:
-        discarded = "no reason is recorded"
-
-    contents: list[tuple[object, object]] = []
-    for message in messages[:MAX_MESSAGES]:
-        if isinstance(message, dict):
-            contents.append((message.get("role"), message.get("content")))
-    contents.append(("answer", entry.get("text")))
-    short_messages = []
-    for role, content in contents:
-        short_role = as_text(role or "")[:40]
-        short_content = shortened(as_text(content or ""), most_characters)
-        short_messages.append((short_role, short_content))
-
-    return RecordedRequest(
-        number=number,
-        depth=depth,
-        start=start,
-        facts=shortened(_request_facts(entry, messages, row), MAX_FACTS),
-        discarded=shortened(discarded, MAX_FACTS),
-        messages=tuple(short_messages),
-    )
-
-
-def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row: int | None) -> str:
-    """Returns one line about a request: tokens, versions of the weights, row, reason of the end, and tools."""
-    prompt_tokens = _typed(entry, "prompt_tokens", int, 0)
-    sampled_tokens = _typed(entry, "tokens", int, 0)
-    facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
-
-    versions: list[str] = []
-    for version in _typed(entry, "versions", list, []):
-        is_version = type(version) is int and version >= 0  # -1: no token
-        if is_version and str(version) not in versions:
-            versions.append(str(version))
-    if versions:
-        facts.append("weights " + " to ".join(versions))
-    if row is not None:
-        facts.append(f"row {row}")
-    finish_reason = as_text(entry.get("finish_reason") or "")
-    if finish_reason:
-        facts.append(finish_reason)
-
-    tool_names = ", ".join(as_text(name) for name in _typed(entry, "tool_calls", list, []))
-    if tool_names:
-        facts.append(f"calls {tool_names}")
-    if len(messages) > MAX_MESSAGES:
-        facts.append(f"the first {MAX_MESSAGES} of {len(messages)} messages")
-    return ", ".join(facts)
-
-
-def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
-    """Returns an entry of this type, else the default. A bool does not count as an int."""
-    value = entry.get(name)
-    if isinstance(value, kind) and type(value) is kind:
-        return value
-    return default

@@ -168,7 +168,8 @@ def _mlflow(run: TrackedRun) -> Tracker:
         return str(mlflow_run.info.run_id)
 
     run_id = run.kept_id(id_name, create_run)
-    client.update_run(run_id, status="RUNNING")  # a resumed run has ended before
+    # a resumed run has ended before
+    client.update_run(run_id, status="RUNNING")
     client.log_dict(run_id, dict(run.options), "config.json")
 
     def log(metrics: Mapping[str, float], step: int) -> None:
@@ -178,7 +179,8 @@ def _mlflow(run: TrackedRun) -> Tracker:
             name = name.replace("@", "_at_")
             allowed_name = re.sub(r"[^\w\-. :/]", "_", name)
             entries.append(Metric(allowed_name, float(value), milliseconds, step))
-        for start in range(0, len(entries), 1000):  # the maximum of one call
+        # the maximum of one call
+        for start in range(0, len(entries), 1000):
             client.log_batch(run_id, metrics=entries[start : start + 1000])
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
@@ -232,7 +234,8 @@ def _wandb(run: TrackedRun) -> Tracker:
 
     def finish() -> None:
         wandb_run.finish()
-        if wandb.run is None:  # no other wandb run is open, so end the service before the run's end kills it
+        # no other wandb run is open, so end the service before the run's end kills it
+        if wandb.run is None:
             _end_wandb()
             # The user may start another service, which has an exit handler of its own.
             atexit.unregister(_end_wandb)

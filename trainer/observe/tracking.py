@@ -57,8 +57,10 @@ class Tracking:
         self._shows = "console" in trainer.logger
         self._following = following(run_dir / "logs", console)
         self._record = Record(run_dir, console.note)
-        self._newest: tuple[int, dict[str, float]] = (-1, {})  # the last logged step and all metrics logged for it
-        self._last_before = max(read_metrics(run_dir / METRICS), default=-1)  # step of an earlier process
+        # the last logged step and all metrics logged for it
+        self._newest: tuple[int, dict[str, float]] = (-1, {})
+        # step of an earlier process
+        self._last_before = max(read_metrics(run_dir / METRICS), default=-1)
         self._trackers = [TrackerThread(name, run) for name in trainer.logger if name not in OWN]
 
     def __enter__(self) -> Tracking:
@@ -144,7 +146,8 @@ class TrackerThread(threading.Thread):
                 call(tracker)
             if tracker is not None:
                 tracker.finish()
-        except Exception as error:  # a tracker is third-party code, which may raise anything
+        # a tracker is third-party code, which may raise anything
+        except Exception as error:
             self._warn(f"raises {type(error).__name__}: {error}")
 
     def finish(self) -> None:
@@ -243,5 +246,6 @@ def _read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
         step = int(row["step"])
         metrics = {name: float(value) for name, value in row["data"].items() if value is not None}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        return None  # for example because the machine failed while it wrote the line
+        # for example because the machine failed while it wrote the line
+        return None
     return step, metrics

@@ -168,7 +168,8 @@ class Study:
             study = cls(folder, spec, search)
             path = folder / _LOG  # for the message of an error
             if path.exists():
-                complete_lines = path.read_text().split("\n")[:-1]  # a crash can leave a part of a line at the end
+                # a crash can leave a part of a line at the end
+                complete_lines = path.read_text().split("\n")[:-1]
                 for line in complete_lines:
                     study._replay(json.loads(line))
             return study
@@ -225,11 +226,13 @@ class Study:
         path.touch()
         with path.open("rb+") as file:
             end_of_lines = file.read().rfind(b"\n") + 1
-            file.seek(end_of_lines)  # overwrites a line that a crash cut off
+            # overwrites a line that a crash cut off
+            file.seek(end_of_lines)
             file.truncate()
             file.write(json.dumps(event).encode() + b"\n")
             file.flush()
-            os.fsync(file.fileno())  # a decision takes effect only when no crash can lose it
+            # a decision takes effect only when no crash can lose it
+            os.fsync(file.fileno())
         self._replay(event)
         if event.get("prune") or event.get("state") == "failed":
             self.ask_to_end(self.trials[event["trial"]])
@@ -242,12 +245,14 @@ class Study:
     def _replay(self, event: JsonObject) -> None:
         """Applies an event of the log to the trials. A continued sweep applies all of them."""
         number = event["trial"]
-        if "parameters" in event:  # of `begin`
+        # of `begin`
+        if "parameters" in event:
             self.trials.append(self._new_trial(number, event["parameters"]))
             return
 
         trial = self.trials[number]
-        if "mean" in event:  # of `judge`
+        # of `judge`
+        if "mean" in event:
             trial.means[event["step"]] = event["mean"]
             trial.is_pruned |= event["prune"]
             return

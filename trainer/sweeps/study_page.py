@@ -22,7 +22,8 @@ _GAP = 0.02
 def read_study(folder: Path) -> Json:
     """Returns the page's data about a sweep, which may still be running. `runs` are the first run folders of the best
     trials."""
-    study = Study.load(folder)  # from its log, without a lock, so that a running sweep is not disturbed
+    # from its log, without a lock, so that a running sweep is not disturbed
+    study = Study.load(folder)
     parameters = [parameter.name for parameter in study.spec.space]
     best_trials = study.finished()
 

@@ -163,7 +163,8 @@ def read_options(argv: Sequence[str]) -> StudyOptions:
     """Parses a command line. Raises UserError."""
     parser = _parser()
     line = parser.parse_intermixed_args(list(argv))
-    if line.file is not None:  # the command line comes second and overrides the file
+    # the command line comes second and overrides the file
+    if line.file is not None:
         words_of_file = list(_file_words(line.file))
         line = parser.parse_intermixed_args([*words_of_file, *argv])
 
@@ -273,7 +274,8 @@ def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDist
         if kind == "int":
             return IntDistribution(int(low), int(high))
         return FloatDistribution(low, high, log=kind == "log")
-    except ValueError as error:  # Optuna's message, for example about reversed ends or a logarithm of 0
+    # Optuna's message, for example about reversed ends or a logarithm of 0
+    except ValueError as error:
         raise UserError(f"{word}: {error}; ranges are log(1e-7,1e-5), uniform(0,1), int(1,8)") from None
 
 

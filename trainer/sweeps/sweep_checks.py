@@ -37,7 +37,8 @@ def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
         values: The combination.
         gpus: GPUs of each run; None for a CPU.
     """
-    from workers.engines.base import engine_names  # imports transformers, which takes seconds
+    # imports transformers, which takes seconds
+    from workers.engines.base import engine_names
 
     try:
         config = load(spec, values)
@@ -116,7 +117,8 @@ def _prepare_recipes(spec: StudySpec, trials: Sequence[dict[str, Value]]) -> Non
     """Creates the models and data of the recipes once, so that the runs do not do it all at the same time."""
     prepared: set[str | None] = set()
     for values in trials:
-        with suppress(ConfigError):  # reported by `_check_combinations`
+        # reported by `_check_combinations`
+        with suppress(ConfigError):
             config = load(spec, values)
             if config.recipe not in prepared:
                 prepared.add(config.recipe)
@@ -191,7 +193,8 @@ def _similar_names(metric: str, documented_names: Sequence[str]) -> list[str]:
 
 def _means_of_validation(family: str, documented_names: Sequence[str], config: PPOConfig) -> list[str]:
     """Returns the names of the means that a run logs about its validation data. family: val-core or val-aux."""
-    from trainer.data.sources import read_rows  # imports transformers, which takes seconds
+    # imports transformers, which takes seconds
+    from trainer.data.sources import read_rows
 
     sources = set()
     for path in config.data.val_files:

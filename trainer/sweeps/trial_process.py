@@ -38,7 +38,8 @@ _MACHINE_FAULT = re.compile(
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
-    r"but only \d+ of \d+ devices are available|is in use by pid"  # another process took the device in between
+    # another process took the device in between
+    r"but only \d+ of \d+ devices are available|is in use by pid"
 )
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 
@@ -146,7 +147,8 @@ def _follow(order: Order, tree: ProcessTree) -> bool:
 def held_up(order: Order, log: BinaryIO) -> str:
     """Tries to lock the log for this run. Returns an empty string on success, otherwise the reason to wait."""
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process inherits the lock
+        # the run's process inherits the lock
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return f"an earlier sweep's process, which writes to {log.name}, has not ended yet"
     if order.gpus:
@@ -161,7 +163,8 @@ def _start_process(order: Order, log: BinaryIO) -> ProcessTree:
     else:
         environment = dict(order.environment)
     environment[SWEEP_MARK] = order.sweep
-    if order.gpus:  # the devices that Ray assigned to this process
+    # the devices that Ray assigned to this process
+    if order.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     parent = os.getpid()
 
@@ -197,7 +200,8 @@ def _report(
     """
     values = metric_by_step(steps, order.metric)
     names: list[str] = []
-    if ended and not values:  # a message shows which metrics the run has logged instead
+    # a message shows which metrics the run has logged instead
+    if ended and not values:
         names = sorted(set().union(*steps.values()))
     report = {
         "values": values,
@@ -231,7 +235,8 @@ def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start_of_output, size - _TAIL_BYTES))
         output = file.read().decode(errors="replace")
-    if status == WRONG_INPUT and NOTHING_LEFT in output:  # an earlier sweep was killed after the run's last step
+    # an earlier sweep was killed after the run's last step
+    if status == WRONG_INPUT and NOTHING_LEFT in output:
         return {"state": "done"}
     is_machines, error = diagnose(status, output)
     if is_machines:

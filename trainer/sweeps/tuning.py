@@ -47,9 +47,12 @@ Tell = Callable[[str], None]
 _CONNECT_TIMEOUT_S = 20.0
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stopping_on_signal` handles it
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # `Faults` reports them in one line
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Tune's own state is not kept
+    # `stopping_on_signal` handles it
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # `Faults` reports them in one line
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    # Tune's own state is not kept
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
@@ -246,7 +249,8 @@ class Sweep(Searcher):
         """Does nothing: the last result contains the end of the run."""
 
     def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).touch()  # the study's log is kept instead
+        # the study's log is kept instead
+        Path(checkpoint_path).touch()
 
     def on_machine_fault(self, trial_id: str, error: str, is_last: bool) -> None:
         """Records that a machine failed. Tune starts the run again unless is_last."""
@@ -279,7 +283,8 @@ class Sweep(Searcher):
         trial_of_asha = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._known_to_asha:
             self._known_to_asha.add(trial.number)
-            with _numpy_seed(trial.number):  # of several brackets, ASHA draws one for each trial
+            # of several brackets, ASHA draws one for each trial
+            with _numpy_seed(trial.number):
                 self._asha.on_trial_add(None, trial_of_asha)
         result = {"step": step, "value": mean}
         decision = self._asha.on_trial_result(None, trial_of_asha, result)
@@ -380,7 +385,8 @@ def draw(study: Study) -> dict[str, Value]:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    seed = len(study.trials)  # the draws depend on the log alone, not on the process that continues the sweep
+    # the draws depend on the log alone, not on the process that continues the sweep
+    seed = len(study.trials)
     sampler: optuna.samplers.BaseSampler
     if study.search.kind == "optuna":
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
@@ -461,7 +467,8 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
                 tune_config=tune.TuneConfig(
                     search_alg=sweep,
                     scheduler=Faults(sweep),
-                    num_samples=-1,  # until `Sweep.suggest` returns FINISHED
+                    # until `Sweep.suggest` returns FINISHED
+                    num_samples=-1,
                     max_concurrent_trials=options.slots,
                     reuse_actors=True,
                     trial_dirname_creator=lambda trial: trial.trial_id,

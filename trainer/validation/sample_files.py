@@ -203,7 +203,8 @@ class SampleFiles:
 
 def _write_image(path: Path, data: bytes) -> int:
     """Writes an encoded image as JPEG file and returns the size of the file in bytes."""
-    from PIL.Image import Resampling  # not needed in runs without images
+    # not needed in runs without images
+    from PIL.Image import Resampling
 
     image = open_image(data)
     # bilinear takes a quarter of the time of the default
