@@ -94,8 +94,8 @@ def _checkpoints_of_run(run_dir: Path, all_checkpoints: bool) -> list[Target]:
 def _checkpoint(path: Path) -> Target:
     run_dir = path.parent
     # ONLY_ANSWERS after the configuration, whose training options they override
-    arguments = ("--config", str(run_dir / "config.yaml"), *ONLY_ANSWERS)
-    arguments += ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    arguments = ("--config", str(run_dir / "config.yaml"), *ONLY_ANSWERS, *resume)
     return Target(path.name, str(path), run_dir / "eval", arguments)
 
 

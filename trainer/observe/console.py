@@ -86,13 +86,15 @@ class Console:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
         self._total = 0
-        # (time, step); the remaining time is their pace
+        # (time, step) of the last steps, whose pace gives the remaining time
         self._finished: deque[tuple[float, int]] = deque(maxlen=30)
 
     def print(self, content: RenderableType) -> None:
         """Prints text without wrapping it, or any other rich renderable."""
+        # texts are not wrapped, so that a path or a command can be copied from several lines of a terminal
+        is_text = isinstance(content, str | Text)
         # crop=False: a table row that is too long for the terminal wraps instead of being cut off
-        self._rich.print(content, soft_wrap=isinstance(content, str | Text), crop=False)
+        self._rich.print(content, soft_wrap=is_text, crop=False)
 
     def progress(self, text: str) -> None:
         """Prints a progress message, unless the console is quiet."""
@@ -207,8 +209,10 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     if console.verbosity != "verbose":
         yield
         return
-    # skips output of an earlier process
-    bytes_shown = {file: file.stat().st_size for file in folder.rglob("*.log")}
+    # starts at the present ends of the files, which skips the output of an earlier process
+    bytes_shown = {}
+    for file in folder.rglob("*.log"):
+        bytes_shown[file] = file.stat().st_size
     ended = threading.Event()
 
     def follow() -> None:

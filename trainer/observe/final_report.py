@@ -92,7 +92,7 @@ def final_report(
 
 def _columns_of_validations(result: FitResult) -> dict[str, dict[str, float]]:
     """Returns the metrics of the first and of the last validation by the title of their column."""
-    # there was only one
+    # one validation is both the first and the last
     if result.before == result.after:
         return {"mean": result.after}
     first_title = "before"
@@ -109,25 +109,27 @@ def _samples_table(samples: Sequence[Sample]) -> Table:
     table.add_column("score", overflow="fold", justify="right")
 
     for sample in samples:
-        cells: list[str | Text] = []
-        for text in (sample.data_source, sample.input, sample.output, sample.gts):
-            cells.append(shortened(_in_one_line(text)))
-        if sample.score is None:
-            cells.append(Text("failed", style="red"))
-        else:
-            cells.append(f"{sample.score:.2f}")
-        table.add_row(*cells)
+        score = Text("failed", style="red")
+        if sample.score is not None:
+            score = Text(f"{sample.score:.2f}")
+        table.add_row(
+            _in_cell(sample.data_source),
+            _in_cell(sample.input),
+            _in_cell(sample.output),
+            _in_cell(sample.gts),
+            score,
+        )
     return table
 
 
-def _in_one_line(text: str) -> str:
-    """Replaces line breaks by arrows and leaves out blank lines."""
+def _in_cell(text: str) -> str:
+    """Returns a text in one line, with arrows for line breaks and without blank lines, and cut if it is long."""
     lines = []
     for line in text.split("\n"):
         line = line.strip()
         if line:
             lines.append(line)
-    return " ↵ ".join(lines)
+    return shortened(" ↵ ".join(lines))
 
 
 def _titled_lines(title: str, lines: Mapping[str, str]) -> list[Text]:
@@ -189,9 +191,19 @@ def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     if means:
         return means
     for metric, value in metrics.items():
+        # deeper names, such as val/logps/chosen, are not measures of quality
         if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", metric):
             name = metric.removeprefix("val/")
-            means.append(ValidationMean(name, False, name, "mean", value, metric, ""))
+            mean = ValidationMean(
+                source=name,
+                greedy=False,
+                variable=name,
+                name="mean",
+                value=value,
+                metric=metric,
+                interval="",
+            )
+            means.append(mean)
     return means
 
 
@@ -202,19 +214,20 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
         match = _MEAN.fullmatch(metric)
         if match is None:
             continue
+        # intervals are never among the headline metrics
         interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
-        means.append(
-            ValidationMean(
-                source=match["source"],
-                greedy=bool(match["greedy"]),
-                variable=match["variable"],
-                name=f"{match['variable']} mean@{match['n']}",
-                value=value,
-                metric=metric,
-                interval=interval,
-                half_width=metrics.get(interval),
-            )
+        variable = match["variable"]
+        mean = ValidationMean(
+            source=match["source"],
+            greedy=bool(match["greedy"]),
+            variable=variable,
+            name=f"{variable} mean@{match['n']}",
+            value=value,
+            metric=metric,
+            interval=interval,
+            half_width=metrics.get(interval),
         )
+        means.append(mean)
     return means
 
 

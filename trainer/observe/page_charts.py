@@ -22,13 +22,22 @@ MAX_BARS = 120  # of the chart of times
 MAX_TEXT = 6000  # characters of a text
 
 
-def _of_pairs(*names: str) -> dict[str, str]:
-    """Returns the labels of metrics about pairs of answers (DPO, reward models), in training and in validation."""
-    labels = {}
-    for name in names:
-        labels[f"train/{name}"] = "training"
-        labels[f"val/{name}"] = "validation"
-    return labels
+_LINE_WIDTH = 1.8
+_LENGTHS = {f"response_length/{name}": name for name in ("mean", "max", "min")}
+_MEMORY = {f"{role}/perf/{name}_gb": name for role in ("actor", "train") for name in MEMORY}
+# main_rm logs `accuracy` and `margin`, DPO the other names, which are those of TRL
+_ACCURACIES = {
+    "train/accuracy": "training",
+    "val/accuracy": "validation",
+    "train/rewards/accuracies": "training",
+    "val/rewards/accuracies": "validation",
+}
+_MARGINS = {
+    "train/margin": "training",
+    "val/margin": "validation",
+    "train/rewards/margins": "training",
+    "val/rewards/margins": "validation",
+}
 
 
 class PanelSpec(NamedTuple):
@@ -46,13 +55,15 @@ PANELS: tuple[PanelSpec, ...] = (
         {"critic/score/mean": "", "actor/face_score": ""},
     ),
     PanelSpec("Loss", "", {"train/loss": "training", "val/loss": "validation"}),
-    PanelSpec("Accuracy on pairs of answers", "share", _of_pairs("accuracy", "rewards/accuracies")),
-    PanelSpec("Margin of pairs of answers", "", _of_pairs("margin", "rewards/margins")),
+    PanelSpec("Accuracy on pairs of answers", "share", _ACCURACIES),
+    PanelSpec("Margin of pairs of answers", "", _MARGINS),
     PanelSpec(
-        "Log-probabilities of the answers", "nats", {f"train/logps/{name}": name for name in ("chosen", "rejected")}
+        "Log-probabilities of the answers",
+        "nats",
+        {"train/logps/chosen": "chosen", "train/logps/rejected": "rejected"},
     ),
     PanelSpec("Success of episodes", "share", {"env/success": "", "env/own/success": ""}),
-    PanelSpec("Response length", "tokens", {f"response_length/{name}": name for name in ("mean", "max", "min")}),
+    PanelSpec("Response length", "tokens", _LENGTHS),
     PanelSpec("Truncated answers", "share", {"response_length/clip_ratio": ""}),
     PanelSpec(
         "Prompts without gradient: all answers have equal scores",
@@ -71,15 +82,13 @@ PANELS: tuple[PanelSpec, ...] = (
     PanelSpec("Failed rewards", "share", {"reward/error_rate": "all", "reward/timeout_rate": "timed out"}),
     PanelSpec("Failed episodes", "share", {"env/error_rate": ""}),
     PanelSpec("Throughput", "tokens per second", {"perf/throughput": "per device", "system/tps": "all"}),
-    PanelSpec(
-        "Memory of the fullest worker",
-        "GiB",
-        {f"{role}/perf/{name}_gb": name for role in ("actor", "train") for name in MEMORY},
-    ),
+    PanelSpec("Memory of the fullest worker", "GiB", _MEMORY),
     PanelSpec("How full the micro-batches are", "share", {"train/micro_batch_fill": ""}),
     PanelSpec("Idle devices in generation", "share", {"rollout/idle_frac": ""}),
     PanelSpec(
-        "Weight versions of a sample", "", {f"async/versions_per_sample/{name}": name for name in ("mean", "max")}
+        "Weight versions of a sample",
+        "",
+        {"async/versions_per_sample/mean": "mean", "async/versions_per_sample/max": "max"},
     ),
     PanelSpec("Time of a weight update", "seconds", {"weight_sync/seconds": ""}),
     PanelSpec("Weights sent in an update", "MB", {"weight_sync/megabytes": ""}),
@@ -118,7 +127,9 @@ def charts_of(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panels: 
     nonzero_metrics: set[str] = set()
     for run in runs:
         for metrics in run.steps.values():
-            nonzero_metrics.update(name for name, value in metrics.items() if value)
+            for name, value in metrics.items():
+                if value:
+                    nonzero_metrics.add(name)
 
     charts = []
     for panel in panels:
@@ -157,7 +168,13 @@ def chart(title: str, unit: str, traces: list[Json], wide: bool = False, layout:
         wide: True if the chart is as wide as two.
         layout: Additions to plotly's layout.
     """
-    return {"title": title, "unit": unit, "traces": traces, "wide": wide, "layout": layout or {}}
+    return {
+        "title": title,
+        "unit": unit,
+        "traces": traces,
+        "wide": wide,
+        "layout": layout or {},
+    }
 
 
 def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel: PanelSpec) -> Json:
@@ -175,12 +192,13 @@ def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel
                 color = color_of(metric_number)
                 dash = "solid"
                 legend = label or metric
-            line = {"color": color, "width": 1.8, "dash": dash}
+            line = {"color": color, "width": _LINE_WIDTH, "dash": dash}
             # the page takes the values from the run's series, so that a metric is stored once
-            traces.append({"run": run_number, "metric": metric, "line": line, "name": legend})
+            trace = {"run": run_number, "metric": metric, "line": line, "name": legend}
+            traces.append(trace)
 
-    range_mode = "tozero" if _starts_at_zero(runs, panel) else "normal"
-    return chart(panel.title, panel.unit, traces, layout={"yaxis": {"rangemode": range_mode}})
+    y_axis = {"rangemode": "tozero" if _starts_at_zero(runs, panel) else "normal"}
+    return chart(panel.title, panel.unit, traces, layout={"yaxis": y_axis})
 
 
 def _starts_at_zero(runs: Sequence[RecordedRun], panel: PanelSpec) -> bool:
@@ -188,7 +206,9 @@ def _starts_at_zero(runs: Sequence[RecordedRun], panel: PanelSpec) -> bool:
     values = []
     for run in runs:
         for metrics in run.steps.values():
-            values += [metrics[name] for name in panel.labels if name in metrics]
+            for name in panel.labels:
+                if name in metrics:
+                    values.append(metrics[name])
     largest = max(values)
     # an axis from 0 hides small changes of large values
     return largest == 0 or 0 <= min(values) < 0.3 * largest
@@ -204,8 +224,10 @@ def _time_chart(run: RecordedRun, title: str) -> Json:
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
     for stage, seconds in seconds_by_stage.items():
-        heights = compact(seconds)
-        bars.append({"type": "bar", "x": positions, "y": heights, "name": stage, "hovertemplate": "%{y:.3~g} s"})
+        bar: Json = {"type": "bar", "name": stage, "hovertemplate": "%{y:.3~g} s"}
+        bar["x"] = positions
+        bar["y"] = compact(seconds)
+        bars.append(bar)
     layout = {"barmode": "stack", "bargap": 0.1}
     return chart(f"Time of a step by stage, {title}", "seconds", bars, wide=True, layout=layout)
 
@@ -240,7 +262,9 @@ def _validation_charts(runs: Sequence[RecordedRun]) -> list[Json]:
 
     charts = []
     for title, traces in traces_by_title.items():
-        charts.append(chart(title, "with 95% interval", traces, wide=len(traces) > 2))
+        # the legend of many lines needs room
+        is_wide = len(traces) > 2
+        charts.append(chart(title, "with 95% interval", traces, is_wide))
     return charts
 
 
@@ -264,6 +288,7 @@ def _validation_means_by_line(runs: Sequence[RecordedRun]) -> _MeansByLine:
     """
     means_by_line: _MeansByLine = {}
     for run_number, run in enumerate(runs):
+        # the metrics of all validations, because a resumed run can validate with other options
         last_values: dict[str, float] = {}
         for metrics in run.steps.values():
             last_values.update(metrics)
@@ -295,7 +320,8 @@ def _validation_trace(run: RecordedRun, mean: ValidationMean, name: str, color: 
         "line": {"color": color, "dash": dash},
     }
     if any(half_widths):
-        trace["error_y"] = interval(values, half_widths, are_shares=is_share(mean.metric, run.steps))
+        are_shares = is_share(mean.metric, run.steps)
+        trace["error_y"] = interval(values, half_widths, are_shares=are_shares)
     return trace
 
 
@@ -315,12 +341,19 @@ def is_share(metric: str, steps: Mapping[int, Mapping[str, float]]) -> bool:
 
 def interval(values: Sequence[float], widths: Sequence[float], *, are_shares: bool) -> Json:
     """Returns plotly's error bars for values with these half widths. Error bars of a share end at 0 and 1."""
-    up = []
-    down = []
-    for value, width in zip(values, widths, strict=True):
-        up.append(min(width, 1 - value) if are_shares else width)
-        down.append(min(width, value) if are_shares else width)
-    return {"symmetric": False, "array": compact(up), "arrayminus": compact(down), "thickness": 1, "width": 2}
+    up = list(widths)
+    down = list(widths)
+    if are_shares:
+        for index, value in enumerate(values):
+            up[index] = min(up[index], 1 - value)
+            down[index] = min(down[index], value)
+    return {
+        "symmetric": False,
+        "array": compact(up),
+        "arrayminus": compact(down),
+        "thickness": 1,
+        "width": 2,
+    }
 
 
 def compact(value: object) -> object:

@@ -102,8 +102,9 @@ class _SampleRows:
     def add(self, run_number: int, answers: Iterable[RecordedAnswer]) -> None:
         """Adds the answers of a run."""
         for answer in answers:
+            next_number = len(self._prompt_numbers)
             values = asdict(answer)
-            values["prompt"] = self._prompt_numbers.setdefault(answer.prompt, len(self._prompt_numbers))
+            values["prompt"] = self._prompt_numbers.setdefault(answer.prompt, next_number)
             row: list[object] = [run_number]
             for name in _ANSWER_FIELDS:
                 row.append(compact(values[name]))
@@ -112,8 +113,9 @@ class _SampleRows:
     def prompts(self) -> list[object]:
         """Returns the prompts by their number, each as a list of role and content."""
         prompts: list[object] = []
-        for messages in self._prompt_numbers:
-            prompts.append([[role, compact(content)] for role, content in messages])
+        for prompt in self._prompt_numbers:
+            messages = [[role, compact(content)] for role, content in prompt]
+            prompts.append(messages)
         return prompts
 
 
@@ -137,7 +139,11 @@ def _docs(metric_names: Sequence[str]) -> dict[str, Json]:
     for name in metric_names:
         doc = find(name)
         if doc is not None:
-            docs[name] = {"formula": doc.formula, "unit": doc.unit, "healthy": doc.healthy}
+            docs[name] = {
+                "formula": doc.formula,
+                "unit": doc.unit,
+                "healthy": doc.healthy,
+            }
     return docs
 
 
@@ -153,6 +159,9 @@ def _run(run: RecordedRun, title: str, notes: list[str]) -> Json:
     series = {}
     for name, points in run.series().items():
         series[name] = _series_values(dict(points), steps)
+    config = {}
+    for key, option in run.config.items():
+        config[key] = [option.value, option.source]
     findings = findings_of(run)
     return {
         "title": without_tags(title),
@@ -162,7 +171,7 @@ def _run(run: RecordedRun, title: str, notes: list[str]) -> Json:
         "steps": steps,
         "series": series,
         "findings": [asdict(finding) for finding in findings],
-        "config": {key: [option.value, option.source] for key, option in run.config.items()},
+        "config": config,
         "pictures": _pictures(run.folder),
     }
 
@@ -194,11 +203,13 @@ def _pictures(run_dir: Path) -> list[Json]:
     for kind in ("png", "gif"):
         file = run_dir / f"before_after.{kind}"
         if file.is_file() and file.stat().st_size <= MAX_PICTURE_BYTES:
-            pictures.append({"name": file.name, "src": _data_uri(file, kind)})
+            uri = _data_uri(file, kind)
+            pictures.append({"name": file.name, "src": uri})
     return pictures
 
 
 def _data_uri(file: Path, kind: str) -> str:
+    """Returns a file as a URI that contains it, so that the page is a single file."""
     encoded = base64.b64encode(file.read_bytes()).decode()
     return f"data:image/{kind};base64,{encoded}"
 
@@ -285,6 +296,7 @@ def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[
         rows = _rows_by_interest(group)[:rows_of_step]
         for rank, answer in enumerate(group.read(rows)):
             text_room -= _size_on_page(answer)
+            # the best and the worst are shown even if they are long
             if text_room < 0 and rank >= 2:
                 break
             tree_size = len(str(answer.requests))
@@ -343,7 +355,8 @@ def _images(run_dir: Path, answers: Sequence[RecordedAnswer], room: int) -> tupl
         # the run has deleted the file in the meantime
         with suppress(FileNotFoundError):
             file = run_dir / path
-            encoded_size = file.stat().st_size * 4 // 3  # base64
+            # base64 writes 4 characters for 3 bytes
+            encoded_size = file.stat().st_size * 4 // 3
             if encoded_size <= room:
                 uri_by_path[path] = _data_uri(file, "jpeg")
                 room -= encoded_size

@@ -219,11 +219,20 @@ def _wandb(run: TrackedRun) -> Tracker:
     if mode is None:
         has_account = wandb.login(prompt=False, verify=False)
         mode = "online" if has_account else "offline"
-    options: JsonObject = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
+    settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
+    options: JsonObject = {
+        "project": run.project,
+        "name": run.name,
+        "config": dict(run.options),
+        "settings": settings,
+        "mode": mode,
+        "id": run.kept_id("wandb"),
+        "dir": str(run.run_dir),
+    }
+    # offline, wandb ignores `resume` with a warning
     if mode == "online":
         options["resume"] = "allow"
-    settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
-    wandb_run = wandb.init(project=run.project, name=run.name, config=dict(run.options), settings=settings, **options)
+    wandb_run = wandb.init(**options)
     if mode == "offline":
         _tell_offline(run, "wandb", "wandb sync", Path(wandb_run.dir).parent)
     # wandb's own step counter continues in a resumed run, so it is not the x-axis
@@ -260,10 +269,12 @@ def _swanlab(run: TrackedRun) -> Tracker:
     mode = os.environ.get("SWANLAB_MODE")
     if not mode:
         mode = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
-    options: dict[str, object] = {"mode": mode, "config": dict(run.options), "log_dir": str(folder)}
+    options: JsonObject = {"mode": mode, "log_dir": str(folder)}
+    # SwanLab continues runs on its server only
     if mode == "online":
-        options |= {"id": run.kept_id("swanlab"), "resume": "allow"}
-    swanlab_run = swanlab.init(project=run.project, name=run.name, **options)
+        options["id"] = run.kept_id("swanlab")
+        options["resume"] = "allow"
+    swanlab_run = swanlab.init(project=run.project, name=run.name, config=dict(run.options), **options)
     if mode == "offline":
         newest_log = max(folder.iterdir(), default=folder)
         _tell_offline(run, "swanlab", "swanlab sync", newest_log)

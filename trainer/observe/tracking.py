@@ -57,11 +57,14 @@ class Tracking:
         self._shows = "console" in trainer.logger
         self._following = following(run_dir / "logs", console)
         self._record = Record(run_dir, console.note)
-        # the last logged step and all metrics logged for it
+        # the last logged step, and all metrics that were logged for it
         self._newest: tuple[int, dict[str, float]] = (-1, {})
-        # step of an earlier process
+        # the last step that an earlier process of this run logged
         self._last_before = max(read_metrics(run_dir / METRICS), default=-1)
-        self._trackers = [TrackerThread(name, run) for name in trainer.logger if name not in OWN]
+        self._trackers = []
+        for name in trainer.logger:
+            if name not in OWN:
+                self._trackers.append(TrackerThread(name, run))
 
     def __enter__(self) -> Tracking:
         self._following.__enter__()
@@ -90,7 +93,11 @@ class Tracking:
         # step is not repeated, and a validation or checkpoint can still add metrics to it
         is_addition = step == self._last_before and TRAINED not in metrics
         if step > self._last_before or is_addition:
-            finite_metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            # some trackers refuse NaN and infinity
+            finite_metrics = {}
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    finite_metrics[name] = value
             self._call(lambda tracker: tracker.log(finite_metrics, step))
 
     def logged_at(self, step: int) -> dict[str, float]:
@@ -209,9 +216,9 @@ def logged_validations(path: Path, last_step: int) -> dict[int, dict[str, float]
     for step, metrics in read_metrics(path).items():
         if step > last_step:
             break
-        validation = {name: value for name, value in metrics.items() if name.startswith(("val-", "val/"))}
-        if validation:
-            validations[step] = validation
+        for name, value in metrics.items():
+            if name.startswith(("val-", "val/")):
+                validations.setdefault(step, {})[name] = value
     return validations
 
 
@@ -244,7 +251,11 @@ def _read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
     try:
         row = json.loads(line)
         step = int(row["step"])
-        metrics = {name: float(value) for name, value in row["data"].items() if value is not None}
+        metrics = {}
+        for name, value in row["data"].items():
+            # null stands for NaN and infinity, see `Record`
+            if value is not None:
+                metrics[name] = float(value)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         # for example because the machine failed while it wrote the line
         return None

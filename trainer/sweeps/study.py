@@ -143,7 +143,10 @@ class Trial:
     @property
     def commands(self) -> list[str]:
         """The commands that repeat the trial, one for each seed."""
-        return [shlex.join(["python", *run.words]) for run in self.runs]
+        commands = []
+        for run in self.runs:
+            commands.append(shlex.join(["python", *run.words]))
+        return commands
 
 
 @dataclass
@@ -245,19 +248,19 @@ class Study:
     def _replay(self, event: JsonObject) -> None:
         """Applies an event of the log to the trials. A continued sweep applies all of them."""
         number = event["trial"]
-        # of `begin`
+        # an event of `begin`
         if "parameters" in event:
             self.trials.append(self._new_trial(number, event["parameters"]))
             return
 
         trial = self.trials[number]
-        # of `judge`
+        # an event of `judge`
         if "mean" in event:
             trial.means[event["step"]] = event["mean"]
             trial.is_pruned |= event["prune"]
             return
 
-        # of `end`
+        # an event of `end`
         runs_by_seed = {run.seed: run for run in trial.runs}
         run = runs_by_seed[event["seed"]]
         run.state = event["state"]
@@ -274,7 +277,8 @@ class Study:
         for seed in seeds:
             name = "run" if seed is None else f"seed-{seed}"
             arguments = self.spec.command(parameters, seed)
-            runs.append(TrialRun(seed, folder / name, [*COMMAND, *arguments]))
+            run = TrialRun(seed, folder / name, [*COMMAND, *arguments])
+            runs.append(run)
         return Trial(number, parameters, folder, runs)
 
     def finished(self) -> list[Trial]:
@@ -291,11 +295,13 @@ class Study:
         writer = csv.writer(text)
         writer.writerow(columns)
         for trial in self.trials:
+            cells: list[object] = [trial.number, trial.state]
+            cells += [_as_cell(trial.value), _as_cell(trial.half_width)]
+            for name in names:
+                cells.append(trial.parameters[name])
             first_line_of_error, _, _ = trial.error.partition("\n")
-            folders = [str(run.folder.relative_to(self.folder)) for run in trial.runs]
-            cells: list[object] = [trial.number, trial.state, _as_cell(trial.value), _as_cell(trial.half_width)]
-            cells += [trial.parameters[name] for name in names]
             cells += [trial.steps, f"{trial.seconds:.1f}", first_line_of_error]
+            folders = [str(run.folder.relative_to(self.folder)) for run in trial.runs]
             cells += [";".join(folders), "\n".join(trial.commands)]
             writer.writerow(cells)
         write_atomically(self.folder / "trials.csv", text.getvalue())

@@ -32,9 +32,11 @@ def read_study(folder: Path) -> Json:
         run_folder = trial.runs[0].folder
         if (run_folder / METRICS).is_file():
             best_runs.append(run_folder)
-    states = Counter(trial.state for trial in study.trials)
+    facts: Json = {"trials": len(study.trials)}
+    facts |= Counter(trial.state for trial in study.trials)
+    facts[study.spec.mode] = study.spec.metric
     return {
-        "facts": {"trials": len(study.trials), **states, study.spec.mode: study.spec.metric},
+        "facts": facts,
         "best": [[_trial_text(trial), trial.commands] for trial in best_trials[:MAX_BEST]],
         "columns": ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"],
         "trials": [compact(_row(trial, parameters)) for trial in study.trials],
@@ -142,12 +144,15 @@ def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_shar
     """Returns a chart of the trials' values over one parameter, with a trace for each trial. Trials with the same value
     of the parameter are drawn side by side."""
     finished = [trial for trial in trials if trial.value is not None]
-    axis = _axis_of(name, [_as_number(trial.parameters[name]) for trial in finished])
+    values = [_as_number(trial.parameters[name]) for trial in finished]
+    axis = _axis_of(name, values)
+    positions = _side_by_side(axis.positions)
     traces: list[Json] = []
-    for trial, position in zip(finished, _side_by_side(axis.positions), strict=True):
+    for trial, position in zip(finished, positions, strict=True):
+        # plotly takes the values themselves, also for a logarithmic axis
+        x = 10**position if axis.is_log else position
         trace: Json = {
-            # plotly takes the values themselves, also for a logarithmic axis
-            "x": [10**position if axis.is_log else position],
+            "x": [x],
             "y": [trial.value],
             "mode": "markers",
             "text": [_trial_text(trial)],

@@ -188,12 +188,22 @@ def read_options(argv: Sequence[str]) -> StudyOptions:
     if spec is not None or line.search is not None:
         kind, trials = line.search or ("grid", None)
         search = Search(kind, trials, _read_pruner(line.pruner))
-    return StudyOptions(spec, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
+    return StudyOptions(
+        spec=spec,
+        search=search,
+        folder=folder.absolute(),
+        slots=line.slots,
+        per_trial=line.per_trial,
+        address=line.ray_address,
+        retries=line.retries,
+    )
 
 
 def _usual_name(spec: StudySpec) -> str:
     """Returns the name of a study that the user does not name; one for each working directory and specification."""
-    described = json.dumps([os.getcwd(), asdict(spec)], sort_keys=True)
+    # the same words in another folder can name other files
+    study = [os.getcwd(), asdict(spec)]
+    described = json.dumps(study, sort_keys=True)
     digest = hashlib.sha256(described.encode()).hexdigest()
     return f"main_ppo-{digest[:8]}"
 
@@ -220,7 +230,8 @@ def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterat
             f"a grid needs lists of values with at most {MOST_LISTED:,} combinations: give choices (KEY=A,B,C), or "
             "search with --random N or --optuna N"
         )
-    return (dict(zip(names, values, strict=True)) for values in itertools.product(*value_lists))
+    products = itertools.product(*value_lists)
+    return (dict(zip(names, values, strict=True)) for values in products)
 
 
 def read_parameter(word: str) -> Parameter | None:
@@ -268,8 +279,9 @@ def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDist
     """Returns the range of a word such as `key=log(1e-7,1e-5)`. Raises UserError."""
     number_type = int if kind == "int" else float
     try:
-        low, high = [number_type(end) for end in ends]
-        if kind not in ("log", "uniform", "int") or not math.isfinite(high - low) or low == high:
+        low, high = map(number_type, ends)
+        is_range = kind in ("log", "uniform", "int") and low != high
+        if not is_range or not math.isfinite(high - low):
             raise ValueError("expected a range with two different, finite numbers")
         if kind == "int":
             return IntDistribution(int(low), int(high))
@@ -401,16 +413,21 @@ def _study_spec(line: argparse.Namespace) -> StudySpec:
         name = key.lstrip("+~@")
         words[name] = _select_choices(words.get(name, ""), word)
 
-    seeds = None
-    if line.seeds is not None:
-        seeds = _read_seeds(line.seeds)
-    return StudySpec(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
+    return StudySpec(
+        words=list(words.values()),
+        # their texts, because a study does not continue with a file that has changed
+        files=read_files(line.config),
+        seeds=None if line.seeds is None else _read_seeds(line.seeds),
+        metric=line.metric,
+        mode=line.mode,
+    )
 
 
 def _read_seeds(text: str) -> list[int]:
     """Parses --seeds: a number, or a list of different numbers. Raises UserError."""
     value = parse_value(text)
     seeds: list[int] = []
+    # `type`, because True is an instance of int
     if type(value) is int:
         seeds = list(range(1, value + 1))
     elif isinstance(value, list) and all(type(seed) is int for seed in value):

@@ -46,7 +46,8 @@ def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
         if not config.trainer.n_gpus_per_node:
             config.trainer.n_gpus_per_node = gpus
         check_trackers(config.trainer.logger)
-        validate(config, engines=engine_names(), slots=resolve_slots(config), available=gpus)
+        slots = resolve_slots(config)
+        validate(config, engines=engine_names(), slots=slots, available=gpus)
     except UserError as error:
         return str(error).replace(" (command line)", "")
     return ""
@@ -159,7 +160,8 @@ def check_metric_name(metric: str, config: PPOConfig) -> None:
     That is an undocumented name in a family without user metrics, or one that is very similar to a documented name.
     Other names can come from user code. A `*` in the name can stand for several parts.
     """
-    if find(metric) is not None or find(metric.replace("*", "*/*")) is not None:
+    with_slash = metric.replace("*", "*/*")
+    if find(metric) is not None or find(with_slash) is not None:
         return
     documented_names: list[str] = []
     for documented in metrics():

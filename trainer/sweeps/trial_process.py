@@ -115,7 +115,8 @@ def train(config: dict[str, Order]) -> None:
             tree.end()
 
     steps = read_metrics(order.folder / METRICS)
-    ended = {"seconds": time.monotonic() - start_time, "steps": max(steps, default=0)}
+    seconds = time.monotonic() - start_time
+    ended: JsonObject = {"seconds": seconds, "steps": max(steps, default=0)}
     ended |= _end_of_run(tree.process.returncode, log_path, start_of_output, was_asked)
     _report(order, steps, ended)
 

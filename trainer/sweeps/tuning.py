@@ -227,7 +227,9 @@ class Sweep(Searcher):
         report = json.loads(result["report"])
         run.steps = report["step"]
         # json has only texts as keys
-        run.values = {int(step): value for step, value in report["values"].items()}
+        run.values = {}
+        for step, value in report["values"].items():
+            run.values[int(step)] = value
 
         waits = report["waits"]
         ended = report["ended"]
@@ -249,7 +251,7 @@ class Sweep(Searcher):
         """Does nothing: the last result contains the end of the run."""
 
     def save(self, checkpoint_path: str) -> None:
-        # the study's log is kept instead
+        # Tune expects a file; the study's log is kept instead
         Path(checkpoint_path).touch()
 
     def on_machine_fault(self, trial_id: str, error: str, is_last: bool) -> None:
@@ -309,7 +311,8 @@ class Sweep(Searcher):
             else:
                 details["value"] = value
         self._study.end(trial, run, state, **details)
-        self._tell(_summary(trial, run, state, self._study.spec.metric))
+        summary = _summary(trial, run, state, self._study.spec.metric)
+        self._tell(summary)
         self._study.write_csv()
 
     def _missing_value(self, trial: Trial, run: TrialRun, names: Sequence[str]) -> str:
@@ -319,7 +322,8 @@ class Sweep(Searcher):
             return f"{metric} is nan"
         logged = "it logs no metrics"
         if names:
-            examples = difflib.get_close_matches(metric, names, n=3, cutoff=0.5) or sorted(names)[:5]
+            similar_names = difflib.get_close_matches(metric, names, n=3, cutoff=0.5)
+            examples = similar_names or sorted(names)[:5]
             logged = f"it logs {len(names)} metrics, such as {', '.join(examples)}"
         error = f"--metric {metric}: {_name(trial, run)} does not log it ({logged})"
         # a misspelled metric would let every run of the sweep fail at its end
@@ -445,7 +449,8 @@ class Faults(FIFOScheduler):
         _, is_named, message = traceback_text.rpartition("MachineFault: ")
         if is_named:
             error, _, _ = message.partition("\n")
-        self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
+        is_last = not trial.should_recover()
+        self._sweep.on_machine_fault(trial.trial_id, error, is_last)
 
 
 def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> None:
@@ -454,6 +459,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
     Raises UserError if no run logs the metric, and KeyboardInterrupt if the sweep was asked to stop.
     """
     stop = study.folder / STOP
+    resources = {"cpu": 1, "gpu": place.gpus or 0}
     sweep = Sweep(study, place, tell)
     # requests to end, left by the sweep that this one continues
     stop.unlink(missing_ok=True)
@@ -463,7 +469,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
     try:
         with stopping_on_signal(stop.touch, lambda _: tell("stopping: runs save what they have")):
             tune.Tuner(
-                tune.with_resources(train, {"cpu": 1, "gpu": place.gpus or 0}),
+                tune.with_resources(train, resources),
                 tune_config=tune.TuneConfig(
                     search_alg=sweep,
                     scheduler=Faults(sweep),
