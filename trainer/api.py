@@ -121,7 +121,7 @@ class TrainResult:
         """
         import pandas
 
-        from trainer.observe.run_data import groups
+        from trainer.observe.recorded_answers import groups
 
         by_step = {}
         for group in groups(self.run_dir):

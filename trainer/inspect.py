@@ -28,16 +28,9 @@ from trainer.observe.final_report import shortened, validation_means, validation
 from trainer.observe.findings import findings_table
 from trainer.observe.health import findings_of
 from trainer.observe.health_checks import number
-from trainer.observe.page_data import panels_of
-from trainer.observe.run_data import (
-    RecordedAnswer,
-    RecordedRequest,
-    RecordedRun,
-    chosen,
-    read_run,
-    run_titles,
-    stage_seconds,
-)
+from trainer.observe.page_charts import panels_of
+from trainer.observe.recorded_answers import RecordedAnswer, RecordedRequest, chosen
+from trainer.observe.run_data import RecordedRun, read_run, run_titles, stage_seconds
 from verl_lite.errors import printable
 
 EVERY_S = 2.0

@@ -82,7 +82,6 @@ REASONS = {
         "trainer/agentic/agent_trainer.py episode_parts",
         "trainer/agentic/roll.py AgenticPipeline.__init__",
         "trainer/launch/build.py sample_parts",
-        "trainer/observe/console.py Terminal.__init__",
         "trainer/observe/console.py Terminal.render_str",
     ],
     LIBRARY: [

@@ -83,7 +83,9 @@ def _is_relevant(name: str, config: PPOConfig, are_scored: bool) -> bool:
         return False
     if not are_scored and name.startswith(("reward.", "reward_model.")):
         return False
-    return name.startswith(_ALSO) or (name.startswith(_SECTIONS) and is_bound(name, config))
+    if name.startswith(_ALSO):
+        return True
+    return name.startswith(_SECTIONS) and is_bound(name, config)
 
 
 def _reward_files(config: PPOConfig) -> list[str]:
@@ -92,7 +94,12 @@ def _reward_files(config: PPOConfig) -> list[str]:
     for part in config.reward.functions.values():
         if isinstance(part, Mapping):
             paths.append(part.get("path"))
-    return [path for path in paths if path and not path.startswith("pkg://")]
+    files = []
+    for path in paths:
+        # a module of an installed package is no file of the user
+        if path and not path.startswith("pkg://"):
+            files.append(path)
+    return files
 
 
 def _checkpoint_of(config: PPOConfig) -> Path | None:
@@ -110,7 +117,8 @@ class AnsweringTrainer(RayPPOTrainer):
     @classmethod
     def check_folder(cls, config: PPOConfig, data: PromptDataset | None, run_dir: Path) -> None:
         """Raises UserError if the folder contains answers generated with other settings."""
-        claim_folder(run_dir / CHUNKS, answer_settings(config, are_scored=cls.scores))
+        settings = answer_settings(config, are_scored=cls.scores)
+        claim_folder(run_dir / CHUNKS, settings)
 
     def answer_store(self) -> AnswerStore:
         """Returns the store of answers in the run folder."""
@@ -123,9 +131,11 @@ class AnsweringTrainer(RayPPOTrainer):
         trainer.resume_mode=auto loads nothing: it only allows the command to continue in its folder.
         """
         folder = _checkpoint_of(self.config)
-        if folder is not None:
-            self.saver.learners["actor"].load(str(folder / "actor"))
-            self.steps.global_step = read_state(folder)["steps"]["global_step"]
+        if folder is None:
+            return
+        self.saver.learners["actor"].load(str(folder / "actor"))
+        state = read_state(folder)
+        self.steps.global_step = state["steps"]["global_step"]
 
     def generate_for_validation(self, prompts: DataProto, sampling: ValSampling) -> DataProto:
         """Generates the answers to one chunk of prompts, or raises KeyboardInterrupt if the run was asked to stop."""

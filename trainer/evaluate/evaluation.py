@@ -97,8 +97,11 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
 def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
     """Returns the command line of the run that validates `target`. Raises UserError without validation data."""
     # a run has the data of its configuration
-    has_data = any(item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")) for item in overrides)
-    if target.is_model and not has_data:
+    needs_data = target.is_model
+    for item in overrides:
+        if item.startswith(("data.val_files=", "agentic.", "--config", "recipe=")):
+            needs_data = False
+    if needs_data:
         raise UserError(
             f"{target.name} is a model: name what to validate on, data.val_files=PATH, or the environments: "
             "--config FILE or recipe=NAME"
@@ -108,17 +111,20 @@ def eval_arguments(target: Target, overrides: list[str]) -> list[str]:
 
 def finished_metrics(run_dir: Path, settings: Mapping[str, object]) -> dict[str, float] | None:
     """Returns the metrics of a finished evaluation with these settings in the folder, or None without one."""
+    if not (run_dir / RESULTS).exists():
+        return None
     # the results alone do not tell under which settings the answers were generated
-    if read_settings(run_dir / CHUNKS) != settings or not (run_dir / RESULTS).exists():
+    if read_settings(run_dir / CHUNKS) != settings:
         return None
     return _read_results(run_dir)
 
 
 def _folder_of(target: Target, name: str, overrides: Sequence[str]) -> Path:
     """Returns the run folder of an evaluation: that of the user's options, else TARGET-NAME in the target's folder."""
-    chosen = [item.removeprefix(FOLDER) for item in overrides if item.startswith(FOLDER)]
-    if chosen:
-        return Path(chosen[-1]).expanduser()
+    # the last option counts, as everywhere on a command line
+    for item in reversed(overrides):
+        if item.startswith(FOLDER):
+            return Path(item.removeprefix(FOLDER)).expanduser()
     return target.folder / f"{target.name}-{name}"
 
 
@@ -134,7 +140,9 @@ def _evaluate_agent(arguments: list[str], folder: Path) -> tuple[int, dict[str, 
 
 
 def _read_results(run_dir: Path) -> dict[str, float]:
-    return json.loads((run_dir / RESULTS).read_text(encoding="utf-8"))["metrics"]
+    """Returns the metrics in results.json."""
+    text = (run_dir / RESULTS).read_text(encoding="utf-8")
+    return json.loads(text)["metrics"]
 
 
 class Evaluation(AnsweringTrainer):

@@ -64,15 +64,15 @@ def _files(target: Path, run: PPOConfig | None) -> list[Path]:
     if target.is_file() and target.suffix in SUFFIXES:
         return [target]
 
-    # the first folder with files: the jsonl folders, which keep all steps, come before the samples, which are thinned
     folders = [target]
     if run is not None:
-        data_dirs = (run.trainer.rollout_data_dir, run.trainer.validation_data_dir)
-        folders = [Path(folder).expanduser() for folder in data_dirs if folder]
-        folders += [target / FOLDER / kind for kind in (TRAIN, VAL)]
+        folders = _folders_of_run(target, run)
     for folder in folders:
-        # without earlier results of this command
-        files = [file for file in folder.glob("*") if file.suffix in SUFFIXES and "-scored-" not in file.name]
+        files = []
+        for file in folder.glob("*"):
+            # without earlier results of this command
+            if file.suffix in SUFFIXES and "-scored-" not in file.name:
+                files.append(file)
         if files:
             return sorted(files, key=_step_and_name)
     raise UserError(
@@ -81,9 +81,22 @@ def _files(target: Path, run: PPOConfig | None) -> list[Path]:
     )
 
 
+def _folders_of_run(run_dir: Path, run: PPOConfig) -> list[Path]:
+    """Returns the folders in which a run saves answers, of which the first with files is read."""
+    folders = []
+    # the jsonl folders keep all steps and come before the samples, which are thinned
+    for folder in (run.trainer.rollout_data_dir, run.trainer.validation_data_dir):
+        if folder:
+            folders.append(Path(folder).expanduser())
+    samples = run_dir / FOLDER
+    return [*folders, samples / TRAIN, samples / VAL]
+
+
 def _step_and_name(file: Path) -> tuple[int, str]:
     """Returns the key by which files are sorted: by number, so that 10 comes after 9."""
-    step = int(file.stem) if file.stem.isdigit() else -1
+    step = -1
+    if file.stem.isdigit():
+        step = int(file.stem)
     return step, file.name
 
 
@@ -100,9 +113,9 @@ def _rows(file: Path) -> Iterator[Row]:
 
 def _json_lines(file: Path) -> Iterator[object]:
     """Yields the values in the lines of a file, without an incomplete last line, which a killed run can leave."""
-    *lines, last = file.read_text(encoding="utf-8").split("\n")
-    if last.strip().endswith("}"):
-        lines.append(last)
+    lines = file.read_text(encoding="utf-8").split("\n")
+    if not lines[-1].strip().endswith("}"):
+        lines.pop()
     for number, line in enumerate(lines, start=1):
         if line:
             yield parse_json(line, f"{file}, line {number}", "an answer per line")
@@ -151,28 +164,41 @@ def _scored_row(row: Row, where: str, config: ScoreConfig) -> Row:
     source = row.get("data_source") or config.data_source
     if not isinstance(source, str):
         raise UserError(f"{where} has no data_source: set data_source=NAME for all rows without one")
-    reward_model = row.get("reward_model")
     nested_truth = None
+    reward_model = row.get("reward_model")
     if isinstance(reward_model, dict):
         nested_truth = reward_model.get("ground_truth")
-    prompt = row.get("prompt")
+    ground_truth = _first_value(row.get("ground_truth"), nested_truth, row.get("gts"))
+
+    # another program may use the names of optional entries for something else
     extra_info = row.get("extra_info")
+    if not isinstance(extra_info, dict):
+        extra_info = None
+    prompt = row.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        prompt = None
     return {
         "data_source": source,
-        "reward_model": {"ground_truth": _first_value(row.get("ground_truth"), nested_truth, row.get("gts"))},
-        "extra_info": extra_info if isinstance(extra_info, dict) else None,
-        "prompt": prompt if isinstance(prompt, list) and prompt else None,
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": extra_info,
+        "prompt": prompt,
     }
 
 
 def _encoded_images(row: Row, images: Path) -> list[bytes]:
     """Returns the images of a row; nothing if one of them was deleted."""
-    files = [images / name for name in valid_image_names(row.get("images"))]
-    if not all(file.is_file() for file in files):
-        return []
-    return [file.read_bytes() for file in files]
+    encoded = []
+    for name in valid_image_names(row.get("images")):
+        file = images / name
+        if not file.is_file():
+            return []
+        encoded.append(file.read_bytes())
+    return encoded
 
 
 def _first_value(*values: object) -> object:
     """Returns the first value that is not None, or None."""
-    return next((value for value in values if value is not None), None)
+    for value in values:
+        if value is not None:
+            return value
+    return None

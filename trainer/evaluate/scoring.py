@@ -90,17 +90,24 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     Raises:
         UserError: for invalid options.
     """
-    short_names = [item.removeprefix(SHORT) for item in overrides if item.startswith(SHORT)]
-    options = [item for item in overrides if not item.startswith(SHORT)]
-    if short_names:
-        options = [*_reward_options(short_names[-1]), *options]
+    reward_name = None
+    options = []
+    for item in overrides:
+        if item.startswith(SHORT):
+            reward_name = item.removeprefix(SHORT)
+        else:
+            options.append(item)
+    if reward_name is not None:
+        # before the other options, which can change parts of this reward
+        options = [*_reward_options(reward_name), *options]
     run_settings = {}
     if run is not None:
-        run_settings = _run_settings(run, replaces_reward=bool(short_names))
+        run_settings = _run_settings(run, replaces_reward=reward_name is not None)
     # as a file, which the options of the command line override
     with tempfile.TemporaryDirectory() as folder:
-        OmegaConf.save(OmegaConf.create(run_settings), Path(folder) / "run.yaml")
-        config = load_schema(["--config", f"{folder}/run.yaml", *options], ScoreConfig).config
+        file = Path(folder) / "run.yaml"
+        OmegaConf.save(OmegaConf.create(run_settings), file)
+        config = load_schema(["--config", str(file), *options], ScoreConfig).config
     if config.recipe is not None:
         # importing it registers its rewards
         load_recipe(config.recipe)
@@ -137,22 +144,25 @@ def _run_settings(run: PPOConfig, replaces_reward: bool) -> dict[str, object]:
         run: configuration of the run.
         replaces_reward: True to leave out its reward. Other settings, such as time limits, stay.
     """
-    left_out: tuple[str, ...] = _ONLY_TRAINING
+    reward = asdict(run.reward)
+    for name in _ONLY_TRAINING:
+        del reward[name]
     if replaces_reward:
-        left_out += _REWARD_CHOICE
-    reward = {name: value for name, value in asdict(run.reward).items() if name not in left_out}
+        for name in _REWARD_CHOICE:
+            del reward[name]
     return {"reward": reward, "recipe": run.recipe}
 
 
 def _note_differences(console: Console, answers: Sequence[SavedAnswer], run: PPOConfig | None) -> None:
     """Notes inputs that the reward would have in training and that are not saved."""
-    num_lacking_by_input = {
-        "prompt as chat messages": sum(answer.item.prompt is None for answer in answers),
-        "ground truth": sum(answer.item.ground_truth is None for answer in answers),
-    }
-    for name, num_lacking in num_lacking_by_input.items():
-        if num_lacking:
-            console.note(f"{num_lacking} answers have no {name}: a reward that reads it gets None")
+    without_prompt = 0
+    without_truth = 0
+    for answer in answers:
+        without_prompt += answer.item.prompt is None
+        without_truth += answer.item.ground_truth is None
+    for name, count in (("prompt as chat messages", without_prompt), ("ground truth", without_truth)):
+        if count:
+            console.note(f"{count} answers have no {name}: a reward that reads it gets None")
     if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
         console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
 
@@ -163,8 +173,9 @@ def _output_file(target: Path, config: ScoreConfig) -> Path:
         return Path(config.out).expanduser()
     stem = target / "answers" if target.is_dir() else target.with_suffix("")
     # random digits, because two commands can start in the same second
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    return Path(f"{stem}-scored-{stamp}.parquet").expanduser()
+    random_digits = os.urandom(2).hex()
+    seconds = time.strftime("%Y%m%d-%H%M%S")
+    return Path(f"{stem}-scored-{seconds}-{random_digits}.parquet").expanduser()
 
 
 def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardResult]:
@@ -175,7 +186,8 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
         sources = {item.data_source for item in items}
         pool.dry_run([], sorted(sources))
         pool.submit(items)
-        return list(pool.collect(item.key for item in items).values())
+        results_by_key = pool.collect(item.key for item in items)
+        return list(results_by_key.values())
     finally:
         pool.close()
 
@@ -196,39 +208,56 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
     """
     table = titled_table("Saved scores and new ones")
     table.add_column("data source", no_wrap=True)
-    for name in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
-        table.add_column(name, justify="right")
+    for title in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
+        table.add_column(title, justify="right")
 
-    by_source: dict[str, list[_Comparison]] = {}
-    for answer, new_score in zip(answers, _new_scores(results), strict=True):
-        comparison = _Comparison(answer.score, new_score)
-        by_source.setdefault(answer.item.data_source, []).append(comparison)
-    for source, comparisons in sorted(by_source.items()):
+    comparisons_by_source: dict[str, list[_Comparison]] = {}
+    for answer, result in zip(answers, results, strict=True):
+        comparisons = comparisons_by_source.setdefault(answer.item.data_source, [])
+        comparisons.append(_Comparison(answer.score, _new_score(result)))
+    for source, comparisons in sorted(comparisons_by_source.items()):
         table.add_row(source, *_line(comparisons))
     return table
 
 
-def _new_scores(results: Sequence[RewardResult]) -> list[float | None]:
-    """Returns the score of each result; None if the reward failed."""
-    return [None if result.failed else result.score for result in results]
+def _new_score(result: RewardResult) -> float | None:
+    """Returns the score of a result; None if the reward failed."""
+    if result.failed:
+        return None
+    return result.score
 
 
 def _line(comparisons: Sequence[_Comparison]) -> list[str]:
     """Returns the entries of a data source in the table."""
-    before = [comparison.before for comparison in comparisons if comparison.before is not None]
-    now = [comparison.now for comparison in comparisons if comparison.now is not None]
-    changes = []
+    before = []
+    now = []
+    num_same = 0
+    num_higher = 0
+    num_lower = 0
     for comparison in comparisons:
-        if comparison.before is not None and comparison.now is not None:
-            changes.append(comparison.now - comparison.before)
-    num_same = sum(abs(change) <= _TOLERANCE for change in changes)
-    num_higher = sum(change > _TOLERANCE for change in changes)
-    num_lower = len(changes) - num_same - num_higher
+        if comparison.before is not None:
+            before.append(comparison.before)
+        if comparison.now is not None:
+            now.append(comparison.now)
+        if comparison.before is None or comparison.now is None:
+            continue
+        change = comparison.now - comparison.before
+        if abs(change) <= _TOLERANCE:
+            num_same += 1
+        elif change > 0:
+            num_higher += 1
+        else:
+            num_lower += 1
+
+    same_text = "-"
+    num_compared = num_same + num_higher + num_lower
+    if num_compared:
+        same_text = f"{num_same} ({num_same / num_compared:.1%})"
     return [
         str(len(comparisons)),
         _mean_as_text(before),
         _mean_as_text(now),
-        f"{num_same} ({num_same / len(changes):.1%})" if changes else "-",
+        same_text,
         str(num_higher),
         str(num_lower),
         str(len(comparisons) - len(before)),
@@ -237,7 +266,9 @@ def _line(comparisons: Sequence[_Comparison]) -> list[str]:
 
 
 def _mean_as_text(scores: Sequence[float]) -> str:
-    return f"{fmean(scores):.4f}" if scores else "-"
+    if not scores:
+        return "-"
+    return f"{fmean(scores):.4f}"
 
 
 def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[RewardResult]) -> None:
@@ -246,17 +277,23 @@ def write_scores(path: Path, answers: Sequence[SavedAnswer], results: Sequence[R
     Columns: uid, step, data_source, response, ground_truth (as text), score_before, score, failed, timed_out, error,
     and reward/<name> for each further value that the reward returned.
     """
-    columns: dict[str, Sequence[object] | pyarrow.Array] = {
-        "uid": [as_text(answer.uid) for answer in answers],
-        "step": [answer.step for answer in answers],
-        "data_source": [as_text(answer.item.data_source) for answer in answers],
-        "response": [as_text(answer.item.solution_str) for answer in answers],
-        "ground_truth": [as_text(answer.item.ground_truth) for answer in answers],
-        "score_before": [answer.score for answer in answers],
-        "score": _new_scores(results),
-        "failed": [result.failed for result in results],
-        "timed_out": [result.timed_out for result in results],
-        "error": [as_text(result.error) for result in results],
-    }
-    columns |= reward_columns([result.extra for result in results])
-    write_table(pyarrow.table(columns), path)
+    rows = []
+    for answer, result in zip(answers, results, strict=True):
+        row = {
+            "uid": as_text(answer.uid),
+            "step": answer.step,
+            "data_source": as_text(answer.item.data_source),
+            "response": as_text(answer.item.solution_str),
+            "ground_truth": as_text(answer.item.ground_truth),
+            "score_before": answer.score,
+            "score": _new_score(result),
+            "failed": result.failed,
+            "timed_out": result.timed_out,
+            "error": as_text(result.error),
+        }
+        rows.append(row)
+    table = pyarrow.Table.from_pylist(rows)
+    extras = [result.extra for result in results]
+    for name, column in reward_columns(extras).items():
+        table = table.append_column(name, column)
+    write_table(table, path)

@@ -68,13 +68,7 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
     if (path / "data.pt").exists():
         return [_checkpoint(path)]
     if (path / "config.yaml").exists():
-        # `whole_steps` checks each checkpoint when it is requested, so only the needed ones are
-        count = None if all_checkpoints else 1
-        newest_first = list(islice(whole_steps(path, print), count))
-        if not newest_first:
-            raise UserError(f"{path} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
-        # oldest first, so that the lines of the table are in the order of training
-        return [_checkpoint(folder) for folder in reversed(newest_first)]
+        return _checkpoints_of_run(path, all_checkpoints)
     if all_checkpoints:
         raise UserError(f"{path}: --all-checkpoints requires a run folder, but there is no config.yaml in it")
 
@@ -86,15 +80,28 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
     return [_model(path.name, str(path))]
 
 
+def _checkpoints_of_run(run_dir: Path, all_checkpoints: bool) -> list[Target]:
+    """Returns the newest complete checkpoint of a run, or all of them. Raises UserError if there is none."""
+    # `whole_steps` checks each checkpoint when it is requested, so only the needed ones are
+    count = None if all_checkpoints else 1
+    newest_first = list(islice(whole_steps(run_dir, print), count))
+    if not newest_first:
+        raise UserError(f"{run_dir} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
+    # oldest first, so that the lines of the table are in the order of training
+    return [_checkpoint(folder) for folder in reversed(newest_first)]
+
+
 def _checkpoint(path: Path) -> Target:
+    run_dir = path.parent
     # ONLY_ANSWERS after the configuration, whose training options they override
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-    arguments = ("--config", str(path.parent / "config.yaml"), *ONLY_ANSWERS, *resume)
-    return Target(path.name, str(path), path.parent / "eval", arguments)
+    arguments = ("--config", str(run_dir / "config.yaml"), *ONLY_ANSWERS, *resume)
+    return Target(path.name, str(path), run_dir / "eval", arguments)
 
 
 def _model(name: str, path: str) -> Target:
-    return Target(name, path, MODELS.absolute(), (f"model.path={path}", *ONLY_ANSWERS), is_model=True)
+    arguments = (f"model.path={path}", *ONLY_ANSWERS)
+    return Target(name, path, MODELS.absolute(), arguments, is_model=True)
 
 
 def titles(targets: Sequence[Target]) -> list[str]:

@@ -54,8 +54,8 @@ class Terminal(rich.console.Console):
     """A rich console that is safe for text from data, models and users: `[red]` and `:smile:` are not interpreted as
     markup, and control characters are escaped (`\\x1b[2J`). All formatted terminal output goes through this class."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
+    def __init__(self, file: IO[str] | None = None, width: int | None = None) -> None:
+        super().__init__(file=file, width=width, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escapes control characters in a string before rich measures its width."""
@@ -64,7 +64,11 @@ class Terminal(rich.console.Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Escapes control characters in all other renderables, such as `Text`, when they are written."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+            # rich's own control codes, such as those that move the progress bar, stay
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
 
 
 class Console:
@@ -82,12 +86,15 @@ class Console:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
         self._total = 0
-        self._finished: deque[tuple[float, int]] = deque(maxlen=30)  # (time, step); the remaining time is their pace
+        # (time, step) of the last steps, whose pace gives the remaining time
+        self._finished: deque[tuple[float, int]] = deque(maxlen=30)
 
     def print(self, content: RenderableType) -> None:
         """Prints text without wrapping it, or any other rich renderable."""
+        # texts are not wrapped, so that a path or a command can be copied from several lines of a terminal
+        is_text = isinstance(content, str | Text)
         # crop=False: a table row that is too long for the terminal wraps instead of being cut off
-        self._rich.print(content, soft_wrap=isinstance(content, str | Text), crop=False)
+        self._rich.print(content, soft_wrap=is_text, crop=False)
 
     def progress(self, text: str) -> None:
         """Prints a progress message, unless the console is quiet."""
@@ -109,7 +116,8 @@ class Console:
             BarColumn(None),
             TextColumn("{task.fields[left]}"),
             console=self._rich,
-            refresh_per_second=2,  # few refreshes, because each takes CPU time from the training
+            # few refreshes, because each takes CPU time from the training
+            refresh_per_second=2,
         )
         self._progress.add_task("step", total=total_steps, left="starting")
         self._progress.start()
@@ -119,7 +127,8 @@ class Console:
         if self._finished:
             _, last_step = self._finished[-1]
             if step != last_step + 1:
-                self._finished.clear()  # restarts the measurement after a break, such as a validation
+                # restarts the measurement after a break, such as a validation
+                self._finished.clear()
         self._finished.append((time.monotonic(), step))
         if self._progress is not None:
             task = self._progress.task_ids[0]
@@ -129,27 +138,35 @@ class Console:
         """Prints the line of a training step with those of its metrics that have a column (reward, length, KL, entropy,
         throughput, seconds, ...), and a second line with the means of a validation."""
         if "training/global_step" in metrics:
-            step_width = len(str(self._total))
-            parts = [f"step {step:>{step_width}}/{self._total}"]
-            for names, form in _COLUMNS:
-                value = _first_value(metrics, names)
-                if value is not None:
-                    parts.append(form.format(value))
-            for names, form in _SHARES:
-                value = _first_value(metrics, names)
-                if value:
-                    parts.append(form.format(value))
-            remaining = "" if self._rich.is_terminal else self._remaining_time()  # a terminal has it beside the bar
-            if remaining:
-                parts.append(remaining)
-            self.progress("  ".join(parts))
+            self.progress(self._line_of_step(metrics, step))
 
-        parts = [validation_line(metrics)] if validation_line(metrics) else []
+        parts = []
+        means = validation_line(metrics)
+        if means:
+            parts.append(means)
         for name, rate in metrics.items():
             if name.endswith("/reward/error_rate") and rate:
                 parts.append(f"{name} {rate:.1%}")
         if parts:
             self.progress(f"validation after step {step}: {', '.join(parts)}")
+
+    def _line_of_step(self, metrics: Mapping[str, float], step: int) -> str:
+        """Returns the line of a training step, with columns as wide as in the lines of all other steps."""
+        step_width = len(str(self._total))
+        parts = [f"step {step:>{step_width}}/{self._total}"]
+        for names, form in _COLUMNS:
+            value = _first_value(metrics, names)
+            if value is not None:
+                parts.append(form.format(value))
+        for names, form in _SHARES:
+            value = _first_value(metrics, names)
+            if value:
+                parts.append(form.format(value))
+        # a terminal has the remaining time beside the bar
+        remaining_time = self._remaining_time()
+        if remaining_time and not self._rich.is_terminal:
+            parts.append(remaining_time)
+        return "  ".join(parts)
 
     def _remaining_time(self) -> str:
         """Returns the remaining time at the pace of the last steps; an empty string before two steps have finished."""
@@ -158,7 +175,8 @@ class Console:
         first_time, first_step = self._finished[0]
         last_time, last_step = self._finished[-1]
         seconds_per_step = (last_time - first_time) / (last_step - first_step)
-        return f"{format_seconds(seconds_per_step * (self._total - last_step))} left"
+        seconds_left = seconds_per_step * (self._total - last_step)
+        return f"{format_seconds(seconds_left)} left"
 
     def stop(self) -> None:
         """Removes the progress bar."""
@@ -191,7 +209,10 @@ def following(folder: Path, console: Console) -> Iterator[None]:
     if console.verbosity != "verbose":
         yield
         return
-    bytes_shown = {file: file.stat().st_size for file in folder.rglob("*.log")}  # skips output of an earlier process
+    # starts at the present ends of the files, which skips the output of an earlier process
+    bytes_shown = {}
+    for file in folder.rglob("*.log"):
+        bytes_shown[file] = file.stat().st_size
     ended = threading.Event()
 
     def follow() -> None:
@@ -203,12 +224,17 @@ def following(folder: Path, console: Console) -> Iterator[None]:
                 start = bytes_shown.get(file, 0)
                 added = file.read_bytes()[start:]
                 if not is_last:
-                    added = added[: added.rfind(b"\n") + 1]  # complete lines only
+                    end_of_lines = added.rfind(b"\n") + 1
+                    # complete lines only
+                    added = added[:end_of_lines]
                 bytes_shown[file] = start + len(added)
-                show_lines(added, file.relative_to(folder).with_suffix(""))
+                show_lines(added, file)
 
-    def show_lines(output: bytes, name: Path) -> None:
-        for line in _ESCAPES.sub("", output.decode(errors="replace")).splitlines():
+    def show_lines(output: bytes, file: Path) -> None:
+        name = file.relative_to(folder).with_suffix("")
+        # colors are removed, because the console would show their control characters as text
+        text = _ESCAPES.sub("", output.decode(errors="replace"))
+        for line in text.splitlines():
             console.print(Text(f"{name} | {line}", style="dim"))
 
     thread = threading.Thread(target=follow, name="log-follower", daemon=True)

@@ -15,7 +15,8 @@ from trainer.validation.metrics import INTERVAL
 from trainer.validation.sample import Sample
 
 _TEXT_SHOWN = 300
-_EARLY_END = "ended_early"  # a file of the run folder with the step after which a callback ended the run
+# a file of the run folder with the step after which a callback ended the run
+_EARLY_END = "ended_early"
 _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+?)/(?P<greedy>greedy/)?(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
 
@@ -80,7 +81,10 @@ def final_report(
         "tensorboard": run_dir / "tensorboard",
         "checkpoint": result.checkpoint,
     }
-    existing_paths = {name: str(path) for name, path in paths.items() if path and path.exists()}
+    existing_paths = {}
+    for name, path in paths.items():
+        if path is not None and path.exists():
+            existing_paths[name] = str(path)
     parts += _titled_lines("Where things are", existing_paths)
     parts += _titled_lines("What to do next", commands)
     return Group(*parts)
@@ -88,36 +92,55 @@ def final_report(
 
 def _columns_of_validations(result: FitResult) -> dict[str, dict[str, float]]:
     """Returns the metrics of the first and of the last validation by the title of their column."""
-    if result.before == result.after:  # there was only one
+    # one validation is both the first and the last
+    if result.before == result.after:
         return {"mean": result.after}
-    first = f"step {result.before_step}" if result.before_step else "before"
-    return {first: result.before, "after": result.after}
+    first_title = "before"
+    if result.before_step:
+        first_title = f"step {result.before_step}"
+    return {first_title: result.before, "after": result.after}
 
 
 def _samples_table(samples: Sequence[Sample]) -> Table:
+    """Returns a table of samples, each text in one line and cut after `_TEXT_SHOWN` characters."""
     table = titled_table("Samples of the last validation")
-    for name in ("data source", "prompt", "answer", "expected"):
-        table.add_column(name, overflow="fold")
+    for title in ("data source", "prompt", "answer", "expected"):
+        table.add_column(title, overflow="fold")
     table.add_column("score", overflow="fold", justify="right")
+
     for sample in samples:
-        texts = [_in_one_line(text) for text in (sample.data_source, sample.input, sample.output, sample.gts)]
-        score = Text("failed", style="red") if sample.score is None else Text(f"{sample.score:.2f}")
-        table.add_row(*map(shortened, texts), score)
+        score = Text("failed", style="red")
+        if sample.score is not None:
+            score = Text(f"{sample.score:.2f}")
+        table.add_row(
+            _in_cell(sample.data_source),
+            _in_cell(sample.input),
+            _in_cell(sample.output),
+            _in_cell(sample.gts),
+            score,
+        )
     return table
 
 
-def _in_one_line(text: str) -> str:
-    lines = [line.strip() for line in text.split("\n")]
-    return " ↵ ".join(line for line in lines if line)
+def _in_cell(text: str) -> str:
+    """Returns a text in one line, with arrows for line breaks and without blank lines, and cut if it is long."""
+    lines = []
+    for line in text.split("\n"):
+        line = line.strip()
+        if line:
+            lines.append(line)
+    return shortened(" ↵ ".join(lines))
 
 
 def _titled_lines(title: str, lines: Mapping[str, str]) -> list[Text]:
+    """Returns a heading and one line for each name and its text; nothing if there are none."""
     if not lines:
         return []
     texts = [Text(), Text(title, style="bold")]
     for name, text in lines.items():
+        line = f"  {name:<12} {text}"
         # not cut off where the terminal is narrower: it may be copied
-        texts.append(Text(f"  {name:<12} {text}", no_wrap=True, overflow="ignore"))
+        texts.append(Text(line, no_wrap=True, overflow="ignore"))
     return texts
 
 
@@ -152,7 +175,13 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
             core_means.append(mean)
             if mean.variable == "acc":
                 sources_with_acc.add(mean.source)
-    return [mean for mean in core_means if mean.variable == ("acc" if mean.source in sources_with_acc else "reward")]
+
+    means = []
+    for mean in core_means:
+        core_variable = "acc" if mean.source in sources_with_acc else "reward"
+        if mean.variable == core_variable:
+            means.append(mean)
+    return means
 
 
 def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
@@ -162,9 +191,19 @@ def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     if means:
         return means
     for metric, value in metrics.items():
+        # deeper names, such as val/logps/chosen, are not measures of quality
         if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", metric):
             name = metric.removeprefix("val/")
-            means.append(ValidationMean(name, False, name, "mean", value, metric, ""))
+            mean = ValidationMean(
+                source=name,
+                greedy=False,
+                variable=name,
+                name="mean",
+                value=value,
+                metric=metric,
+                interval="",
+            )
+            means.append(mean)
     return means
 
 
@@ -175,26 +214,31 @@ def all_validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
         match = _MEAN.fullmatch(metric)
         if match is None:
             continue
+        # intervals are never among the headline metrics
         interval = metric.replace("val-core/", "val-aux/", 1) + INTERVAL
-        means.append(
-            ValidationMean(
-                source=match["source"],
-                greedy=bool(match["greedy"]),
-                variable=match["variable"],
-                name=f"{match['variable']} mean@{match['n']}",
-                value=value,
-                metric=metric,
-                interval=interval,
-                half_width=metrics.get(interval),
-            )
+        variable = match["variable"]
+        mean = ValidationMean(
+            source=match["source"],
+            greedy=bool(match["greedy"]),
+            variable=variable,
+            name=f"{variable} mean@{match['n']}",
+            value=value,
+            metric=metric,
+            interval=interval,
+            half_width=metrics.get(interval),
         )
+        means.append(mean)
     return means
 
 
 def validation_line(metrics: Mapping[str, float]) -> str:
     """Returns the means of `shown_means` in one line: `sort 0.64 (greedy 0.90), add 0.53 (greedy 0.71)`."""
     means = shown_means(metrics)
-    text_by_source = {mean.source: f"{mean.source} {mean.value:.3f}" for mean in means if not mean.greedy}
+    text_by_source = {}
+    for mean in means:
+        if not mean.greedy:
+            text_by_source[mean.source] = f"{mean.source} {mean.value:.3f}"
+    # a validation with greedy answers only has no text yet
     for mean in means:
         if mean.greedy:
             text = text_by_source.get(mean.source, mean.source)
@@ -205,39 +249,58 @@ def validation_line(metrics: Mapping[str, float]) -> str:
 def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
     """Returns a table of validation means by data source. evaluations: metrics of each column, by its title."""
     columns = [shown_means(metrics) for metrics in evaluations.values()]
-    all_means: list[ValidationMean] = []
+    variables: set[str] = set()
+    sources_by_kind: dict[bool, set[str]] = {}
+    has_sources = False
     for means in columns:
-        all_means += means
+        for mean in means:
+            variables.add(mean.name + _suffix(mean.greedy))
+            sources_by_kind.setdefault(mean.greedy, set()).add(mean.source)
+            # training without a rollout validates metrics such as val/loss, which have no data source
+            has_sources = has_sources or mean.metric.startswith("val-")
 
-    variables = {f"{mean.name} (greedy)" if mean.greedy else mean.name for mean in all_means}
     table = titled_table(f"Validation: {', '.join(sorted(variables))}")
-    has_sources = any(mean.metric.startswith("val-") for mean in all_means)
     table.add_column("data source" if has_sources else "metric", no_wrap=True)
     for title in evaluations:
         table.add_column(title, no_wrap=True, justify="right")
 
-    for greedy in sorted({mean.greedy for mean in all_means}):
-        suffix = " (greedy)" if greedy else ""
-        columns_of_kind = [[mean for mean in means if mean.greedy == greedy] for means in columns]
-        sources = sorted({mean.source for mean in all_means if mean.greedy == greedy})
-        for source in sources:
-            cells = [_cell([mean for mean in means if mean.source == source]) for means in columns_of_kind]
-            table.add_row(source + suffix, *cells)
+    for greedy, sources in sorted(sources_by_kind.items()):
+        suffix = _suffix(greedy)
+        for source in sorted(sources):
+            table.add_row(source + suffix, *_cells(columns, greedy, source))
         if has_sources and len(sources) > 1:
-            table.add_row("mean of sources" + suffix, *map(_cell, columns_of_kind), style="bold")
+            table.add_row("mean of sources" + suffix, *_cells(columns, greedy), style="bold")
     return table
+
+
+def _suffix(greedy: bool) -> str:
+    return " (greedy)" if greedy else ""
+
+
+def _cells(columns: Sequence[Sequence[ValidationMean]], greedy: bool, source: str | None = None) -> list[str]:
+    """Returns the cells of a row: for each column the average of its greedy or sampled means, of one source or all."""
+    cells = []
+    for means in columns:
+        averaged = []
+        for mean in means:
+            if mean.greedy == greedy and source in (None, mean.source):
+                averaged.append(mean)
+        cells.append(_cell(averaged))
+    return cells
 
 
 def _cell(means: Sequence[ValidationMean]) -> str:
     """Returns the average of the means, with half of its 95% interval if each has one: `0.871 ±0.020`."""
     if not means:
         return "-"
-    text = f"{sum(mean.value for mean in means) / len(means):.3f}"
+    count = len(means)
+    average = sum(mean.value for mean in means) / count
     half_widths = [mean.half_width for mean in means if mean.half_width is not None]
-    if len(half_widths) == len(means):
-        # the errors of the sources are independent
-        text += f" ±{math.hypot(*half_widths) / len(means):.3f}"
-    return text
+    if len(half_widths) < count:
+        return f"{average:.3f}"
+    # the errors of the sources are independent
+    half_width = math.hypot(*half_widths) / count
+    return f"{average:.3f} ±{half_width:.3f}"
 
 
 def titled_table(title: str) -> Table:

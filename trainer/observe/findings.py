@@ -21,26 +21,34 @@ def closing_findings(run_dir: Path) -> list[Finding]:
     if not (run_dir / METRICS).is_file():
         return []
     findings = findings_of(read_run(run_dir))
-    return findings if any(finding.grade != OK for finding in findings) else []
+    if all(finding.grade == OK for finding in findings):
+        return []
+    return findings
 
 
 def findings_table(findings: Sequence[Finding], most: int | None = None) -> RenderableType:
     """Returns a table of the findings that need attention, in the given order, and the number of passed checks.
 
-    most: maximum number of findings to show; None = all.
+    Args:
+        findings: All findings of a run.
+        most: Maximum number of findings in the table; None for all.
     """
     problems = [finding for finding in findings if finding.grade != OK]
     listed = problems[:most]
     table = Table.grid(padding=(0, 1))
-    for finding in listed:
-        details = f"\nto do:  {finding.advice}"
-        if finding.cause:
-            details = f"\nlikely: {finding.cause}{details}"
-        text = Text.assemble(shortened(finding.text, _MOST_CHARACTERS), (details, "dim"))
-        table.add_row(Text(finding.grade, _STYLES[finding.grade]), text)
+    for problem in listed:
+        details = ""
+        if problem.cause:
+            details += f"\nlikely: {problem.cause}"
+        details += f"\nto do:  {problem.advice}"
+        text = shortened(problem.text, _MOST_CHARACTERS)
+        grade = Text(problem.grade, _STYLES[problem.grade])
+        table.add_row(grade, Text.assemble(text, (details, "dim")))
 
-    summary = f"{len(findings) - len(problems)} checks are fine"
-    if len(problems) > len(listed):
-        summary = f"{len(problems) - len(listed)} more findings, and {summary}"
+    passed = len(findings) - len(problems)
+    summary = f"{passed} checks are fine"
+    left_out = len(problems) - len(listed)
+    if left_out:
+        summary = f"{left_out} more findings, and {summary}"
     table.add_row(Text(OK, _STYLES[OK]), summary)
     return Group(Text("Findings", style="bold"), table)

@@ -66,11 +66,9 @@ class Rule:
             findings = [] if finding is None else [finding]
 
         advice = self.change
-        # `actor.optim.lr` may appear twice, through two keys with alternatives
-        options_in_run = dict.fromkeys(_option_in_run(key, options or {}) for key in self.keys)
-        current_options = ", ".join(text for text in options_in_run if text)
+        current_options = self._current_options(options or {})
         if current_options:
-            advice += f" (now {current_options})"
+            advice += f" (now {', '.join(current_options)})"
 
         explained = []
         for finding in findings:
@@ -79,25 +77,36 @@ class Rule:
             explained.append(finding)
         return explained
 
+    def _current_options(self, options: Options) -> list[str]:
+        """Returns the options of the rule that the run has, as `key=value`."""
+        texts: list[str] = []
+        for key in self.keys:
+            text = _option_in_run(key, options)
+            # `actor.optim.lr` may appear twice, through two keys with alternatives
+            if text and text not in texts:
+                texts.append(text)
+        return texts
+
     def _findings_by_grade(self, series: Series, healthy: Range) -> list[Finding]:
         """Returns one finding for each grade, about the first metric with this grade. It names three others."""
-        findings = []
+        findings_by_grade: dict[str, list[Finding]] = {grade: [] for grade in GRADES}
         for name, points in series.items():
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics):
-                findings.append(in_range(name, points, healthy))
+                finding = in_range(name, points, healthy)
+                findings_by_grade[finding.grade].append(finding)
 
         # a pattern such as val-aux/*/reward/error_rate can match many metrics, and a report has one line per problem
         shared_findings = []
-        for grade in GRADES:
-            of_grade = [finding for finding in findings if finding.grade == grade]
-            if not of_grade:
+        for findings in findings_by_grade.values():
+            if not findings:
                 continue
-            text = of_grade[0].text
-            if len(of_grade) > 1:
-                text += "; likewise " + ", ".join(finding.metric for finding in of_grade[1:4])
-            if len(of_grade) > 4:
+            first, *others = findings
+            text = first.text
+            if others:
+                text += "; likewise " + ", ".join(finding.metric for finding in others[:3])
+            if len(others) > 3:
                 text += " and more"
-            shared_findings.append(replace(of_grade[0], text=text))
+            shared_findings.append(replace(first, text=text))
         return shared_findings
 
 
@@ -106,7 +115,8 @@ def judge(series: Series, options: Options | None = None) -> list[Finding]:
     findings: list[Finding] = []
     for rule in RULES:
         findings += rule.apply(series, options)
-    return sorted(findings, key=lambda finding: GRADES.index(finding.grade))
+    findings.sort(key=lambda finding: GRADES.index(finding.grade))
+    return findings
 
 
 def findings_of(run: RecordedRun) -> list[Finding]:
@@ -115,36 +125,51 @@ def findings_of(run: RecordedRun) -> list[Finding]:
     A crash dump is ignored if the run continued afterwards.
     """
     options = {key: option.value for key, option in run.config.items()}
-
+    score_advice = ""
     # `trainer.score` scores answers by a reward function; agents are scored by environments and programs
-    is_agentic = any(options.get(key, default) != default for key, default in _AGENTIC_DEFAULTS.items())
-    score_advice = "" if is_agentic else _SCORE.replace("RUN", shlex.quote(str(run.folder)))
-    findings = []
-    for finding in judge(run.series(), options):
-        findings.append(replace(finding, advice=finding.advice.replace(_SCORE, score_advice)))
+    if not _has_agents(options):
+        folder = shlex.quote(str(run.folder))
+        score_advice = _SCORE.replace("RUN", folder)
 
+    findings = []
     error = _error_of(run)
-    return findings if error is None else [error, *findings]
+    if error is not None:
+        findings.append(error)
+    for finding in judge(run.series(), options):
+        advice = finding.advice.replace(_SCORE, score_advice)
+        findings.append(replace(finding, advice=advice))
+    return findings
+
+
+def _has_agents(options: Options) -> bool:
+    """Returns True if the configuration sets an option that turns a run into one with agents."""
+    for key, default in _AGENTIC_DEFAULTS.items():
+        if options.get(key, default) != default:
+            return True
+    return False
 
 
 def _error_of(run: RecordedRun) -> Finding | None:
     """Returns the error that ended the run, or None if it is running or has continued since its last crash dump."""
     logs = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
+    if not logs or run.is_running:
+        return None
+    newest_log = logs[-1]
     # a second of tolerance: the last metrics can be written while the dump is
-    if not logs or run.is_running or logs[-1].stat().st_mtime < run.modified - 1.0:
+    if newest_log.stat().st_mtime < run.modified - 1.0:
         return None
 
-    dump = logs[-1].parent
+    dump = newest_log.parent
     step = dump.name.removeprefix("step_")
-    log = logs[-1].read_text(encoding="utf-8", errors="replace").strip()
+    log = newest_log.read_text(encoding="utf-8", errors="replace").strip()
     # a traceback names the causes first, and the error that ended the run last
     error_lines = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*", log, re.MULTILINE)
     error_line = error_lines[-1] if error_lines else log[-200:]
     replay = shlex.join(["python", "-m", "trainer.replay", str(dump)])
     return Finding(
         BAD,
-        "",
-        f"the run ended with an error in step {step}: {error_line}",
+        metric="",
+        text=f"the run ended with an error in step {step}: {error_line}",
         advice=f"repeat that step in a debugger: {replay}",
         log=log[-3000:],
     )
@@ -158,12 +183,13 @@ def _option_in_run(key: str, options: Options) -> str:
     for alternative in key.split("|"):
         without_role = alternative.partition(".")[2]
         for pattern in (alternative, without_role):
-            names = fnmatch.filter(options, pattern)
-            if "*" in pattern:
+            texts = []
+            for name in fnmatch.filter(options, pattern):
                 # a pattern matches the option of each environment, also of those that do not set it
-                names = [name for name in names if options[name] != "null"]
-            if names:
-                return ", ".join(f"{name}={options[name]}" for name in names)
+                if "*" not in pattern or options[name] != "null":
+                    texts.append(f"{name}={options[name]}")
+            if texts:
+                return ", ".join(texts)
     return ""
 
 
@@ -197,19 +223,22 @@ RULES = (
         "the reward function or the environment fails or times out for some answers, which are left out",
         "see reward_failures.jsonl or env_failures.jsonl in the run folder" + _SCORE,
     ),
-    Rule(  # verl's FAQ: below 0.005 is rounding, above 0.01 an error; fp32: 1e-6
+    # verl's FAQ: below 0.005 is rounding, above 0.01 an error; fp32: 1e-6
+    Rule(
         ("training/rollout_probs_diff_mean",), mismatch,
         ("rollout.dtype", "rollout.enable_prefix_caching", "algorithm.rollout_correction.rollout_is"),
         "sampler and trainer have different probabilities: missing weight updates, a stale cache, or precision",
         "sample in the trainer's precision, or enable the rollout correction",
     ),
-    Rule(  # at 0.5, half of the generated answers are useless
+    # at 0.5, half of the generated answers are useless
+    Rule(
         ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),
         ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
         "most prompts give no gradient: too easy, too hard, n too small, or a reward that is equal for all answers",
         "choose prompts of medium difficulty, sample more answers, or filter groups with equal scores" + _SCORE,
     ),
-    Rule(  # a few long answers are normal; a larger share means that the limit affects what is learned
+    # a few long answers are normal; a larger share means that the limit affects what is learned
+    Rule(
         ("response_length/clip_ratio",), cut_off,
         ("agentic.custom_envs.*.max_tokens_per_step|data.max_response_length", "reward.overlong_buffer.enable"),
         "answers reach the limit of tokens before they end, and are scored as far as they go",
@@ -223,25 +252,29 @@ RULES = (
         "the room of the answers, which may be one token or none",
         "raise data.max_prompt_length to program/prompt_length/max",
     ),
-    Rule(  # DAPO (arXiv:2503.14476): exploration ends when the entropy falls by an order of magnitude
+    # DAPO (arXiv:2503.14476): exploration ends when the entropy falls by an order of magnitude
+    Rule(
         ("actor/entropy",), Range(low=0.1, alarm_low=0.02, of_start=True),
         ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature", "actor.optim.lr"),
         "the answers of the policy hardly vary (entropy collapse), so there are no different answers to compare",
         "raise the upper clip range, the entropy coefficient or the temperature, or lower the learning rate",
     ),
-    Rule(  # 0.5 nats: each token is 1.6 times less likely under the reference
+    # 0.5 nats: each token is 1.6 times less likely under the reference
+    Rule(
         ("actor/kl_loss", "critic/kl"), Range(high=0.5, alarm_high=5.0),
         ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
         "the policy is far from the reference model",
         "raise the coefficient or lower the learning rate, if the policy should stay near the reference",
     ),
-    Rule(  # mostly below 0.2 in successful runs; gspo clips whole answers, so its values are higher
+    # mostly below 0.2 in successful runs; gspo clips whole answers, so its values are higher
+    Rule(
         ("actor/pg_clipfrac",), Range(high=0.3, alarm_high=0.6),
         ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
         "many tokens are outside the clip range and give no gradient: the policy changes too much in one step",
         "lower the learning rate, use fewer epochs or mini-batches per batch, or widen the clip range",
     ),
-    Rule(  # 0: as good as a constant prediction; 1: perfect
+    # 0: as good as a constant prediction; 1: perfect
+    Rule(
         ("critic/vf_explained_var",), Range(low=0.0, alarm_low=-1.0), ("trainer.critic_warmup", "critic.optim.lr"),
         "the critic predicts worse than a constant, so the advantages are noise",
         "train the critic alone first, or raise its learning rate",
@@ -264,7 +297,8 @@ RULES = (
         "set async_training.partial_rollout=true or raise max_off_policy_threshold to 2 or more, so that the engines "
         "have samples to work on while the longest ones end",
     ),
-    Rule(  # all memory is allocated after the first steps
+    # all memory is allocated after the first steps
+    Rule(
         tuple(f"{role}/perf/{name}_gb" for role in ("actor", "train") for name in MEMORY),
         Range(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
         "a worker's memory grows from step to step: a leak, or increasingly long answers",

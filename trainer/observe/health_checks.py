@@ -75,13 +75,18 @@ class Range:
         """Returns the grade of one value, or of its ratio to the first value with `of_start`."""
         if not self.alarm_low <= value <= self.alarm_high:
             return BAD
-        return OK if self.low <= value <= self.high else LOOK
+        if not self.low <= value <= self.high:
+            return LOOK
+        return OK
 
     @property
     def shown(self) -> str:
         """The range as text, as in METRICS.md: `<= 0.5`, `>= 0.1 x first`."""
+        # a range of the table of rules has one bound
         text = f">= {self.low:g}" if math.isfinite(self.low) else f"<= {self.high:g}"
-        return text + " x first" * self.of_start
+        if self.of_start:
+            text += " x first"
+        return text
 
 
 def number(value: float) -> str:
@@ -99,50 +104,71 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     tenth), unless this ended in the first 3/4 of the run. It is look if the same holds for the range itself, or if one
     step is beyond an alarm bound or outside a range with the bound 0.
     """
-    scale = points[0][1] if healthy.of_start else 1.0
+    first_step, first_value = points[0]
+    last_step, last_value = points[-1]
+    scale = first_value if healthy.of_start else 1.0
     if scale == 0:
         return Finding(OK, name, f"{name} started at 0, so it has no scale")
-    grades = [healthy.judge(value / scale) for _, value in points]
-    outside = [point for point, grade in zip(points, grades, strict=True) if grade != OK]
+
+    alarms = 0
+    outside = []
+    for point in points:
+        point_grade = healthy.judge(point[1] / scale)
+        alarms += point_grade == BAD
+        if point_grade != OK:
+            outside.append(point)
     if not outside:
         return Finding(OK, name, f"{name} stays {healthy.shown}")
 
     # the last tenth decides how the run ends, by its median, which a single step cannot change
     num_last = max(3, round(LASTING * len(points)))
-    last_values = [value for _, value in points[-num_last:]]
-    final_grade = healthy.judge(statistics.median(last_values) / scale)
+    final_value = statistics.median(value for _, value in points[-num_last:])
+    final_grade = healthy.judge(final_value / scale)
 
-    first_step = points[0][0]
-    last_step = points[-1][0]
-    first_outside = outside[0][0]
     last_outside = outside[-1][0]
-    is_past = final_grade == OK and last_outside <= first_step + _EARLY * (last_step - first_step)
+    ended_early = last_outside <= first_step + _EARLY * (last_step - first_step)
+    is_past = final_grade == OK and ended_early
 
+    tolerates_none = 0.0 in (healthy.low, healthy.high)
     lasting_steps = LASTING * len(points)
-    alarms = grades.count(BAD)
     if not is_past and (alarms >= lasting_steps or final_grade == BAD):
         grade = BAD
-    elif len(outside) >= lasting_steps or final_grade != OK or alarms or 0.0 in (healthy.low, healthy.high):
+    elif len(outside) >= lasting_steps or final_grade != OK or alarms or tolerates_none:
         grade = LOOK
     else:
         grade = OK
 
+    text = _text_outside(name, outside, healthy, scale, len(points))
+    text += f", {number(last_value)} at the end"
+    if is_past:
+        text += f"; inside after step {last_outside}"
+    return Finding(grade, name, text)
+
+
+def _text_outside(name: str, outside: Points, healthy: Range, scale: float, total: int) -> str:
+    """Describes the points outside the healthy range, with the worst of them.
+
+    Args:
+        name: Name of the metric.
+        outside: The points outside the range.
+        healthy: The range.
+        scale: The run's first value if the bounds are multiples of it, else 1.
+        total: Number of all points.
+    """
+    # by the ratio to the scale, because a metric that starts below 0 has its smallest value at the largest ratio
     if math.isfinite(healthy.low):
         side = "below"
         worst_step, worst = min(outside, key=lambda point: point[1] / scale)
     else:
         side = "above"
         worst_step, worst = max(outside, key=lambda point: point[1] / scale)
-    bound = healthy.shown[3:]  # without the sign of comparison
-    scale_text = f" ({number(scale)})" if healthy.of_start else ""
-    text = (
-        f"{name} is {side} {bound}{scale_text} in {len(outside)} of {len(points)} steps "
-        f"({first_outside} to {last_outside}): {number(worst)} at step {worst_step}, "
-        f"{number(points[-1][1])} at the end"
-    )
-    if is_past:
-        text += f"; inside after step {last_outside}"
-    return Finding(grade, name, text)
+
+    # without the sign of comparison
+    bound = healthy.shown[3:]
+    if healthy.of_start:
+        bound += f" ({number(scale)})"
+    steps = f"{len(outside)} of {total} steps ({outside[0][0]} to {outside[-1][0]})"
+    return f"{name} is {side} {bound} in {steps}: {number(worst)} at step {worst_step}"
 
 
 def diverged(series: Series) -> Finding | None:
@@ -208,32 +234,34 @@ def score_stays(series: Series) -> Finding | None:
     begin = first_quarter.mean()
     end = last_quarter.mean()
     rise = sign * (end - begin)
-    standard_error = math.sqrt((first_quarter.var(ddof=1) + last_quarter.var(ddof=1)) / quarter)
+    variance = first_quarter.var(ddof=1) + last_quarter.var(ddof=1)
+    standard_error = math.sqrt(variance / quarter)
 
     text = f"{name} goes from {number(begin)} in the first quarter of the steps to {number(end)} in the last"
     if rise > 2 * standard_error:
         return Finding(OK, name, text)
     if rise < -2 * standard_error:
-        return None  # `score_falls` reports it
-    maximum = max((value for _, value in series.get("critic/score/max", [])), default=math.inf)
-    if end >= 0.95 * maximum > 0:
-        return None  # the score cannot rise further
+        # `score_falls` reports it
+        return None
+
+    # the score cannot rise further
+    best_scores = [value for _, value in series.get("critic/score/max", [])]
+    if best_scores and end >= 0.95 * max(best_scores) > 0:
+        return None
     return Finding(LOOK, name, f"{text}, within random variation ({number(2 * standard_error)})")
 
 
 def gradient_spikes(series: Series) -> Finding | None:
     """Finds steps whose gradient norm is above 8 times the median of the preceding 5 to 20 steps."""
-    names = [name for name in ("actor/grad_norm", "train/grad_norm", "critic/grad_norm") if name in series]
-    if not names:
-        return None
-    name = names[0]
-    points = series[name]
+    name = _first_logged(("actor/grad_norm", "train/grad_norm", "critic/grad_norm"), series)
+    points = series.get(name, [])
     if len(points) <= 5:
         return None
 
     spikes = []
     for index in range(5, len(points)):
-        usual = statistics.median(value for _, value in points[max(0, index - 20) : index])
+        preceding = points[max(0, index - 20) : index]
+        usual = statistics.median(value for _, value in preceding)
         step, value = points[index]
         if value > 8 * usual > 0:
             spikes.append((value / usual, step, value))
@@ -242,12 +270,17 @@ def gradient_spikes(series: Series) -> Finding | None:
 
     ratio, step, value = max(spikes)
     grade = BAD if len(spikes) > 0.05 * len(points) else LOOK
-    return Finding(
-        grade,
-        name,
-        f"{name} has spikes in {len(spikes)} of {len(points)} steps: {number(value)} at step {step}, {ratio:.0f} "
-        "times the median of earlier steps",
-    )
+    text = f"{name} has spikes in {len(spikes)} of {len(points)} steps: {number(value)} at step {step}, {ratio:.0f} "
+    text += "times the median of earlier steps"
+    return Finding(grade, name, text)
+
+
+def _first_logged(names: Sequence[str], series: Series) -> str:
+    """Returns the first of these metrics that the run logged, or the first name if it logged none."""
+    for name in names:
+        if name in series:
+            return name
+    return names[0]
 
 
 def validation_gain(series: Series) -> Finding | None:
@@ -259,33 +292,34 @@ def validation_gain(series: Series) -> Finding | None:
     if len(validations) < 2:
         return None
 
+    last_means = {(mean.source, mean.name): mean for mean in validations[-1]}
     texts: list[str] = []
-    better = worse = 0
+    better = 0
+    worse = 0
     for before in validations[0]:
-        for after in validations[-1]:
-            is_same = (before.source, before.name) == (after.source, after.name)
-            if not is_same or not before.half_width or not after.half_width:
-                continue
-            gain = after.value - before.value
-            half_width = math.hypot(before.half_width, after.half_width)
-            text = f"{before.source} {number(before.value)} to {number(after.value)} "
-            text += f"({gain:+.3f}, interval +-{half_width:.3f})"
-            if gain > half_width:
-                better += 1
-                text += ", better"
-            elif gain < -half_width:
-                worse += 1
-                text += ", worse"
-            texts.append(text)
+        after = last_means.get((before.source, before.name))
+        if after is None or not before.half_width or not after.half_width:
+            continue
+        gain = after.value - before.value
+        half_width = math.hypot(before.half_width, after.half_width)
+        text = f"{before.source} {number(before.value)} to {number(after.value)} "
+        text += f"({gain:+.3f}, interval +-{half_width:.3f})"
+        if gain > half_width:
+            better += 1
+            text += ", better"
+        elif gain < -half_width:
+            worse += 1
+            text += ", worse"
+        texts.append(text)
     if not texts:
         return None
 
+    # sources that disagree need a look, and so does a validation that cannot tell
+    grade = LOOK
     if worse and not better:
         grade = BAD
     elif better and not worse:
         grade = OK
-    else:
-        grade = LOOK
     text = f"validation before and after: {'; '.join(texts)}"
     if not better and not worse:
         text += "; it cannot tell whether the policy improved"
@@ -301,8 +335,8 @@ def _sampled_means_by_validation(series: Series) -> list[list[ValidationMean]]:
                 metrics_by_step.setdefault(step, {})[name] = value
 
     validations = []
-    for step in sorted(metrics_by_step):
-        means = [mean for mean in validation_means(metrics_by_step[step]) if not mean.greedy]
+    for _, metrics in sorted(metrics_by_step.items()):
+        means = [mean for mean in validation_means(metrics) if not mean.greedy]
         if means:
             validations.append(means)
     return validations
@@ -312,9 +346,11 @@ def mismatch(series: Series) -> Finding | None:
     """Checks that sampler and trainer have the same probabilities. Returns None if samples are stale, because those
     differ by design."""
     name = "training/rollout_probs_diff_mean"
-    has_stale_samples = any(value > 0 for _, value in series.get("async/staleness/mean", ()))
-    if name not in series or has_stale_samples:
+    if name not in series:
         return None
+    for _, staleness in series.get("async/staleness/mean", ()):
+        if staleness > 0:
+            return None
     return in_range(name, series[name], Range(high=0.005, alarm_high=0.01))
 
 
@@ -333,8 +369,8 @@ def cut_off(series: Series) -> Finding | None:
         return finding
 
     quarter = len(points) // 4
-    begin = statistics.fmean(value for _, value in points[:quarter])
-    end = statistics.fmean(value for _, value in points[-quarter:])
+    begin = _mean(points[:quarter])
+    end = _mean(points[-quarter:])
     if end > begin / 2:
         return finding
     text = f"{name} falls from {number(begin)} in the first quarter of the steps to {number(end)} in the last"
@@ -345,31 +381,29 @@ def waiting(series: Series) -> Finding | None:
     """Tells which side of an asynchronous run waits for the other, over the second half of the run."""
     trainer_metric = "async/trainer_idle_frac"
     engine_metric = "async/engine_idle_frac"
-    if not series.get(trainer_metric) or not series.get(engine_metric):
+    trainer_points = series.get(trainer_metric)
+    engine_points = series.get(engine_metric)
+    if not trainer_points or not engine_points:
         return None
 
-    trainer_share = _mean_of_second_half(series[trainer_metric])
-    engine_share = _mean_of_second_half(series[engine_metric])
+    trainer_share = _mean(trainer_points[len(trainer_points) // 2 :])
+    engine_share = _mean(engine_points[len(engine_points) // 2 :])
     text = f"the trainer waits for samples {trainer_share:.0%} of the time, and the engines are idle "
     text += f"{engine_share:.0%} of it"
     if max(trainer_share, engine_share) < 0.2:
         return Finding(OK, trainer_metric, f"{text}: neither side limits the other")
     if trainer_share >= engine_share:
         return Finding(LOOK, trainer_metric, f"{text}: sampling limits the run")
-    return Finding(
-        OK,
-        engine_metric,
-        f"{text}: training limits the run, and a larger async_training.batches_ahead gains nothing",
-    )
+    text += ": training limits the run, and a larger async_training.batches_ahead gains nothing"
+    return Finding(OK, engine_metric, text)
 
 
-def _mean_of_second_half(points: Points) -> float:
-    return statistics.fmean(value for _, value in points[len(points) // 2 :])
+def _mean(points: Points) -> float:
+    return statistics.fmean(value for _, value in points)
 
 
 def _score(series: Series) -> tuple[str, Points, int]:
     """Returns the metric that the run optimizes, its points, and 1 if a larger value is better, else -1."""
-    names = [name for name in SCORES if name in series]
-    name = names[0] if names else SCORES[0]
+    name = _first_logged(SCORES, series)
     sign = -1 if name == "train/loss" else 1
     return name, series.get(name, []), sign

@@ -4,7 +4,6 @@ A test (tests/conftest.py) fails if a run logs a metric that is not in METRICS.m
 a new line there.
 """
 
-import itertools
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -35,10 +34,14 @@ class DocumentedMetric:
         """The names that result from the alternatives; placeholders are kept."""
         # split with a group: texts at even positions, and between them the alternatives
         parts = _ALTERNATIVES.split(self.name)
-        choices = [[part] for part in parts]
-        for index in range(1, len(parts), 2):
-            choices[index] = parts[index].split(",")
-        return ["".join(words) for words in itertools.product(*choices)]
+        names = [parts[0]]
+        for alternatives, text in zip(parts[1::2], parts[2::2], strict=True):
+            beginnings = names
+            names = []
+            for beginning in beginnings:
+                for alternative in alternatives.split(","):
+                    names.append(beginning + alternative + text)
+        return names
 
     def matches(self, logged: str) -> bool:
         """Returns True if the line describes the metric `logged`."""
@@ -46,7 +49,8 @@ class DocumentedMetric:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(_pattern_of(name) for name in self.names))
+        patterns = [_pattern_of(name) for name in self.names]
+        return re.compile("|".join(patterns))
 
 
 def _pattern_of(name: str) -> str:
@@ -58,7 +62,8 @@ def _pattern_of(name: str) -> str:
             pattern += re.escape(part)
         elif part in ("N", "K"):
             pattern += r"\d+"
-        elif part in ("data_source", "tag"):  # names of the user's data, which can contain slashes
+        # names of the user's data, which can contain slashes
+        elif part in ("data_source", "tag"):
             pattern += ".+"
         else:
             pattern += "[^/]+"
@@ -71,10 +76,12 @@ def metrics() -> tuple[DocumentedMetric, ...]:
     table = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         match = _LINE.fullmatch(line)
-        if match is not None:
-            name, formula, unit, healthy = match.groups()
-            # in a table of Markdown, a bar in a cell has a backslash
-            table.append(DocumentedMetric(name, formula.replace(r"\|", "|"), unit, healthy))
+        if match is None:
+            continue
+        name, formula, unit, healthy = match.groups()
+        # in a table of Markdown, a bar in a cell has a backslash
+        formula = formula.replace(r"\|", "|")
+        table.append(DocumentedMetric(name, formula, unit, healthy))
     return tuple(table)
 
 
@@ -82,10 +89,11 @@ def metrics() -> tuple[DocumentedMetric, ...]:
 def find(name: str) -> DocumentedMetric | None:
     """Returns the line that describes a logged name, or None. A line without placeholders takes precedence over
     patterns, and a longer pattern over a shorter one."""
-
-    def order(metric: DocumentedMetric) -> tuple[bool, int]:
-        has_placeholder = _PLACEHOLDER.search(metric.name) is not None
-        return has_placeholder, -len(metric.name)
-
     matching = [metric for metric in metrics() if metric.matches(name)]
-    return min(matching, key=order, default=None)
+    return min(matching, key=_precedence, default=None)
+
+
+def _precedence(metric: DocumentedMetric) -> tuple[bool, int]:
+    """Returns the sort key of a line that matches a name; the smallest key describes it best."""
+    has_placeholder = _PLACEHOLDER.search(metric.name) is not None
+    return has_placeholder, -len(metric.name)

@@ -1,47 +1,30 @@
-"""Reads a run folder: metrics by step, the configuration with the source of each value, the run's state and samples.
+"""Reads a run folder: metrics by step, the configuration with the source of each value, and the run's state.
 
 The run may be active, killed or finished, of any command that writes metrics.jsonl. This module only reads files: it
-takes no lock, loads no model, and does not disturb the run. Samples (`trainer.validation.sample_files`) are read
-lazily: first their scores, then only the requested rows. A run without text samples (reward flow) has none.
+takes no lock, loads no model, and does not disturb the run. `recorded_answers.py` reads the run's samples.
 """
 
-import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import psutil
-import pyarrow
-import pyarrow.parquet
 
-from trainer.observe.final_report import read_early_end, shortened
+from trainer.observe.final_report import read_early_end
 from trainer.observe.tracking import METRICS, read_metrics
-from trainer.validation.sample import valid_image_names
-from trainer.validation.sample_files import FOLDER, IMAGES, JSON, REWARD, TRAIN, VAL, as_text, step_of
 from verl_lite.errors import UserError
-from verl_lite.json_types import JsonObject
 
-Points = list[tuple[int, float]]
+Point = tuple[int, float]
+"""A step, and the value of a metric."""
+Points = list[Point]
 Steps = Mapping[int, Mapping[str, float]]
-Kind = TypeVar("Kind")
-Default = TypeVar("Default")
-Messages = tuple[tuple[str, str], ...]
-"""(role, content) of each message of a conversation."""
 
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 """The stages of a training step, in order."""
 OUTSIDE = ("testing", "save_checkpoint")
 """Stages that timing_s/step does not include."""
-MAX_REQUESTS, MAX_MESSAGES, MAX_DEPTH, MAX_FACTS, MAX_TREE = 200, 50, 8, 300, 60_000
-"""Limits of an episode's tree: requests, messages of a request, depth, and characters of a request's facts and of all
-messages."""
-MAX_IMAGES = 50  # of a prompt
-
-_REQUESTS = f"requests{JSON}"
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
 
 
@@ -110,7 +93,8 @@ class RecordedRun:
         """Returns the logged time of all steps in seconds, including validation and saving."""
         times = []
         for metrics in self.steps.values():
-            times += [metrics.get(f"timing_s/{stage}", 0.0) for stage in ("step", *OUTSIDE)]
+            for stage in ("step", *OUTSIDE):
+                times.append(metrics.get(f"timing_s/{stage}", 0.0))
         return sum(times)
 
 
@@ -123,26 +107,23 @@ def read_run(folder: Path) -> RecordedRun:
     folder = Path(folder).expanduser().resolve()
     metrics_file = folder / METRICS
     if not metrics_file.is_file():
-        runs_below = [path.parent for path in sorted(folder.glob(f"*/**/{METRICS}"))]
         message = f"{folder}: no {METRICS} in it"
-        if runs_below:
-            message += "; these subfolders have one:" + "".join(f"\n  {run}" for run in runs_below[:5])
+        metrics_files_below = sorted(folder.glob(f"*/**/{METRICS}"))
+        if metrics_files_below:
+            message += "; these subfolders have one:"
+        for file in metrics_files_below[:5]:
+            message += f"\n  {file.parent}"
         raise UserError(message)
 
-    metrics = read_metrics(metrics_file)
-    steps = {}
-    for step in sorted(metrics):
-        steps[step] = {name: float(value) for name, value in metrics[step].items()}
-
     config, notes = read_config(folder / "config.yaml")
-    total_steps_option = config.get("trainer.total_training_steps")
     total_steps = None
+    total_steps_option = config.get("trainer.total_training_steps")
     if total_steps_option is not None and total_steps_option.value.isdigit():
         total_steps = int(total_steps_option.value)
 
     return RecordedRun(
         folder=folder,
-        steps=steps,
+        steps=read_metrics(metrics_file),
         config=config,
         notes=notes,
         total_steps=total_steps,
@@ -157,23 +138,28 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     if the file is missing."""
     if not path.is_file():
         return {}, ()
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
 
     options: dict[str, ConfigValue] = {}
+    notes = []
     keys_above: list[str] = []
-    for line in lines:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("# "):
+            notes.append(line.removeprefix("# "))
+            continue
         match = _OPTION.fullmatch(line)
         if match is None:
             continue
+
+        # two spaces of indentation for each level; a key ends the deeper levels of the lines before it
         depth = len(match["indent"]) // 2
         keys_above[depth:] = [match["key"]]
+        # a line without value is the name of a section
         if match["value"] is not None:
+            key = ".".join(keys_above)
             value = match["value"].strip()
             source = (match["source"] or "").strip()
-            options[".".join(keys_above)] = ConfigValue(value, source)
-
-    notes = tuple(line.removeprefix("# ") for line in lines if line.startswith("# "))
-    return options, notes
+            options[key] = ConfigValue(value, source)
+    return options, tuple(notes)
 
 
 def run_titles(runs: Sequence[RecordedRun]) -> list[str]:
@@ -182,12 +168,18 @@ def run_titles(runs: Sequence[RecordedRun]) -> list[str]:
     Folders of a sweep's runs are named after their seeds, so their titles always include the number of the trial.
     """
     folders = {run.folder for run in runs}
-    is_of_sweep = any((folder.parent.parent.parent / "study.json").is_file() for folder in folders)
-    for depth in range(2 if is_of_sweep else 1, 99):
+    depth = 1
+    for folder in folders:
+        sweep_dir = folder.parent.parent.parent
+        if (sweep_dir / "study.json").is_file():
+            depth = 2
+
+    # ends at the latest with the complete paths, which differ
+    while True:
         titles = ["/".join(run.folder.parts[-depth:]) for run in runs]
         if len(set(titles)) == len(folders):
-            break
-    return titles
+            return titles
+        depth += 1
 
 
 def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[float]]]:
@@ -201,17 +193,22 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
         The positions of the bars, and the seconds at each position for each stage and for `other`. Stages with a
         negligible time are left out.
     """
-    timed_steps = {step: metrics for step, metrics in steps.items() if "timing_s/step" in metrics}
+    timed_steps = {}
+    for step, metrics in steps.items():
+        if "timing_s/step" in metrics:
+            timed_steps[step] = metrics
     if not timed_steps:
         return [], {}
 
-    stages = _timed_stages(timed_steps)
+    step_seconds = _timings("step", timed_steps)
+    measured_seconds = np.zeros(len(timed_steps))
     seconds_by_stage = {}
-    for stage in stages:
-        seconds_by_stage[stage] = np.array([metrics.get(f"timing_s/{stage}", 0.0) for metrics in timed_steps.values()])
-    step_seconds = np.array([metrics["timing_s/step"] for metrics in timed_steps.values()])
-    measured_seconds = sum(seconds_by_stage[stage] for stage in stages if stage not in OUTSIDE)
-    seconds_by_stage["other"] = np.clip(step_seconds - measured_seconds, 0.0, None)
+    for stage in _timed_stages(timed_steps):
+        seconds = _timings(stage, timed_steps)
+        seconds_by_stage[stage] = seconds
+        if stage not in OUTSIDE:
+            measured_seconds += seconds
+    seconds_by_stage["other"] = (step_seconds - measured_seconds).clip(min=0.0)
 
     bar_count = min(most, len(timed_steps))
     positions = _means_of_parts(np.array(list(timed_steps), dtype=float), bar_count)
@@ -222,315 +219,45 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
     return positions, bars
 
 
+def _timings(stage: str, steps: Steps) -> np.ndarray:
+    """Returns the seconds of a stage in each step, 0 if the step does not have it."""
+    seconds = []
+    for metrics in steps.values():
+        seconds.append(metrics.get(f"timing_s/{stage}", 0.0))
+    return np.array(seconds)
+
+
 def _timed_stages(steps: Steps) -> list[str]:
     """Returns the stages whose time was logged: those of `STAGES` in their order, then the others by name."""
     stages: set[str] = set()
     for metrics in steps.values():
-        stages.update(name.removeprefix("timing_s/") for name in metrics if "timing_s/" in name)
+        for name in metrics:
+            if "timing_s/" in name:
+                stages.add(name.removeprefix("timing_s/"))
     stages.discard("step")
-    others = sorted(stages - set(STAGES))
-    return [stage for stage in STAGES if stage in stages] + others
+
+    known_stages = [stage for stage in STAGES if stage in stages]
+    other_stages = sorted(stages.difference(STAGES))
+    return known_stages + other_stages
 
 
 def _means_of_parts(values: np.ndarray, count: int) -> list[float]:
-    return [float(part.mean()) for part in np.array_split(values, count)]
+    """Returns the means of `count` adjacent parts of almost equal length."""
+    means = []
+    for part in np.array_split(values, count):
+        means.append(float(part.mean()))
+    return means
 
 
 def _is_held(path: Path) -> bool:
     """Returns True if the process recorded in the lock file still exists on this machine.
 
-    A process that started after the file was written only reuses the id. The lock itself is not tested, because that
-    would take it for a moment.
+    The lock itself is not tested, because that would take it for a moment.
     """
     try:
-        process = psutil.Process(int(path.read_text(encoding="utf-8").split()[1]))
+        owner = path.read_text(encoding="utf-8").split()
+        process = psutil.Process(int(owner[1]))
+        # a process that started after the file was written only reuses the id
         return process.create_time() <= path.stat().st_mtime + 1.0
     except (OSError, ValueError, IndexError, psutil.Error):
         return False
-
-
-@dataclass(frozen=True)
-class RecordedRequest:
-    """One request of an episode's program, for display.
-
-    Attributes:
-        number: Position in the order of the requests.
-        depth: Number of branchings above the request.
-        start: The beginning of a conversation or branch; empty for a request that continues the one before it.
-        facts: Numbers of tokens, versions of the weights, and the like.
-        discarded: Reason why nothing trains on its tokens.
-        messages: (role, content) of the messages that it added, and of its answer.
-    """
-
-    number: int
-    depth: int
-    start: str
-    facts: str
-    discarded: str
-    messages: Messages
-
-
-@dataclass(frozen=True)
-class RecordedAnswer:
-    """One answer for display.
-
-    Attributes:
-        kind: `train`, `val` or `val greedy`.
-        prompt: (role, content) of each message.
-        score: None if the reward failed.
-        parts: Additional entries of the reward's result.
-        requests: For an episode of a program, the first of its `total_requests` requests, in the order of
-            `request_tree`.
-        images: Existing files with the images of the prompt, as paths relative to the run folder.
-    """
-
-    kind: str
-    step: int
-    uid: str
-    data_source: str
-    prompt: Messages
-    output: str
-    gts: str
-    score: float | None
-    parts: dict[str, float | str]
-    response_length: int
-    finish_reason: str
-    policy_version: int
-    timed_out: bool
-    requests: tuple[RecordedRequest, ...] = ()
-    total_requests: int = 0
-    images: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RecordedGroup:
-    """The samples of one step and kind. uids, scores: values of each row; a score is None if the reward failed."""
-
-    file: Path
-    kind: str
-    step: int
-    uids: list[str]
-    scores: list[float | None]
-
-    def read(self, rows: Sequence[int]) -> list[RecordedAnswer]:
-        """Reads the answers in these rows; returns none if the run has deleted the file in the meantime."""
-        table = _table(self.file)
-        if table is None:
-            return []
-        columns = [name for name in table.column_names if not name.endswith(JSON) or name == _REQUESTS]
-        selected = table.select(columns).take(list(rows))
-        run_dir = self.file.parent.parent.parent
-        return [_answer(row, self.kind, self.step, run_dir) for row in selected.to_pylist()]
-
-
-def groups(run_dir: Path) -> Iterator[RecordedGroup]:
-    """Yields all groups of samples of a run in the order of steps, training before validation."""
-    files = []
-    for kind in (TRAIN, VAL):
-        for file in (run_dir / FOLDER / kind).glob("*.parquet"):
-            files.append((step_of(file), kind, file))
-
-    for step, kind, file in sorted(files):
-        table = _table(file, ["uid", "score"])
-        if table is None:
-            continue
-        suffix = file.stem.partition("-")[2]  # `greedy`, or empty
-        yield RecordedGroup(
-            file, f"{kind} {suffix}".strip(), step, table["uid"].to_pylist(), table["score"].to_pylist()
-        )
-
-
-def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[RecordedAnswer], int]:
-    """Returns up to `count` answers, and the number of all answers that match.
-
-    Args:
-        folder: The run folder.
-        order: `best`, `worst` (failed rewards first), or any other text for the latest first.
-        text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
-        count: Maximum number of answers.
-    """
-    matches: list[tuple[float, int, int, RecordedGroup]] = []
-    for group in groups(folder):
-        for row in _matching_rows(group, text.lower()):
-            score = group.scores[row]
-            score_or_least = -math.inf if score is None else score
-            if order == "best":
-                rank = -score_or_least
-            elif order == "worst":
-                rank = score_or_least
-            else:
-                rank = 0.0
-            matches.append((rank, -group.step, row, group))
-
-    # a group has no order, and the sort keeps the order of groups with the same step
-    matches.sort(key=lambda match: match[:3])
-    answers: list[RecordedAnswer] = []
-    for *_, row, group in matches[:count]:
-        answers += group.read([row])
-    return answers, len(matches)
-
-
-def _matching_rows(group: RecordedGroup, word: str) -> Sequence[int]:
-    """Returns the rows whose texts contain a word in lower case. Without a word, the file is not read."""
-    all_rows = range(len(group.uids))
-    if not word:
-        return all_rows
-    rows = []
-    for row, answer in enumerate(group.read(all_rows)):
-        contents = [content for _, content in answer.prompt]
-        searched = "\n".join([answer.output, answer.gts, answer.uid, *contents])
-        if word in searched.lower():
-            rows.append(row)
-    return rows
-
-
-def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None:
-    try:
-        return pyarrow.parquet.read_table(file, columns=columns)
-    except (FileNotFoundError, pyarrow.ArrowInvalid):
-        return None  # the run has deleted the file in the meantime, or the file is damaged
-
-
-def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAnswer:
-    """Returns a row of a samples file as an answer for display."""
-    messages = tuple((message["role"], message["content"]) for message in row["prompt"])
-    parts = {}
-    for name, value in row.items():
-        if name.startswith(REWARD) and value is not None:
-            parts[name.removeprefix(REWARD)] = value
-    requests, total_requests = request_tree(row.get(_REQUESTS))
-
-    images = []
-    for name in valid_image_names(row.get("images"))[:MAX_IMAGES]:
-        path = f"{FOLDER}/{IMAGES}/{name}"
-        # a link could show a file of another folder
-        if (run_dir / path).is_file() and not (run_dir / path).is_symlink():
-            images.append(path)
-
-    return RecordedAnswer(
-        kind=kind,
-        step=step,
-        uid=row["uid"],
-        data_source=row["data_source"],
-        prompt=messages or (("user", row["input"]),),
-        output=row["output"],
-        gts=row["gts"],
-        score=row["score"],
-        parts=parts,
-        response_length=row["response_length"],
-        finish_reason=row["finish_reason"],
-        policy_version=row["policy_version"],
-        timed_out=row["timed_out"],
-        requests=requests,
-        total_requests=total_requests,
-        images=tuple(images),
-    )
-
-
-def request_tree(text: str | None) -> tuple[tuple[RecordedRequest, ...], int]:
-    """Reads the requests of an episode for display.
-
-    If several requests continue a request, each begins a branch one level deeper. Values of a wrong type count as
-    missing. A parent that does not come before its request is ignored, so that there are no cycles.
-
-    Args:
-        text: Json text of the requests.
-
-    Returns:
-        The first requests of the episode, each after the request that it continues, and the number of all.
-    """
-    try:
-        values = json.loads(text or "[]")
-    except (TypeError, ValueError, RecursionError):
-        values = []
-    if not isinstance(values, list):
-        values = []
-    entries = [value if isinstance(value, dict) else {} for value in values[:MAX_REQUESTS]]
-
-    message_count = 0
-    children: dict[int | None, list[int]] = {}
-    for number, entry in enumerate(entries):
-        parent = _typed(entry, "parent", int, -1)
-        children.setdefault(parent if 0 <= parent < number else None, []).append(number)
-        message_count += 1 + len(_typed(entry, "messages", list, [])[:MAX_MESSAGES])  # 1: the answer
-    most_characters = MAX_TREE // max(20, message_count)
-
-    # depth first, without recursion, because a conversation can be longer than Python's stack
-    requests: list[RecordedRequest] = []
-    waiting = [(number, 0, "new conversation") for number in reversed(children.get(None, []))]
-    while waiting:
-        number, depth, start = waiting.pop()
-        requests.append(_request(number, depth, start, entries[number], most_characters))
-        continuing = children.get(number, [])
-        if len(continuing) > 1:
-            child_depth = min(depth + 1, MAX_DEPTH)
-            child_start = f"continues #{number}"
-        else:
-            child_depth = depth
-            child_start = ""
-        waiting += [(child, child_depth, child_start) for child in reversed(continuing)]
-    return tuple(requests), len(values)
-
-
-def _request(number: int, depth: int, start: str, entry: Mapping[str, object], most_characters: int) -> RecordedRequest:
-    """Returns a request for display.
-
-    Args:
-        number, depth, start: See `RecordedRequest`.
-        entry: The request in the samples file.
-        most_characters: Maximum number of characters of each message.
-    """
-    messages = _typed(entry, "messages", list, [])
-    row = _typed(entry, "row", int, None)
-
-    reason = as_text(entry.get("discarded") or "")
-    if not reason and row is None:
-        reason = "no reason is recorded"
-
-    texts = []
-    for message in messages[:MAX_MESSAGES]:
-        if isinstance(message, dict):
-            texts.append((message.get("role"), message.get("content")))
-    texts.append(("answer", entry.get("text")))
-    short_texts = []
-    for role, content in texts:
-        short_texts.append((as_text(role or "")[:40], shortened(as_text(content or ""), most_characters)))
-
-    return RecordedRequest(
-        number=number,
-        depth=depth,
-        start=start,
-        facts=shortened(_request_facts(entry, messages, row), MAX_FACTS),
-        discarded=shortened(reason, MAX_FACTS),
-        messages=tuple(short_texts),
-    )
-
-
-def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row: int | None) -> str:
-    prompt_tokens = _typed(entry, "prompt_tokens", int, 0)
-    sampled_tokens = _typed(entry, "tokens", int, 0)
-    facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
-
-    versions = _typed(entry, "versions", list, [])
-    version_texts = [str(version) for version in versions if type(version) is int and version >= 0]  # -1: no token
-    if version_texts:
-        facts.append(f"weights {' to '.join(dict.fromkeys(version_texts))}")
-    if row is not None:
-        facts.append(f"row {row}")
-    finish_reason = as_text(entry.get("finish_reason") or "")
-    if finish_reason:
-        facts.append(finish_reason)
-    tool_names = ", ".join(as_text(name) for name in _typed(entry, "tool_calls", list, []))
-    if tool_names:
-        facts.append(f"calls {tool_names}")
-    if len(messages) > MAX_MESSAGES:
-        facts.append(f"the first {MAX_MESSAGES} of {len(messages)} messages")
-    return ", ".join(facts)
-
-
-def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
-    """Returns an entry of this type, else the default. A bool does not count as an int."""
-    value = entry.get(name)
-    if isinstance(value, kind) and type(value) is kind:
-        return value
-    return default

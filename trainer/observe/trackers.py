@@ -5,7 +5,6 @@ A package is imported only if `trainer.logger` names it, and writes to disk if i
 """
 
 import atexit
-import dataclasses
 import importlib.util
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.observe.console import Console
-from trainer.validation.sample import OPTIONAL, Sample
+from trainer.validation.sample import Sample, record_of
 from verl_lite.config.user_calls import TRACKER_CALL, registered_problems
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
@@ -51,12 +50,13 @@ class TrackedRun:
             new: creates the id if the file has none.
         """
         file = self.run_dir / f"{tracker}_id.txt"
+        stored_id = ""
         if file.is_file():
             stored_id = file.read_text(encoding="utf-8").strip()
-            if stored_id:
-                return stored_id
-        file.write_text(new(), encoding="utf-8")
-        return file.read_text(encoding="utf-8").strip()
+        if not stored_id:
+            stored_id = new().strip()
+            file.write_text(stored_id, encoding="utf-8")
+        return stored_id
 
 
 class Tracker(Protocol):
@@ -110,7 +110,8 @@ def check_trackers(names: Iterable[str]) -> None:
 
 def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:
     """Notes that a tracker without an account writes to disk, and the command that uploads it."""
-    run.console.note(f"{name} is offline and writes to disk; to upload the run: {sync} {shlex.quote(str(folder))}")
+    command = f"{sync} {shlex.quote(str(folder))}"
+    run.console.note(f"{name} is offline and writes to disk; to upload the run: {command}")
 
 
 @register_tracker("tensorboard")
@@ -123,12 +124,14 @@ def _tensorboard(run: TrackedRun) -> Tracker:
     def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
+        # otherwise the writer waits up to two minutes
         writer.flush()
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
         texts = []
         for sample in samples:
-            texts.append(f"{sample.data_source}, score {sample.score}: {sample.input}\n---\n{sample.output}")
+            title = f"{sample.data_source}, score {sample.score}"
+            texts.append(f"{title}: {sample.input}\n---\n{sample.output}")
         writer.add_text("samples", "\n\n".join(texts), step)
 
     return Adapter(log, log_samples, writer.close)
@@ -144,41 +147,50 @@ def _mlflow(run: TrackedRun) -> Tracker:
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
     folder = run.run_dir.absolute()
-    client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    # a server does not know the run of the local store, so the two have separate ids
+    id_name = "mlflow_server"
+    artifacts = None
+    if not uri:
+        uri = f"sqlite:///{folder / 'mlflow.db'}"
+        id_name = "mlflow"
+        artifacts = (folder / "mlflow_artifacts").as_uri()
+    client = MlflowClient(tracking_uri=uri)
 
-    def create() -> str:
+    def create_run() -> str:
         experiment = client.get_experiment_by_name(run.project)
         if experiment is not None:
             experiment_id = experiment.experiment_id
         else:
-            artifacts = None if uri else (folder / "mlflow_artifacts").as_uri()
             experiment_id = client.create_experiment(run.project, artifacts)
-        return str(client.create_run(experiment_id, run_name=run.name).info.run_id)
+        mlflow_run = client.create_run(experiment_id, run_name=run.name)
+        return str(mlflow_run.info.run_id)
 
-    # a server does not know the run of the local store, so the two have separate ids
-    run_id = run.kept_id("mlflow_server" if uri else "mlflow", create)
-    client.update_run(run_id, status="RUNNING")  # a resumed run has ended before
+    run_id = run.kept_id(id_name, create_run)
+    # a resumed run has ended before
+    client.update_run(run_id, status="RUNNING")
     client.log_dict(run_id, dict(run.options), "config.json")
 
     def log(metrics: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
+        milliseconds = int(time.time() * 1000)
         entries = []
         for name, value in metrics.items():
-            allowed_name = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
-            entries.append(Metric(allowed_name, float(value), now, step))
-        for start in range(0, len(entries), 1000):  # the maximum of one call
+            name = name.replace("@", "_at_")
+            allowed_name = re.sub(r"[^\w\-. :/]", "_", name)
+            entries.append(Metric(allowed_name, float(value), milliseconds, step))
+        # the maximum of one call
+        for start in range(0, len(entries), 1000):
             client.log_batch(run_id, metrics=entries[start : start + 1000])
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
-        rows = []
-        for sample in samples:
-            row = dataclasses.asdict(sample)
-            rows.append({name: value for name, value in row.items() if name not in OPTIONAL or value})
-        client.log_dict(run_id, {"step": step, "samples": rows}, f"generations/step_{step}.json")
+        records = [record_of(sample) for sample in samples]
+        client.log_dict(run_id, {"step": step, "samples": records}, f"generations/step_{step}.json")
 
-    return Adapter(log, log_samples, lambda: client.set_terminated(run_id))
+    def finish() -> None:
+        client.set_terminated(run_id)
+
+    return Adapter(log, log_samples, finish)
 
 
 def _end_wandb() -> None:
@@ -202,13 +214,25 @@ def _wandb(run: TrackedRun) -> Tracker:
     # service. The handler that is registered after it runs before it.
     wandb.setup()
     atexit.register(_end_wandb)
-    has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
-    mode = os.environ.get("WANDB_MODE", "online" if has_account else "offline")
-    options: JsonObject = {"mode": mode, "id": run.kept_id("wandb"), "dir": str(run.run_dir)}
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        has_account = wandb.login(prompt=False, verify=False)
+        mode = "online" if has_account else "offline"
+    settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
+    options: JsonObject = {
+        "project": run.project,
+        "name": run.name,
+        "config": dict(run.options),
+        "settings": settings,
+        "mode": mode,
+        "id": run.kept_id("wandb"),
+        "dir": str(run.run_dir),
+    }
+    # offline, wandb ignores `resume` with a warning
     if mode == "online":
         options["resume"] = "allow"
-    settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
-    wandb_run = wandb.init(project=run.project, name=run.name, config=dict(run.options), settings=settings, **options)
+    wandb_run = wandb.init(**options)
     if mode == "offline":
         _tell_offline(run, "wandb", "wandb sync", Path(wandb_run.dir).parent)
     # wandb's own step counter continues in a resumed run, so it is not the x-axis
@@ -219,13 +243,16 @@ def _wandb(run: TrackedRun) -> Tracker:
 
     def finish() -> None:
         wandb_run.finish()
-        if wandb.run is None:  # no other wandb run is open, so end the service before the run's end kills it
+        # no other wandb run is open, so end the service before the run's end kills it
+        if wandb.run is None:
             _end_wandb()
             # The user may start another service, which has an exit handler of its own.
             atexit.unregister(_end_wandb)
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
-        rows = [[getattr(sample, name) for name in _COLUMNS] for sample in samples]
+        rows = []
+        for sample in samples:
+            rows.append([getattr(sample, name) for name in _COLUMNS])
         log({_GENERATIONS: wandb.Table(list(_COLUMNS), rows)}, step)
 
     return Adapter(log, log_samples, finish)
@@ -239,15 +266,18 @@ def _swanlab(run: TrackedRun) -> Tracker:
 
     folder = run.run_dir / "swanlab"
     folder.mkdir(exist_ok=True)
-    has_account = bool(os.environ.get("SWANLAB_API_KEY"))
-    mode = os.environ.get("SWANLAB_MODE") or ("online" if has_account else "offline")
-    options: dict[str, object] = {"mode": mode, "config": dict(run.options), "log_dir": str(folder)}
+    mode = os.environ.get("SWANLAB_MODE")
+    if not mode:
+        mode = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
+    options: JsonObject = {"mode": mode, "log_dir": str(folder)}
+    # SwanLab continues runs on its server only
     if mode == "online":
-        options |= {"id": run.kept_id("swanlab"), "resume": "allow"}
-    swanlab_run = swanlab.init(project=run.project, name=run.name, **options)
+        options["id"] = run.kept_id("swanlab")
+        options["resume"] = "allow"
+    swanlab_run = swanlab.init(project=run.project, name=run.name, config=dict(run.options), **options)
     if mode == "offline":
-        newest = max(folder.iterdir(), default=folder)
-        _tell_offline(run, "swanlab", "swanlab sync", newest)
+        newest_log = max(folder.iterdir(), default=folder)
+        _tell_offline(run, "swanlab", "swanlab sync", newest_log)
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         swanlab_run.log(dict(metrics), step=step)

@@ -57,9 +57,14 @@ class Tracking:
         self._shows = "console" in trainer.logger
         self._following = following(run_dir / "logs", console)
         self._record = Record(run_dir, console.note)
-        self._newest: tuple[int, dict[str, float]] = (-1, {})  # the last logged step and all metrics logged for it
-        self._last_before = max(read_metrics(run_dir / METRICS), default=-1)  # step of an earlier process
-        self._trackers = [TrackerThread(name, run) for name in trainer.logger if name not in OWN]
+        # the last logged step, and all metrics that were logged for it
+        self._newest: tuple[int, dict[str, float]] = (-1, {})
+        # the last step that an earlier process of this run logged
+        self._last_before = max(read_metrics(run_dir / METRICS), default=-1)
+        self._trackers = []
+        for name in trainer.logger:
+            if name not in OWN:
+                self._trackers.append(TrackerThread(name, run))
 
     def __enter__(self) -> Tracking:
         self._following.__enter__()
@@ -88,13 +93,19 @@ class Tracking:
         # step is not repeated, and a validation or checkpoint can still add metrics to it
         is_addition = step == self._last_before and TRAINED not in metrics
         if step > self._last_before or is_addition:
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            self._call(lambda tracker: tracker.log(finite, step))
+            # some trackers refuse NaN and infinity
+            finite_metrics = {}
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    finite_metrics[name] = value
+            self._call(lambda tracker: tracker.log(finite_metrics, step))
 
     def logged_at(self, step: int) -> dict[str, float]:
         """Returns all metrics that were logged for a step if it is the last logged one, otherwise none."""
         newest_step, metrics = self._newest
-        return dict(metrics) if newest_step == step else {}
+        if newest_step != step:
+            return {}
+        return dict(metrics)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Sends samples of the policy, with their scores, to the trackers."""
@@ -142,7 +153,8 @@ class TrackerThread(threading.Thread):
                 call(tracker)
             if tracker is not None:
                 tracker.finish()
-        except Exception as error:  # a tracker is third-party code, which may raise anything
+        # a tracker is third-party code, which may raise anything
+        except Exception as error:
             self._warn(f"raises {type(error).__name__}: {error}")
 
     def finish(self) -> None:
@@ -172,34 +184,41 @@ class Record:
         self._warned = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Appends the line of one call."""
         data: dict[str, float | None] = dict(metrics)
         for name, value in metrics.items():
             # json has no NaN and no infinity
             if isinstance(value, float) and not math.isfinite(value):
                 data[name] = None
         # default: numbers of NumPy, which json cannot write
-        text = json.dumps({"step": step, "data": data}, default=float) + "\n"
+        line = json.dumps({"step": step, "data": data}, default=float)
         try:
-            with self._path.open("a+b") as file:
-                # a killed process can leave a part of a line, which must not be joined with this one
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        text = f"\n{text}"
-                file.write(text.encode())
+            self._append(line.encode() + b"\n")
         except OSError as error:
+            # once, because a full disk would add a warning to each step
             if not self._warned:
                 self._note(f"cannot write {self._path}: {error}; the run goes on. Make room on that disk")
             self._warned = True
+
+    def _append(self, line: bytes) -> None:
+        with self._path.open("a+b") as file:
+            # a killed process can leave a part of a line, which must not be joined with this one
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
+            file.write(line)
 
 
 def logged_validations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
     """Returns the metrics of the validations in metrics.jsonl up to a step, by step; empty without such a file."""
     validations: dict[int, dict[str, float]] = {}
     for step, metrics in read_metrics(path).items():
-        of_validation = {name: value for name, value in metrics.items() if name.startswith(("val-", "val/"))}
-        if of_validation and step <= last_step:
-            validations[step] = of_validation
+        if step > last_step:
+            break
+        for name, value in metrics.items():
+            if name.startswith(("val-", "val/")):
+                validations.setdefault(step, {})[name] = value
     return validations
 
 
@@ -215,18 +234,29 @@ def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     # the text after the last line end is a line that is being written
     for line in path.read_bytes().split(b"\n")[:-1]:
-        if not line:
+        row = _read_line(line)
+        if row is None:
             continue
-        try:
-            row = json.loads(line)
-            step = int(row["step"])
-            metrics = {name: float(value) for name, value in row["data"].items() if value is not None}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-            continue  # a damaged line, for example because the machine failed while it wrote the line
-
+        step, metrics = row
         # a second training line of a step comes from a resumed run, which repeats this step and all later ones
-        last_kept = step if TRAINED not in metrics else step - 1
-        while steps and next(reversed(steps)) > last_kept:
+        last_valid_step = step if TRAINED not in metrics else step - 1
+        while steps and next(reversed(steps)) > last_valid_step:
             steps.popitem()
         steps.setdefault(step, {}).update(metrics)
     return steps
+
+
+def _read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
+    """Returns the step of a line and its metrics that are not null; None for an empty or a damaged line."""
+    try:
+        row = json.loads(line)
+        step = int(row["step"])
+        metrics = {}
+        for name, value in row["data"].items():
+            # null stands for NaN and infinity, see `Record`
+            if value is not None:
+                metrics[name] = float(value)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+        # for example because the machine failed while it wrote the line
+        return None
+    return step, metrics

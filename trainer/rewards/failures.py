@@ -83,15 +83,16 @@ class FailureLog:
 
         # written before the limit is checked, so that the file also explains an error that ends the run
         where = self._write(rows)
+        first_text = printable(str(first))
         failures = sum(counts.failed for counts in self._recent)
         # while there are fewer items than `least`, the share is one of `least` items
         allowed = self.max_error_rate * max(self.least, items)
         if failures > allowed:
             failure = self.error(
                 f"{failures} of {items} {self.what}s failed; {self.option}={self.max_error_rate} allows "
-                f"{int(allowed)}. {where}. Fix the cause, or raise the limit.\n{printable(str(first))}"
+                f"{int(allowed)}. {where}. Fix the cause, or raise the limit.\n{first_text}"
             )
-            add_circumstances(failure, traceback=printable(str(first)))
+            add_circumstances(failure, traceback=first_text)
             raise failure
 
         if not self._has_shown:
@@ -99,14 +100,15 @@ class FailureLog:
             article = "an" if self.what[0] in "aeiou" else "a"
             self.show(
                 f"{article} {self.what} failed: its sample is left out of loss, groups and metrics, and counted. Later "
-                f"failures are not shown. {where}. The failure was {printable(str(first))}"
+                f"failures are not shown. {where}. The failure was {first_text}"
             )
 
     def _write(self, rows: Iterable[JsonMapping]) -> str:
         """Appends rows to the file. Returns the sentence that says where they are."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+                for row in rows:
+                    file.write(json.dumps(row, default=str) + "\n")
         # a full disk does not end a run
         except OSError as error:
             return f"They could not be written to {self.path} ({error.strerror})"
@@ -142,12 +144,18 @@ def note_failed_rewards(
     Raises:
         RewardFailure: if more than `max_error_rate` of the rewards failed; see `FailureLog.note`.
     """
-    failed_rows = [row for row, result in enumerate(results) if result.failed]
+    num_failed = 0
     entries = []
-    for row in failed_rows[:_LOGGED_PER_BATCH]:
-        entries.append(_entry(batch, row, results[row], decode))
-    first = _first_failure(entries[0]) if entries else None
-    log.note(len(failed_rows), len(results), entries, first)
+    for row, result in enumerate(results):
+        if result.failed:
+            num_failed += 1
+            # if all rewards of a large batch fail, the first ones say enough
+            if num_failed <= _LOGGED_PER_BATCH:
+                entries.append(_entry(batch, row, result, decode))
+    first = None
+    if entries:
+        first = _first_failure(entries[0])
+    log.note(num_failed, len(results), entries, first)
 
 
 def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[list[int]], str]) -> JsonObject:
@@ -160,13 +168,15 @@ def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[l
         decode: Converts the token ids of an answer to text.
     """
     columns = batch.non_tensor_batch
-    reward_model = columns["reward_model"][row] if "reward_model" in columns else {}
+    ground_truth = None
+    if "reward_model" in columns:
+        ground_truth = columns["reward_model"][row].get("ground_truth")
     is_answer = batch.batch["response_mask"][row].bool()
     ids = batch.batch["responses"][row][is_answer].tolist()
     return {
         "sample_id": columns["sample_id"][row],
         "data_source": columns["data_source"][row],
-        "ground_truth": reward_model.get("ground_truth"),
+        "ground_truth": ground_truth,
         "response": decode(ids),
         "response_ids": ids,
         "timed_out": result.timed_out,

@@ -49,14 +49,15 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
             rows without it (in verl, a reward function's plain number is acc).
     """
     outcomes, counted = outcomes_of(batch, metric)
-    of_row, size = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
-    num_counted = of_row.new_zeros(size).index_add(0, of_row, counted.long())
+    of_row, num_groups = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
+    num_counted = of_row.new_zeros(num_groups).index_add(0, of_row, counted.long())
 
     # an infinite outcome of answers that do not count leaves minimum and maximum of the others unchanged
+    infinity = outcomes.new_full((num_groups,), torch.inf)
     outcomes_for_lowest = outcomes.masked_fill(~counted, torch.inf)
-    lowest = outcomes.new_full((size,), torch.inf).scatter_reduce(0, of_row, outcomes_for_lowest, "amin")
     outcomes_for_highest = outcomes.masked_fill(~counted, -torch.inf)
-    highest = outcomes.new_full((size,), -torch.inf).scatter_reduce(0, of_row, outcomes_for_highest, "amax")
+    lowest = infinity.scatter_reduce(0, of_row, outcomes_for_lowest, "amin")
+    highest = (-infinity).scatter_reduce(0, of_row, outcomes_for_highest, "amax")
 
     has_several = num_counted > 1
     is_equal = has_several & (lowest == highest)
@@ -111,6 +112,7 @@ def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
     if "traj_id" in batch or not len(batch):
         return {}
     shares = {}
-    for kind, is_kind in groups_of(batch, metric).kinds.items():
+    groups = groups_of(batch, metric)
+    for kind, is_kind in groups.kinds.items():
         shares[f"groups/{kind}"] = Metric.mean(int(is_kind.sum()), len(is_kind))
     return shares

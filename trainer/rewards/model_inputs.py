@@ -128,15 +128,19 @@ class Retokenizer:
         """
         # without special tokens, because the chat template writes them
         tokens = self._reward_tokenizer(self.texts(batch), add_special_tokens=False)["input_ids"]
-        errors = [self._length_error(len(row)) for row in tokens]
-        is_readable = torch.tensor([error is None for error in errors])
-        is_scored = batch.batch["response_mask"].any(1) & is_readable
-
-        # cut, because a row that is too long must also fit into the model and a micro-batch
-        rows = [torch.tensor(row[: self._longest], dtype=torch.long) for row in tokens]
+        errors = []
+        rows = []
+        for row in tokens:
+            errors.append(self._length_error(len(row)))
+            # cut, because a row that is too long must also fit into the model and a micro-batch
+            rows.append(torch.tensor(row[: self._longest], dtype=torch.long))
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
-        attention_mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        positions = torch.arange(ids.shape[1])
+        attention_mask = (positions < lengths[:, None]).long()
+
+        is_readable = torch.tensor([error is None for error in errors])
+        is_scored = batch.batch["response_mask"].any(1) & is_readable
         columns = {
             "input_ids": ids,
             "attention_mask": attention_mask,
@@ -160,13 +164,17 @@ class Retokenizer:
         answers = batch.batch["responses"]
         answer_mask = batch.batch["attention_mask"][:, -answers.shape[1] :]
         lengths = answer_mask.sum(1).tolist()
-        answer_ids = [row[:length] for row, length in zip(answers.tolist(), lengths, strict=True)]
+        answer_ids = []
+        for padded_ids, length in zip(answers.tolist(), lengths, strict=True):
+            answer_ids.append(padded_ids[:length])
         # the special tokens are those of the policy; the reward model's template writes its own
         answer_texts = self._policy_tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
 
         chats = []
-        for prompt, answer_text in zip(batch.non_tensor_batch["raw_prompt"], answer_texts, strict=True):
-            chats.append([*prompt, {"role": "assistant", "content": answer_text}])
+        prompts = batch.non_tensor_batch["raw_prompt"]
+        for prompt, answer_text in zip(prompts, answer_texts, strict=True):
+            answer = {"role": "assistant", "content": answer_text}
+            chats.append([*prompt, answer])
         return render_chats(self._reward_tokenizer, chats, add_generation_prompt=False)
 
 

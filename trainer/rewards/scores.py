@@ -99,13 +99,13 @@ class RewardManager:
         items = []
         for number, key in enumerate(columns["sample_id"]):
             is_answer = batch.batch["response_mask"][number].bool()
-            answer = self.decode(batch.batch["responses"][number][is_answer].tolist())
+            answer_ids = batch.batch["responses"][number][is_answer].tolist()
             row = {name: columns[name][number] for name in READ_BY_REWARDS}
             images: Sequence[bytes] = ()
             # None in rows without images
             if image_inputs is not None and image_inputs[number] is not None:
                 images = image_inputs[number].files
-            items.append(RewardItem.of_row(key, row, answer, images))
+            items.append(RewardItem.of_row(key, row, self.decode(answer_ids), images))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:
@@ -153,8 +153,9 @@ class RewardManager:
             scores_of_sources = {f"reward/{source.name}": source.score_column() for source in sources}
             metrics |= _means(scores_of_sources, counted, with_extremes=True)
             columns |= scores_of_sources
+        token_level_scores = _token_level_scores(results, batch.batch["response_mask"])
         return DataProto.from_dict(
-            tensors={"token_level_scores": _token_level_scores(results, batch.batch["response_mask"])},
+            tensors={"token_level_scores": token_level_scores},
             non_tensors=columns,
             meta_info={"metrics": metrics},
         )
@@ -164,12 +165,13 @@ class RewardManager:
         sources = []
         # the model first, because the pool continues in parallel while the model scores
         if self.model is not None:
-            sources.append(_SourceResults("model", self.model.weight, self.model.score(batch)))
+            model_results = self.model.score(batch)
+            sources.append(_SourceResults("model", self.model.weight, model_results))
         if self.pool is not None:
             keys = list(batch.non_tensor_batch["sample_id"])
             results_by_key = self.pool.call("collect", keys)
-            results = [results_by_key[key] for key in keys]
-            sources.append(_SourceResults("function", self.config.function_weight, results))
+            function_results = [results_by_key[key] for key in keys]
+            sources.append(_SourceResults("function", self.config.function_weight, function_results))
         return sources
 
 
@@ -209,9 +211,10 @@ def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardR
                 break
             score += source.weight * result.score
             extra |= result.extra
-        # `scored` fails a sum that float32 cannot hold: as a tensor it would be infinite, and the whole step lost
         if failure is None:
-            sums.append(RewardResult.scored("The weighted sum of reward function and reward model", score, extra))
+            # `scored` fails a sum that float32 cannot hold: as a tensor it would be infinite, and the whole step lost
+            total = RewardResult.scored("The weighted sum of reward function and reward model", score, extra)
+            sums.append(total)
         else:
             sums.append(failure)
     return sums
@@ -219,12 +222,16 @@ def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardR
 
 def _token_level_scores(results: Sequence[RewardResult], mask: torch.Tensor) -> torch.Tensor:
     """Returns (B, R) scores on the last token of each answer. Failed rewards and empty answers have only zeros."""
-    scores = torch.tensor([0.0 if result.failed else result.score for result in results])
+    scores = []
+    for result in results:
+        scores.append(0.0 if result.failed else result.score)
     lengths = mask.sum(1)
+    is_answered = lengths > 0
     # an empty answer has no last token; the product below writes 0 to its first position
     last_tokens = (lengths - 1).clamp(min=0)
+    rows = torch.arange(len(mask))
     token_level_scores = torch.zeros(mask.shape)
-    token_level_scores[torch.arange(len(mask)), last_tokens] = scores * (lengths > 0)
+    token_level_scores[rows, last_tokens] = torch.tensor(scores) * is_answered
     return token_level_scores
 
 
@@ -233,10 +240,12 @@ def _counted_rows(batch: DataProto) -> np.ndarray:
 
     Greedy answers do not count, because they are the baselines of ReMax and not samples of the policy.
     """
-    is_answered = (batch.batch["response_mask"].sum(1) > 0).numpy()
+    lengths = batch.batch["response_mask"].sum(1)
+    is_answered = (lengths > 0).numpy()
     if "is_greedy" not in batch:
         return is_answered
-    return is_answered & ~batch.non_tensor_batch["is_greedy"].astype(bool)
+    is_greedy = batch.non_tensor_batch["is_greedy"].astype(bool)
+    return is_answered & ~is_greedy
 
 
 def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
@@ -263,8 +272,9 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
     metrics = {}
     for name, column in columns.items():
         values = [value for value in column[counted] if value is not None]
-        are_numbers = not any(isinstance(value, str) for value in values)
-        if not values or not are_numbers or is_prediction(name.removeprefix("reward/")):
+        if not values or any(isinstance(value, str) for value in values):
+            continue
+        if is_prediction(name.removeprefix("reward/")):
             continue
         metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
         if with_extremes:
@@ -308,17 +318,15 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
         return batch, {}
     lengths = (batch.batch["response_mask"] != 0).sum(1)
     is_answered = lengths > 0
-    # negative for answers that end before the buffer; the clamp then gives no penalty
-    exceeding = lengths.float() - (config.data.max_response_length - options.len)
-    linear_penalty = (-exceeding / options.len * options.penalty_factor).clamp(max=0.0)
-    penalty = torch.where(is_answered, linear_penalty, 0)
+    penalty = _overlong_penalty(lengths, config)
 
     result = batch.select()
     scores = batch.batch["token_level_scores"].clone()
     result.batch["outcomes"] = scores.sum(1)
     # the score of an answer is on its last token; an empty answer gets the penalty 0 on its first position
     last_tokens = (lengths - 1).clamp(min=0)
-    scores[torch.arange(len(batch)), last_tokens] += penalty
+    rows = torch.arange(len(batch))
+    scores[rows, last_tokens] += penalty
     result.batch["token_level_scores"] = scores
     if not options.log:
         return result, {}
@@ -331,6 +339,16 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
         result.non_tensor_batch[f"reward/{name}"] = as_column(values.tolist())
         metrics[f"reward/{name}/mean"] = Metric.mean(float(values.sum()), counted)
     return result, metrics
+
+
+def _overlong_penalty(lengths: torch.Tensor, config: PPOConfig) -> torch.Tensor:
+    """Returns the (B,) penalties of answers with these numbers of tokens, which are 0 or negative."""
+    options = config.reward.overlong_buffer
+    longest_unpunished = config.data.max_response_length - options.len
+    # negative for answers that end before the buffer; the clamp then gives no penalty
+    exceeding = lengths.float() - longest_unpunished
+    penalty = (-exceeding / options.len * options.penalty_factor).clamp(max=0.0)
+    return torch.where(lengths > 0, penalty, 0)
 
 
 def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
@@ -352,16 +370,20 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     del result.non_tensor_batch["is_greedy"]
 
     # `mask_failed` has emptied the masks of failed rewards before
-    has_baseline = (greedy.batch["response_mask"] != 0).any(-1)
-    baselines = outcome_scores(greedy.batch["token_level_scores"], greedy.batch["response_mask"])
+    greedy_mask = greedy.batch["response_mask"]
+    has_baseline = (greedy_mask != 0).any(-1)
+    baselines = outcome_scores(greedy.batch["token_level_scores"], greedy_mask)
 
     greedy_row_by_uid = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
     greedy_rows = torch.tensor([greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]])
     result.batch["reward_baselines"] = baselines[greedy_rows]
     result.batch["response_mask"] = result.batch["response_mask"] * has_baseline[greedy_rows, None]
+
+    num_prompts = len(has_baseline)
+    num_baselines = int(has_baseline.sum())
     return result, {
-        "critic/reward_baselines/mean": Metric.mean(float(baselines.sum()), int(has_baseline.sum())),
-        "reward/baseline_error_rate": Metric.mean(float((~has_baseline).sum()), len(has_baseline)),
+        "critic/reward_baselines/mean": Metric.mean(float(baselines.sum()), num_baselines),
+        "reward/baseline_error_rate": Metric.mean(float(num_prompts - num_baselines), num_prompts),
     }
 
 

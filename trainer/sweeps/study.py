@@ -123,13 +123,30 @@ class Trial:
         return half_width(np.array(self.values), is_share=False)
 
     @property
+    def steps(self) -> int:
+        """Steps of its longest run."""
+        return max(run.steps for run in self.runs)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all its runs."""
+        return sum(run.seconds for run in self.runs)
+
+    @property
     def error(self) -> str:
-        return next((run.error for run in self.runs if run.error), "")
+        """The first error of its runs; empty if none failed."""
+        for run in self.runs:
+            if run.error:
+                return run.error
+        return ""
 
     @property
     def commands(self) -> list[str]:
         """The commands that repeat the trial, one for each seed."""
-        return [shlex.join(["python", *run.words]) for run in self.runs]
+        commands = []
+        for run in self.runs:
+            commands.append(shlex.join(["python", *run.words]))
+        return commands
 
 
 @dataclass
@@ -150,10 +167,12 @@ class Study:
         try:
             description = json.loads(path.read_text())
             search = Search(**description.pop("search"))
-            study = cls(folder, StudySpec(**description), search)
+            spec = StudySpec(**description)
+            study = cls(folder, spec, search)
             path = folder / _LOG  # for the message of an error
             if path.exists():
-                complete_lines = path.read_text().split("\n")[:-1]  # a crash can leave a part of a line at the end
+                # a crash can leave a part of a line at the end
+                complete_lines = path.read_text().split("\n")[:-1]
                 for line in complete_lines:
                     study._replay(json.loads(line))
             return study
@@ -162,27 +181,30 @@ class Study:
 
     def save(self) -> None:
         """Writes the specification into the study's folder, which must be locked."""
-        description = dataclasses.asdict(self.spec) | {"search": dataclasses.asdict(self.search)}
+        description = dataclasses.asdict(self.spec)
+        description["search"] = dataclasses.asdict(self.search)
         write_atomically(self.folder / DESCRIPTION, json.dumps(description, indent=1))
 
     def refuse_another(self, spec: StudySpec) -> None:
         """Raises UserError if the study was started with another specification. The message lists the differences and
         the commands that continue either."""
         before = dataclasses.asdict(self.spec)
-        changes = []
+        changes = ""
         for name, value in dataclasses.asdict(spec).items():
             if value != before[name]:
-                changes.append(f"  {name} was {before[name]}, and is {value}\n")
+                changes += f"  {name} was {before[name]}, and is {value}\n"
         if changes:
+            folder = shlex.quote(str(self.folder))
             raise UserError(
-                f"--study {self.folder} was started with another specification:\n{''.join(changes)}To continue the old "
-                f"study: python -m trainer.sweep --study {shlex.quote(str(self.folder))}; for a new one: --study NAME"
+                f"--study {self.folder} was started with another specification:\n{changes}To continue the old "
+                f"study: python -m trainer.sweep --study {folder}; for a new one: --study NAME"
             )
 
     def begin(self, parameters: Mapping[str, Value]) -> Trial:
         """Adds a trial and returns it."""
-        self._log({"trial": len(self.trials), "parameters": dict(parameters)})
-        return self.trials[-1]
+        number = len(self.trials)
+        self._log({"trial": number, "parameters": dict(parameters)})
+        return self.trials[number]
 
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
         """Records the mean of a trial's runs at a step. With `prune=True` the trial is pruned, and its runs are asked
@@ -198,17 +220,22 @@ class Study:
             state: done | failed | stopped.
             details: value, error, seconds and steps of the run, as far as they are known; see `TrialRun`.
         """
-        self._log({"trial": trial.number, "seed": run.seed, "state": state} | details)
+        event = {"trial": trial.number, "seed": run.seed, "state": state}
+        self._log(event | details)
 
     def _log(self, event: JsonObject) -> None:
         """Writes an event to the log, and then applies it."""
         path = self.folder / _LOG
-        with path.open("rb+" if path.exists() else "wb+") as file:
-            file.seek(file.read().rfind(b"\n") + 1)  # overwrites a line that a crash cut off
+        path.touch()
+        with path.open("rb+") as file:
+            end_of_lines = file.read().rfind(b"\n") + 1
+            # overwrites a line that a crash cut off
+            file.seek(end_of_lines)
             file.truncate()
             file.write(json.dumps(event).encode() + b"\n")
             file.flush()
-            os.fsync(file.fileno())  # a decision takes effect only when no crash can lose it
+            # a decision takes effect only when no crash can lose it
+            os.fsync(file.fileno())
         self._replay(event)
         if event.get("prune") or event.get("state") == "failed":
             self.ask_to_end(self.trials[event["trial"]])
@@ -221,57 +248,70 @@ class Study:
     def _replay(self, event: JsonObject) -> None:
         """Applies an event of the log to the trials. A continued sweep applies all of them."""
         number = event["trial"]
-        if "parameters" in event:  # of `begin`
+        # an event of `begin`
+        if "parameters" in event:
             self.trials.append(self._new_trial(number, event["parameters"]))
-        elif "mean" in event:  # of `judge`
-            trial = self.trials[number]
+            return
+
+        trial = self.trials[number]
+        # an event of `judge`
+        if "mean" in event:
             trial.means[event["step"]] = event["mean"]
             trial.is_pruned |= event["prune"]
-        else:  # of `end`
-            run = next(run for run in self.trials[number].runs if run.seed == event["seed"])
-            run.state = event["state"]
-            run.value = event.get("value")
-            run.error = event.get("error", "")
-            run.seconds = event.get("seconds", 0.0)
-            run.steps = event.get("steps", 0)
+            return
+
+        # an event of `end`
+        runs_by_seed = {run.seed: run for run in trial.runs}
+        run = runs_by_seed[event["seed"]]
+        run.state = event["state"]
+        run.value = event.get("value")
+        run.error = event.get("error", "")
+        run.seconds = event.get("seconds", 0.0)
+        run.steps = event.get("steps", 0)
 
     def _new_trial(self, number: int, parameters: dict[str, Value]) -> Trial:
+        """Returns a trial whose runs are waiting."""
         folder = self.folder / "trials" / f"{number:04}"
         seeds: Sequence[int | None] = self.spec.seeds or [None]
         runs = []
         for seed in seeds:
             name = "run" if seed is None else f"seed-{seed}"
-            words = [*COMMAND, *self.spec.command(parameters, seed)]
-            runs.append(TrialRun(seed, folder / name, words))
+            arguments = self.spec.command(parameters, seed)
+            run = TrialRun(seed, folder / name, [*COMMAND, *arguments])
+            runs.append(run)
         return Trial(number, parameters, folder, runs)
 
     def finished(self) -> list[Trial]:
         """Returns the complete trials, the best first."""
-        done = [trial for trial in self.trials if trial.state == "complete"]
-        return sorted(done, key=lambda trial: trial.value or 0.0, reverse=self.spec.mode == "max")
+        complete_trials = [trial for trial in self.trials if trial.state == "complete"]
+        is_descending = self.spec.mode == "max"
+        return sorted(complete_trials, key=lambda trial: trial.value or 0.0, reverse=is_descending)
 
     def write_csv(self) -> None:
         """Writes trials.csv, with one line for each trial."""
         names = [parameter.name for parameter in self.spec.space]
+        columns = ["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]
         text = io.StringIO(newline="")
         writer = csv.writer(text)
-        writer.writerow(
-            ["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]
-        )
+        writer.writerow(columns)
         for trial in self.trials:
-            parameters = [trial.parameters[name] for name in names]
-            steps = max(run.steps for run in trial.runs)
-            seconds = sum(run.seconds for run in trial.runs)
+            cells: list[object] = [trial.number, trial.state]
+            cells += [_as_cell(trial.value), _as_cell(trial.half_width)]
+            for name in names:
+                cells.append(trial.parameters[name])
             first_line_of_error, _, _ = trial.error.partition("\n")
+            cells += [trial.steps, f"{trial.seconds:.1f}", first_line_of_error]
             folders = [str(run.folder.relative_to(self.folder)) for run in trial.runs]
-            columns = [trial.number, trial.state, _as_cell(trial.value), _as_cell(trial.half_width), *parameters]
-            columns += [steps, f"{seconds:.1f}", first_line_of_error, ";".join(folders), "\n".join(trial.commands)]
-            writer.writerow(columns)
+            cells += [";".join(folders), "\n".join(trial.commands)]
+            writer.writerow(cells)
         write_atomically(self.folder / "trials.csv", text.getvalue())
 
 
 def _as_cell(number: float | None) -> str:
-    return "" if number is None else f"{number:.6g}"
+    """Formats a number for trials.csv; a missing number is an empty cell."""
+    if number is None:
+        return ""
+    return f"{number:.6g}"
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """The part of the report page that is about a sweep: its trials, their curves, and their values over each parameter."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import log10
 from pathlib import Path
 
-from trainer.observe.page_data import COLORS, Json, chart, compact, interval, is_share
+from trainer.observe.page_charts import Json, chart, color_of, compact, interval, is_share, without_tags
 from trainer.observe.tracking import METRICS, read_metrics
 from trainer.sweeps.study import Study, Trial
 from trainer.sweeps.study_spec import metric_by_step
@@ -22,57 +22,70 @@ _GAP = 0.02
 def read_study(folder: Path) -> Json:
     """Returns the page's data about a sweep, which may still be running. `runs` are the first run folders of the best
     trials."""
-    study = Study.load(folder)  # from its log, without a lock, so that a running sweep is not disturbed
-    metric = study.spec.metric
+    # from its log, without a lock, so that a running sweep is not disturbed
+    study = Study.load(folder)
     parameters = [parameter.name for parameter in study.spec.space]
+    best_trials = study.finished()
 
-    curves: list[Json] = []
-    are_shares: list[bool] = []
-    for trial in study.trials:
-        for number, run in enumerate(trial.runs):
-            metrics = read_metrics(run.folder / METRICS)
-            are_shares.append(is_share(metric, metrics))
-            curves.append(_curve(trial, metric_by_step(metrics, metric), is_first=number == 0))
-    layout = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
-    charts = [chart(metric, "one line per run", curves, wide=True, layout=layout)]
-    # a parameter that has had one value so far would be a single column of points
-    for name in parameters:
-        is_varied = len({trial.parameters[name] for trial in study.trials}) > 1
-        if is_varied:
-            charts.append(_parameter_chart(study.trials, name, metric, is_share_metric=all(are_shares)))
-
-    best = study.finished()
-    first_folders = [trial.runs[0].folder for trial in best[:4]]
-    states = Counter(trial.state for trial in study.trials)
+    best_runs = []
+    for trial in best_trials[:4]:
+        run_folder = trial.runs[0].folder
+        if (run_folder / METRICS).is_file():
+            best_runs.append(run_folder)
+    facts: Json = {"trials": len(study.trials)}
+    facts |= Counter(trial.state for trial in study.trials)
+    facts[study.spec.mode] = study.spec.metric
     return {
-        "facts": {"trials": len(study.trials), **states, study.spec.mode: metric},
-        "best": [[_trial_text(trial), trial.commands] for trial in best[:MAX_BEST]],
+        "facts": facts,
+        "best": [[_trial_text(trial), trial.commands] for trial in best_trials[:MAX_BEST]],
         "columns": ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"],
         "trials": [compact(_row(trial, parameters)) for trial in study.trials],
-        "charts": charts,
-        "runs": [folder for folder in first_folders if (folder / METRICS).is_file()],
+        "charts": _charts(study, parameters),
+        "runs": best_runs,
     }
+
+
+def _charts(study: Study, parameters: Sequence[str]) -> list[Json]:
+    """Returns the curves of all runs, and the values of the trials over each parameter."""
+    metric = study.spec.metric
+    curves: list[Json] = []
+    are_shares = True
+    for trial in study.trials:
+        for run in trial.runs:
+            metrics_by_step = read_metrics(run.folder / METRICS)
+            are_shares = are_shares and is_share(metric, metrics_by_step)
+            curve = _curve(trial, metric_by_step(metrics_by_step, metric))
+            # the legend has one entry for all runs of a trial
+            curve["showlegend"] = run is trial.runs[0]
+            curves.append(curve)
+    layout = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
+    charts = [chart(metric, "one line per run", curves, wide=True, layout=layout)]
+
+    for name in parameters:
+        values = {trial.parameters[name] for trial in study.trials}
+        # a parameter that has had one value so far would be a single column of points
+        if len(values) > 1:
+            charts.append(_parameter_chart(study.trials, name, metric, is_share_metric=are_shares))
+    return charts
 
 
 def _row(trial: Trial, parameters: Sequence[str]) -> list[object]:
     """Returns the trial's row of the table. parameters: names of the columns of parameters."""
     row: list[object] = [trial.number, trial.state, trial.value, trial.half_width]
-    row += [_as_number(trial.parameters[name]) for name in parameters]
-    row.append(max(run.steps for run in trial.runs))
-    row.append(sum(run.seconds for run in trial.runs))
-    row.append(trial.error)
+    for name in parameters:
+        row.append(_as_number(trial.parameters[name]))
+    row += [trial.steps, trial.seconds, trial.error]
     return row
 
 
-def _curve(trial: Trial, points: dict[int, float], *, is_first: bool) -> Json:
-    """Returns the trace of one run. is_first: True for the run of the trial that the legend shows."""
+def _curve(trial: Trial, points: Mapping[int, float]) -> Json:
+    """Returns the trace of one run. points: values of the metric by step."""
     return {
         "x": list(points),
         "y": list(points.values()),
-        "line": {"color": _color(trial)},
+        "line": {"color": color_of(trial.number)},
         "name": f"trial {trial.number}",
         "legendgroup": str(trial.number),
-        "showlegend": is_first,
         "text": _trial_text(trial),
         "hovertemplate": "%{y:.4~g}<br>%{text}",
     }
@@ -98,10 +111,11 @@ class _Axis:
         """Returns plotly's layout, with a tick for each value if there are few."""
         axis: Json = {"type": "log" if self.is_log else "linear", "exponentformat": "e"}
         if self.words:
-            labels = [word.replace("<", "‹") for word in self.words]
-            return axis | {"tickvals": list(range(len(labels))), "ticktext": labels}
-        if len(self.numbers) <= MAX_TICKS:
-            return axis | {"tickvals": self.numbers, "ticktext": [f"{value:g}" for value in self.numbers]}
+            axis["tickvals"] = list(range(len(self.words)))
+            axis["ticktext"] = [without_tags(word) for word in self.words]
+        elif len(self.numbers) <= MAX_TICKS:
+            axis["tickvals"] = self.numbers
+            axis["ticktext"] = [f"{value:g}" for value in self.numbers]
         return axis
 
 
@@ -111,17 +125,19 @@ def _axis_of(name: str, values: Sequence[str | float]) -> _Axis:
     numbers = [value for value in values if isinstance(value, float)]
     # a single word among numbers, such as null, makes all of them words: an axis has either numbers or ticks
     if not numbers or len(numbers) < len(values):
-        words = list(dict.fromkeys(map(str, values)))
-        positions = [float(words.index(str(value))) for value in values]
+        texts = [str(value) for value in values]
+        words = list(dict.fromkeys(texts))
+        positions = [float(words.index(text)) for text in texts]
         return _Axis(positions, words, numbers=[], is_log=False)
 
-    smallest = min(numbers)
-    largest = max(numbers)
+    distinct = list(dict.fromkeys(numbers))
+    smallest = min(distinct)
+    largest = max(distinct)
     is_rate = name.rpartition(".")[2] in ("lr", "learning_rate")
     is_log = smallest > 0 and (is_rate or largest >= 10 * smallest)
-    positions = [log10(value) for value in numbers] if is_log else numbers
-    distinct = list(dict.fromkeys(numbers))
-    return _Axis(positions, [], distinct, is_log)
+    if is_log:
+        numbers = [log10(value) for value in numbers]
+    return _Axis(numbers, [], distinct, is_log)
 
 
 def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_share_metric: bool) -> Json:
@@ -130,22 +146,18 @@ def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_shar
     finished = [trial for trial in trials if trial.value is not None]
     values = [_as_number(trial.parameters[name]) for trial in finished]
     axis = _axis_of(name, values)
-    width = max(axis.positions) - min(axis.positions) if axis.positions else 0.0
-    gap = _GAP * (width or 1.0)
-
+    positions = _side_by_side(axis.positions)
     traces: list[Json] = []
-    for number, trial in enumerate(finished):
-        same_value = [other for other, value in enumerate(values) if value == values[number]]
-        offset = same_value.index(number) - (len(same_value) - 1) / 2
-        x = axis.positions[number] + gap * offset
+    for trial, position in zip(finished, positions, strict=True):
         # plotly takes the values themselves, also for a logarithmic axis
+        x = 10**position if axis.is_log else position
         trace: Json = {
-            "x": [10**x if axis.is_log else x],
+            "x": [x],
             "y": [trial.value],
             "mode": "markers",
             "text": [_trial_text(trial)],
             "hovertemplate": "%{text}<extra></extra>",
-            "marker": {"size": 8, "color": _color(trial)},
+            "marker": {"size": 8, "color": color_of(trial.number)},
         }
         if trial.half_width and trial.value is not None:
             trace["error_y"] = interval([trial.value], [trial.half_width], are_shares=is_share_metric)
@@ -154,8 +166,20 @@ def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_shar
     return chart(name, metric, traces, layout=layout)
 
 
-def _color(trial: Trial) -> str:
-    return COLORS[trial.number % len(COLORS)]
+def _side_by_side(positions: Sequence[float]) -> list[float]:
+    """Moves equal positions apart by `_GAP` of the axis, around the position that they share."""
+    if not positions:
+        return []
+    width = max(positions) - min(positions)
+    gap = _GAP * (width or 1.0)
+    totals = Counter(positions)
+    counts: Counter[float] = Counter()
+    moved = []
+    for position in positions:
+        offset = counts[position] - (totals[position] - 1) / 2
+        counts[position] += 1
+        moved.append(position + gap * offset)
+    return moved
 
 
 def _as_number(value: str | int | float) -> str | float:
@@ -167,7 +191,10 @@ def _as_number(value: str | int | float) -> str | float:
 
 def _trial_text(trial: Trial) -> str:
     """Returns one line about a trial: its number, state, value and parameters."""
-    half_width = f" ±{trial.half_width:.3g}" if trial.half_width else ""
-    parameters = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
     value = "-" if trial.value is None else f"{trial.value:.4g}"
-    return f"trial {trial.number} ({trial.state}): {value}{half_width}, {parameters}".replace("<", "‹")
+    if trial.half_width:
+        value += f" ±{trial.half_width:.3g}"
+    text = f"trial {trial.number} ({trial.state}): {value}"
+    for name, parameter in trial.parameters.items():
+        text += f", {name}={parameter}"
+    return without_tags(text)

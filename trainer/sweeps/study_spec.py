@@ -64,7 +64,8 @@ class Parameter:
 
     def words(self, value: Value) -> list[str]:
         """Returns the words of the command for a value."""
-        return self.settings.get(str(value), [f"{self.name}={value}"])
+        word = f"{self.name}={value}"
+        return self.settings.get(str(value), [word])
 
     def values(self, *, ends: bool = False) -> list[CategoricalChoiceType] | None:
         """Returns all values in order; None for an infinite range. ends: True = only the two ends of a range."""
@@ -99,15 +100,21 @@ class StudySpec:
     @cached_property
     def space(self) -> tuple[Parameter, ...]:
         """The parameters. Raises UserError for an invalid word."""
-        parameters = [read_parameter(word) for word in self.words]
-        return tuple(parameter for parameter in parameters if parameter is not None)
+        parameters = []
+        for word in self.words:
+            parameter = read_parameter(word)
+            if parameter is not None:
+                parameters.append(parameter)
+        return tuple(parameters)
 
     def command(self, values: Mapping[str, Value], seed: int | None = None) -> list[str]:
         """Returns the arguments of `trainer.main_ppo` for a run."""
         words = []
         for file in self.files:
             words += ["--config", file]
-        words += [word for word in self.words if read_parameter(word) is None]
+        for word in self.words:
+            if read_parameter(word) is None:
+                words.append(word)
         for parameter in self.space:
             words += parameter.words(values[parameter.name])
         if seed is not None:
@@ -156,14 +163,24 @@ def read_options(argv: Sequence[str]) -> StudyOptions:
     """Parses a command line. Raises UserError."""
     parser = _parser()
     line = parser.parse_intermixed_args(list(argv))
-    if line.file is not None:  # the command line comes second and overrides the file
-        line = parser.parse_intermixed_args([*_file_words(line.file), *argv])
-    spec = _study_spec(line) if line.words or line.config or line.metric else None
-    if spec is None and line.study is None:
+    # the command line comes second and overrides the file
+    if line.file is not None:
+        words_of_file = list(_file_words(line.file))
+        line = parser.parse_intermixed_args([*words_of_file, *argv])
+
+    spec = None
+    if line.words or line.config or line.metric:
+        spec = _study_spec(line)
+    if line.study is not None:
+        study = line.study
+    elif spec is not None:
+        study = _usual_name(spec)
+    else:
         raise UserError(
             "nothing to search: give KEY=A,B and --metric, or --file YAML, or --study NAME to continue a study"
         )
-    folder = Path(_usual_name(spec) if line.study is None else line.study).expanduser()
+    # a name without a slash is one of runs/sweeps, unless such a folder exists here
+    folder = Path(study).expanduser()
     if len(folder.parts) == 1 and not folder.is_dir():
         folder = Path("runs/sweeps") / folder
 
@@ -171,13 +188,24 @@ def read_options(argv: Sequence[str]) -> StudyOptions:
     if spec is not None or line.search is not None:
         kind, trials = line.search or ("grid", None)
         search = Search(kind, trials, _read_pruner(line.pruner))
-    return StudyOptions(spec, search, folder.absolute(), line.slots, line.per_trial, line.ray_address, line.retries)
+    return StudyOptions(
+        spec=spec,
+        search=search,
+        folder=folder.absolute(),
+        slots=line.slots,
+        per_trial=line.per_trial,
+        address=line.ray_address,
+        retries=line.retries,
+    )
 
 
-def _usual_name(spec: StudySpec | None) -> str:
-    """Returns the name of a study in this folder whose name the user does not give; one for each specification."""
-    described = json.dumps([os.getcwd(), spec and asdict(spec)], sort_keys=True)
-    return f"main_ppo-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
+def _usual_name(spec: StudySpec) -> str:
+    """Returns the name of a study that the user does not name; one for each working directory and specification."""
+    # the same words in another folder can name other files
+    study = [os.getcwd(), asdict(spec)]
+    described = json.dumps(study, sort_keys=True)
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    return f"main_ppo-{digest[:8]}"
 
 
 def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
@@ -186,33 +214,39 @@ def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterat
     Raises UserError for a grid with an infinite range or with more than `MOST_LISTED` combinations.
     """
     names = [parameter.name for parameter in space]
-    lists = []
+    value_lists = []
+    count = 1
     for parameter in space:
         values = parameter.values(ends=corners)
         if values is not None:
-            lists.append(values)
-    if len(lists) < len(space) or (not corners and math.prod(map(len, lists)) > MOST_LISTED):
+            value_lists.append(values)
+            count *= len(values)
+
+    is_infinite = len(value_lists) < len(space)
+    # the corners of a large space are drawn one by one, as many as are checked
+    is_too_large = not corners and count > MOST_LISTED
+    if is_infinite or is_too_large:
         raise UserError(
             f"a grid needs lists of values with at most {MOST_LISTED:,} combinations: give choices (KEY=A,B,C), or "
             "search with --random N or --optuna N"
         )
-    return (dict(zip(names, values, strict=True)) for values in itertools.product(*lists))
+    products = itertools.product(*value_lists)
+    return (dict(zip(names, values, strict=True)) for values in products)
 
 
 def read_parameter(word: str) -> Parameter | None:
     """Parses a word as a parameter; None if it has a single value. Raises UserError."""
     key, _, text = word.partition("=")
     if key.startswith("@"):
-        settings = {}
-        for label, values_by_key in json.loads(text).items():
-            settings[label] = [f"{name}={as_text(value)}" for name, value in values_by_key.items()]
-        return Parameter(key[1:], CategoricalDistribution(list(settings)), settings)
+        return _parameter_of_settings(key[1:], json.loads(text))
 
-    call = _CALL.fullmatch(text.strip())
+    text = text.strip()
+    call = _CALL.fullmatch(text)
     if call is not None:
-        return Parameter(key, _range(call[1], call[2].split(","), word))
+        kind, ends = call.groups()
+        return Parameter(key, _range(kind, ends.split(","), word))
 
-    labels = split_choices(text.strip())
+    labels = split_choices(text)
     if len(labels) < 2:
         return None
     if "" in labels or len(set(labels)) < len(labels):
@@ -220,40 +254,63 @@ def read_parameter(word: str) -> Parameter | None:
     return Parameter(key, CategoricalDistribution(labels))
 
 
+def _parameter_of_settings(name: str, values_by_label: Mapping[str, Mapping[str, object]]) -> Parameter:
+    """Returns the parameter of a word `@name={...}`, whose choices set several keys at once."""
+    settings = {}
+    for label, values_by_key in values_by_label.items():
+        settings[label] = [f"{key}={as_text(value)}" for key, value in values_by_key.items()]
+    return Parameter(name, CategoricalDistribution(list(settings)), settings)
+
+
 def as_text(value: object) -> str:
     """Formats a value of a YAML file for the command line."""
     if isinstance(value, list):
-        return "[" + ",".join(as_text(item) for item in value) + "]"
+        return f"[{_joined(value)}]"
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value)
     return str(value)
 
 
+def _joined(values: Iterable[object]) -> str:
+    return ",".join(map(as_text, values))
+
+
 def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDistribution:
+    """Returns the range of a word such as `key=log(1e-7,1e-5)`. Raises UserError."""
+    number_type = int if kind == "int" else float
     try:
-        low, high = (int(end) if kind == "int" else float(end) for end in ends)
-        if kind not in ("log", "uniform", "int") or not math.isfinite(high - low) or low == high:
+        low, high = map(number_type, ends)
+        is_range = kind in ("log", "uniform", "int") and low != high
+        if not is_range or not math.isfinite(high - low):
             raise ValueError("expected a range with two different, finite numbers")
         if kind == "int":
             return IntDistribution(int(low), int(high))
         return FloatDistribution(low, high, log=kind == "log")
-    except ValueError as error:  # Optuna's message, for example about reversed ends or a logarithm of 0
+    # Optuna's message, for example about reversed ends or a logarithm of 0
+    except ValueError as error:
         raise UserError(f"{word}: {error}; ranges are log(1e-7,1e-5), uniform(0,1), int(1,8)") from None
 
 
 def read_files(names: Iterable[str]) -> dict[str, str]:
     """Reads text files by name. Raises UserError."""
-    try:
-        return {name: Path(name).expanduser().read_text(encoding="utf-8") for name in names}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config, --file: cannot be read: {error}") from None
+    texts = {}
+    for name in names:
+        try:
+            texts[name] = Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--config, --file: cannot be read: {error}") from None
+    return texts
 
 
 def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:
     """Returns the metric's values by step. For a name with `*`, the mean of all matching metrics."""
     means = {}
     for step, metrics in steps.items():
-        values = [value for name, value in metrics.items() if name == metric or fnmatchcase(name, metric)]
+        values = []
+        for name, value in metrics.items():
+            # equal names first: a name such as `val-core/[a]/...` is also a pattern, which does not match itself
+            if name == metric or fnmatchcase(name, metric):
+                values.append(value)
         if values:
             means[step] = fmean(values)
     return means
@@ -261,14 +318,18 @@ def metric_by_step(steps: Mapping[int, Mapping[str, float]], metric: str) -> dic
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        removed = next((option for option in _REMOVED if re.search(rf"{option}(?![\w-])", message)), None)
-        if removed is not None:
-            raise UserError(f"{removed} was removed: {_REMOVED[removed]}")
+        """Raises UserError with the message of argparse, and for a removed option with what to use instead."""
+        for option, replacement in _REMOVED.items():
+            if re.search(rf"{option}(?![\w-])", message):
+                raise UserError(f"{option} was removed: {replacement}")
         raise UserError(f"{message}; `python -m trainer.sweep --help` lists the options")
 
 
 def _at_least(least: int) -> Callable[[str], int]:
+    """Returns the type of an option with a whole number."""
+
     def read(text: str) -> int:
+        # int alone also accepts 1_000 and digits of other scripts
         if not re.fullmatch("[0-9]+", text) or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {least}")
         return int(text)
@@ -277,7 +338,9 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _count(kind: str) -> Callable[[str], tuple[str, int]]:
-    return lambda text: (kind, _at_least(1)(text))
+    """Returns the type of an option that chooses the kind of search by its number of trials."""
+    read_trials = _at_least(1)
+    return lambda text: (kind, read_trials(text))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -313,17 +376,20 @@ def _file_words(name: str) -> Iterator[str]:
         raise UserError(f"--file {name}: is not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
-    for entry, content_of_entry in content.items():
-        if entry == "settings" and isinstance(content_of_entry, dict):
-            yield from (f"{key}={as_text(value)}" for key, value in content_of_entry.items())
-        elif entry == "space" and isinstance(content_of_entry, dict):
-            yield from (_word_of_space(key, value) for key, value in content_of_entry.items())
+
+    for entry, value in content.items():
+        if entry == "settings" and isinstance(value, dict):
+            for key, setting in value.items():
+                yield f"{key}={as_text(setting)}"
+        elif entry == "space" and isinstance(value, dict):
+            for key, choices in value.items():
+                yield _word_of_space(key, choices)
         else:
-            values = [content_of_entry]
-            if isinstance(content_of_entry, list) and entry == "config":
-                values = content_of_entry
-            for value in values:
-                yield f"--{str(entry).replace('_', '-')}={as_text(value)}"
+            option = str(entry).replace("_", "-")
+            # --config is repeated for several files; other lists, such as the seeds, are one value
+            repetitions = value if entry == "config" and isinstance(value, list) else [value]
+            for repetition in repetitions:
+                yield f"--{option}={as_text(repetition)}"
 
 
 def _word_of_space(key: str, value: object) -> str:
@@ -331,26 +397,37 @@ def _word_of_space(key: str, value: object) -> str:
     if isinstance(value, dict) and all(isinstance(settings, dict) for settings in value.values()):
         return f"@{key}={json.dumps(value)}"
     if isinstance(value, list):
-        return f"{key}={','.join(map(as_text, value))}"
+        return f"{key}={_joined(value)}"
     return f"{key}={as_text(value)}"
 
 
 def _study_spec(line: argparse.Namespace) -> StudySpec:
-    for word in line.words:
-        if word.startswith("--") or ("=" not in word and not word.startswith("~")):
-            raise UserError(f"{word!r} is not key=value; write it without spaces around the equals sign")
+    """Returns the specification that a parsed command line contains. Raises UserError."""
     words: dict[str, str] = {}
-    for word in line.words:  # later words override earlier ones
-        name = word.partition("=")[0].lstrip("+~@")
+    for word in line.words:
+        key, equals_sign, _ = word.partition("=")
+        is_setting = bool(equals_sign) or word.startswith("~")
+        if word.startswith("--") or not is_setting:
+            raise UserError(f"{word!r} is not key=value; write it without spaces around the equals sign")
+        # later words override earlier ones
+        name = key.lstrip("+~@")
         words[name] = _select_choices(words.get(name, ""), word)
-    seeds = None if line.seeds is None else _read_seeds(line.seeds)
-    return StudySpec(list(words.values()), read_files(line.config), seeds, line.metric, line.mode)
+
+    return StudySpec(
+        words=list(words.values()),
+        # their texts, because a study does not continue with a file that has changed
+        files=read_files(line.config),
+        seeds=None if line.seeds is None else _read_seeds(line.seeds),
+        metric=line.metric,
+        mode=line.mode,
+    )
 
 
 def _read_seeds(text: str) -> list[int]:
     """Parses --seeds: a number, or a list of different numbers. Raises UserError."""
     value = parse_value(text)
     seeds: list[int] = []
+    # `type`, because True is an instance of int
     if type(value) is int:
         seeds = list(range(1, value + 1))
     elif isinstance(value, list) and all(type(seed) is int for seed in value):
@@ -364,21 +441,28 @@ def _select_choices(before: str, word: str) -> str:
     """Returns the word that replaces an earlier one of the same name. `name=a,b` selects choices of a `@name` word."""
     if not before.startswith("@") or word.startswith("@"):
         return word
-    settings = json.loads(before.partition("=")[2])
-    labels = split_choices(word.partition("=")[2])
-    unknown = [label for label in labels if label not in settings]
-    if unknown:
-        raise UserError(f"{word}: there is no {', '.join(unknown)}; --file has {', '.join(settings)}")
-    selected = {label: settings[label] for label in labels}
-    return f"{before.partition('=')[0]}={json.dumps(selected)}"
+    name, _, settings_text = before.partition("=")
+    settings = json.loads(settings_text)
+    selected = {}
+    unknown_labels = []
+    for label in split_choices(word.partition("=")[2]):
+        if label in settings:
+            selected[label] = settings[label]
+        else:
+            unknown_labels.append(label)
+    if unknown_labels:
+        raise UserError(f"{word}: there is no {', '.join(unknown_labels)}; --file has {', '.join(settings)}")
+    return f"{name}={json.dumps(selected)}"
 
 
 def _read_pruner(text: str) -> dict[str, float] | None:
-    """Parses the parameters of the pruner."""
+    """Parses the parameters of the pruner. Raises UserError."""
     name, _, options = text.partition(":")
     values: dict[str, float] = {}
     is_valid = name in ("none", "asha")
-    for word in filter(None, options.split(",")):
+    for word in options.split(","):
+        if not word:
+            continue
         key, _, number = word.partition("=")
         value = parse_value(number)
         if _is_pruner_value(value, key):

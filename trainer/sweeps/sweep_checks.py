@@ -30,15 +30,24 @@ def load(spec: StudySpec, values: dict[str, Value]) -> PPOConfig:
 
 
 def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
-    """Returns the error that the command would report for a combination; empty if it would start. gpus: GPUs of each
-    run; None = CPU."""
-    from workers.engines.base import engine_names  # imports transformers, which takes seconds
+    """Returns the error that the command would report for a combination; empty if it would start.
+
+    Args:
+        spec: The specification of the study.
+        values: The combination.
+        gpus: GPUs of each run; None for a CPU.
+    """
+    # imports transformers, which takes seconds
+    from workers.engines.base import engine_names
 
     try:
         config = load(spec, values)
-        config.trainer.n_gpus_per_node = config.trainer.n_gpus_per_node or gpus
+        # null would mean all GPUs, but the sweep gives each run this number
+        if not config.trainer.n_gpus_per_node:
+            config.trainer.n_gpus_per_node = gpus
         check_trackers(config.trainer.logger)
-        validate(config, engines=engine_names(), slots=resolve_slots(config), available=gpus)
+        slots = resolve_slots(config)
+        validate(config, engines=engine_names(), slots=slots, available=gpus)
     except UserError as error:
         return str(error).replace(" (command line)", "")
     return ""
@@ -52,7 +61,11 @@ def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
     size = 1
     for parameter in spec.space:
         values = parameter.values()
-        size *= MOST_LISTED + 1 if values is None else len(values)
+        if values is None:
+            size *= MOST_LISTED + 1
+        else:
+            size *= len(values)
+    # for a grid, `combinations` refuses such a space
     if search.kind == "random" and size > MOST_LISTED:
         return None
     return list(combinations(spec.space))
@@ -61,17 +74,22 @@ def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
 def check_sweep(spec: StudySpec, search: Search, gpus: int | None) -> None:
     """Checks everything that can be checked before a sweep starts, and prepares the recipes. Raises UserError."""
     _check_words(spec, search)
+    # a space that cannot be listed is checked at its corners
     plan = planned(spec, search) or combinations(spec.space, corners=True)
     checked = list(itertools.islice(plan, _MOST_CHECKED))
     _prepare_recipes(spec, checked)
     _check_combinations(spec, checked, gpus)
-    _check_metric(spec.metric, load(spec, checked[0]))
+    first_config = load(spec, checked[0])
+    _check_metric(spec.metric, first_config)
 
 
 def _check_words(spec: StudySpec, search: Search) -> None:
     """Raises UserError for options that contradict each other or are missing."""
     keys = _keys(spec)
-    problems = [f"{key}: the sweep sets this key for each run; remove it" for key in keys if key in OWN_KEYS]
+    problems = []
+    for key in keys:
+        if key in OWN_KEYS:
+            problems.append(f"{key}: the sweep sets this key for each run; remove it")
     if spec.seeds is not None and "trainer.seed" in keys:
         problems.append("trainer.seed is given, but --seeds sets it for each run: remove one of them")
     if not spec.space and (spec.seeds is None or search.kind != "grid"):
@@ -88,15 +106,20 @@ def _keys(spec: StudySpec) -> list[str]:
     for parameter in spec.space:
         for value in parameter.values(ends=True) or ():
             words += parameter.words(value)
-    keys = [word.partition("=")[0].lstrip("+~") for word in words]
-    return list(dict.fromkeys(keys))
+
+    keys: dict[str, None] = {}  # in order, each once
+    for word in words:
+        key, _, _ = word.partition("=")
+        keys[key.lstrip("+~")] = None
+    return list(keys)
 
 
 def _prepare_recipes(spec: StudySpec, trials: Sequence[dict[str, Value]]) -> None:
     """Creates the models and data of the recipes once, so that the runs do not do it all at the same time."""
     prepared: set[str | None] = set()
     for values in trials:
-        with suppress(ConfigError):  # reported by `_check_combinations`
+        # reported by `_check_combinations`
+        with suppress(ConfigError):
             config = load(spec, values)
             if config.recipe not in prepared:
                 prepared.add(config.recipe)
@@ -112,15 +135,19 @@ def _check_combinations(spec: StudySpec, trials: Sequence[dict[str, Value]], gpu
             refusals.append(f"{values}:\n  {refusal}")
     if refusals:
         head = f"{len(refusals)} of {len(trials)} combinations would be refused:"
-        raise UserError("\n".join([head, *refusals[:_MOST_REFUSALS]]))
+        lines = [head, *refusals[:_MOST_REFUSALS]]
+        raise UserError("\n".join(lines))
 
 
 def _check_metric(metric: str, config: PPOConfig) -> None:
     """Raises UserError if the runs of this configuration do not log the metric."""
     check_metric_name(metric, config)
-    is_validated = config.trainer.test_freq != 0 and bool(config.data.val_files or config.agentic.val_batch_size)
-    if metric.startswith("val-") and not is_validated:
+    if not metric.startswith("val-"):
+        return
+    has_validation_data = bool(config.data.val_files or config.agentic.val_batch_size)
+    if config.trainer.test_freq == 0 or not has_validation_data:
         raise UserError(f"--metric {metric}: nothing is validated: set data.val_files and trainer.test_freq=20")
+
     number = metric.rpartition("@")[2]
     answers = config.rollout.val_kwargs.n
     if metric.startswith("val-core/") and number.isdigit() and int(number) != answers:
@@ -133,37 +160,58 @@ def check_metric_name(metric: str, config: PPOConfig) -> None:
     That is an undocumented name in a family without user metrics, or one that is very similar to a documented name.
     Other names can come from user code. A `*` in the name can stand for several parts.
     """
-    if find(metric) is not None or find(metric.replace("*", "*/*")) is not None:
+    with_slash = metric.replace("*", "*/*")
+    if find(metric) is not None or find(with_slash) is not None:
         return
-    documented_names = [name for documented in metrics() for name in documented.names]
-    family, _, rest = metric.partition("/")
+    documented_names: list[str] = []
+    for documented in metrics():
+        documented_names += documented.names
+
+    family = metric.partition("/")[0]
     if family in ("val-core", "val-aux"):
         suggestions = _means_of_validation(family, documented_names, config)
     else:
-        suggestions = difflib.get_close_matches(metric, documented_names, n=1, cutoff=0.9)
-        families = {name.partition("/")[0] for name in documented_names if "/" in name}
-        if rest and family not in families and not suggestions:
-            similar_families = difflib.get_close_matches(family, families, n=1, cutoff=0.6)
-            suggestions = [f"{similar}/{rest}" for similar in similar_families]
+        suggestions = _similar_names(metric, documented_names)
     if suggestions:
         raise UserError(
             f"--metric {metric}: no such metric; did you mean {', '.join(suggestions)}? METRICS.md lists all metrics"
         )
 
 
+def _similar_names(metric: str, documented_names: Sequence[str]) -> list[str]:
+    """Returns the documented name that is very similar, or the name with the family that is similar to an unknown one;
+    nothing if the name can come from user code."""
+    similar_names = difflib.get_close_matches(metric, documented_names, n=1, cutoff=0.9)
+    if similar_names:
+        return similar_names
+
+    family, _, rest = metric.partition("/")
+    families = {name.partition("/")[0] for name in documented_names if "/" in name}
+    if not rest or family in families:
+        return []
+    similar_families = difflib.get_close_matches(family, families, n=1, cutoff=0.6)
+    return [f"{similar}/{rest}" for similar in similar_families]
+
+
 def _means_of_validation(family: str, documented_names: Sequence[str], config: PPOConfig) -> list[str]:
     """Returns the names of the means that a run logs about its validation data. family: val-core or val-aux."""
-    from trainer.data.sources import read_rows  # imports transformers, which takes seconds
+    # imports transformers, which takes seconds
+    from trainer.data.sources import read_rows
 
     sources = set()
     for path in config.data.val_files:
         for row in read_rows(path, "data.val_files"):
             sources.add(str(row.get("data_source")))
+    # without files the placeholder itself, which shows the form of the name
+    listed_sources = sorted(sources) or ["{data_source}"]
 
+    answers = str(config.rollout.val_kwargs.n)
     names = []
     for documented in documented_names:
-        if documented.startswith(f"{family}/") and documented.endswith("mean@{N}"):
-            for source in sorted(sources) or ["{data_source}"]:
-                name = documented.replace("{data_source}", source).replace("{N}", str(config.rollout.val_kwargs.n))
-                names += [name.replace("{variable}", variable) for variable in ("acc", "reward")]
+        if not documented.startswith(f"{family}/") or not documented.endswith("mean@{N}"):
+            continue
+        for source in listed_sources:
+            name = documented.replace("{data_source}", source).replace("{N}", answers)
+            for variable in ("acc", "reward"):
+                names.append(name.replace("{variable}", variable))
     return names

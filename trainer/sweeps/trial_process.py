@@ -38,7 +38,8 @@ _MACHINE_FAULT = re.compile(
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
-    r"but only \d+ of \d+ devices are available|is in use by pid"  # another process took the device in between
+    # another process took the device in between
+    r"but only \d+ of \d+ devices are available|is in use by pid"
 )
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 
@@ -73,8 +74,9 @@ class Order:
 
     def is_unwanted(self) -> bool:
         """Returns True if the sweep or the trial was asked to end."""
-        trial = self.folder.parent
-        return (trial / STOP).exists() or (trial.parent.parent / STOP).exists()
+        trial_folder = self.folder.parent
+        study_folder = trial_folder.parent.parent
+        return (trial_folder / STOP).exists() or (study_folder / STOP).exists()
 
 
 def train(config: dict[str, Order]) -> None:
@@ -113,7 +115,8 @@ def train(config: dict[str, Order]) -> None:
             tree.end()
 
     steps = read_metrics(order.folder / METRICS)
-    ended = {"seconds": time.monotonic() - start_time, "steps": max(steps, default=0)}
+    seconds = time.monotonic() - start_time
+    ended: JsonObject = {"seconds": seconds, "steps": max(steps, default=0)}
     ended |= _end_of_run(tree.process.returncode, log_path, start_of_output, was_asked)
     _report(order, steps, ended)
 
@@ -145,16 +148,24 @@ def _follow(order: Order, tree: ProcessTree) -> bool:
 def held_up(order: Order, log: BinaryIO) -> str:
     """Tries to lock the log for this run. Returns an empty string on success, otherwise the reason to wait."""
     try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run's process inherits the lock
+        # the run's process inherits the lock
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return f"an earlier sweep's process, which writes to {log.name}, has not ended yet"
-    return busy_device(order.sweep) if order.gpus else ""
+    if order.gpus:
+        return busy_device(order.sweep)
+    return ""
 
 
 def _start_process(order: Order, log: BinaryIO) -> ProcessTree:
-    environment = clean(os.environ) if order.environment is None else dict(order.environment)
+    """Starts the command of an order, with its output in the log."""
+    if order.environment is None:
+        environment = clean(os.environ)
+    else:
+        environment = dict(order.environment)
     environment[SWEEP_MARK] = order.sweep
-    if order.gpus:  # the devices that Ray assigned to this process
+    # the devices that Ray assigned to this process
+    if order.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
     parent = os.getpid()
 
@@ -190,7 +201,8 @@ def _report(
     """
     values = metric_by_step(steps, order.metric)
     names: list[str] = []
-    if ended and not values:  # a message shows which metrics the run has logged instead
+    # a message shows which metrics the run has logged instead
+    if ended and not values:
         names = sorted(set().union(*steps.values()))
     report = {
         "values": values,
@@ -215,13 +227,17 @@ def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -
         MachineFault: if the machine caused the end.
     """
     # a run that was asked to end can have completed its last step before
-    if status == 0 or was_asked:
-        return {"state": "stopped" if status else "done"}
+    if status == 0:
+        return {"state": "done"}
+    if was_asked:
+        return {"state": "stopped"}
 
     with log.open("rb") as file:
-        file.seek(max(start_of_output, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start_of_output, size - _TAIL_BYTES))
         output = file.read().decode(errors="replace")
-    if status == WRONG_INPUT and NOTHING_LEFT in output:  # an earlier sweep was killed after the run's last step
+    # an earlier sweep was killed after the run's last step
+    if status == WRONG_INPUT and NOTHING_LEFT in output:
         return {"state": "done"}
     is_machines, error = diagnose(status, output)
     if is_machines:
@@ -246,7 +262,11 @@ def diagnose(status: int, output: str) -> tuple[bool, str]:
         status: exit status of its process, negative for a signal.
         output: the end of its output.
     """
-    lines = [line.strip()[:_LINE_CHARACTERS] for line in printable(output).splitlines() if line.strip()]
+    lines = []
+    for line in printable(output).splitlines():
+        line = line.strip()
+        if line:
+            lines.append(line[:_LINE_CHARACTERS])
     for line in reversed(lines):
         if _MACHINE_FAULT.search(line):
             return True, line
@@ -263,10 +283,12 @@ def diagnose(status: int, output: str) -> tuple[bool, str]:
 
 def _last_error(lines: Sequence[str]) -> str:
     """Returns the last line that begins with the name of an exception and two lines after it, or the last line."""
+    if not lines:
+        return ""
     for number in reversed(range(len(lines))):
         if _EXCEPTION.match(lines[number]):
             return "\n".join(lines[number : number + 3])
-    return lines[-1] if lines else ""
+    return lines[-1]
 
 
 def busy_device(sweep: str) -> str:

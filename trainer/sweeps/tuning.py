@@ -47,9 +47,12 @@ Tell = Callable[[str], None]
 _CONNECT_TIMEOUT_S = 20.0
 _QUIET = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stopping_on_signal` handles it
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # `Faults` reports them in one line
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Tune's own state is not kept
+    # `stopping_on_signal` handles it
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # `Faults` reports them in one line
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    # Tune's own state is not kept
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
@@ -73,33 +76,41 @@ def places(options: StudyOptions, device: str, tell: Tell) -> Iterator[Place]:
     Raises UserError if no device is free, the address does not answer, or no machine is large enough for a run.
     """
     address = options.address
-    free: list[str] = []
+    free_tokens: list[str] = []
     slots: int | None = None
-    environment = clean(os.environ) if address is None else None
-    on_cpu = device == "cpu" or (address is None and device_type(device) == "cpu")
+    environment = None
+    on_cpu = device == "cpu"
     with ExitStack() as stack:
         stack.callback(set_environment, set_environment(dict(_QUIET)))
         if address is None:
+            # before CUDA_VISIBLE_DEVICES changes, which each run gets from Ray
+            environment = clean(os.environ)
+            on_cpu = on_cpu or device_type(device) == "cpu"
             if not on_cpu:
-                free = free_devices(tell)
-                stack.callback(set_environment, set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free)}))
+                free_tokens = free_devices(tell)
+                devices: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)}
+                stack.callback(set_environment, set_environment(devices))
             stack.enter_context(guarded())
-            slots = options.slots or max(1, len(free) // options.per_trial)
+            slots = options.slots or max(1, len(free_tokens) // options.per_trial)
         # Ray accepts no store below 75 MiB; this one carries only reports, because runs have a Ray of their own
         ray_init = RayInitConfig(
             address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
-        stack.enter_context(ray_running(ray_init, f"sweep-{os.getpid()}", num_gpus=len(free), tell=tell))
+        name = f"sweep-{os.getpid()}"
+        stack.enter_context(ray_running(ray_init, name, num_gpus=len(free_tokens), tell=tell))
+
         present = machines()
         if device == "auto" and not any("GPU" in machine.resources for machine in present):
             on_cpu = True
+        gpus = None if on_cpu else options.per_trial
         needed = {"CPU": 1.0}
-        if not on_cpu:
-            needed["GPU"] = float(options.per_trial)
+        if gpus is not None:
+            needed["GPU"] = float(gpus)
         if not any(machine.has(needed) for machine in present):
             raise UserError(f"--per-trial: each run needs {needed} on one machine, and no machine has that")
+
         threading.Thread(target=_watch_ray, daemon=True).start()
-        yield Place(None if on_cpu else options.per_trial, environment)
+        yield Place(gpus, environment)
 
 
 def _watch_ray() -> None:
@@ -114,19 +125,20 @@ def _watch_ray() -> None:
 
 def free_devices(tell: Tell) -> list[str]:
     """Returns the devices that no other process uses, as named in CUDA_VISIBLE_DEVICES. UserError if there is none."""
-    free = []
+    free_tokens = []
     refusals = []
     for visible in visible_gpus(list_gpus() or []):
         reason = unavailable(visible.gpu, ResourceRequest(1))
         if reason is None:
-            free.append(visible.token)
+            free_tokens.append(visible.token)
         else:
             refusals.append(f"{visible.gpu} {reason}")
-    if not free:
-        raise UserError("\n  ".join(["no device is free; choose others with CUDA_VISIBLE_DEVICES:", *refusals]))
+    if not free_tokens:
+        lines = ["no device is free; choose others with CUDA_VISIBLE_DEVICES:", *refusals]
+        raise UserError("\n  ".join(lines))
     for refusal in refusals:
         tell(f"device not used: {refusal}")
-    return free
+    return free_tokens
 
 
 class Sweep(Searcher):
@@ -138,25 +150,19 @@ class Sweep(Searcher):
         self._place = place
         self._tell = tell
         self._mark = uuid.uuid4().hex
+        self._running: dict[str, tuple[Trial, TrialRun]] = {}
+        self._announced: set[str] = set()
+        self.problem: UserError | None = None
+        self._queue, self._draws = _remaining_trials(study)
 
-        # always the same order, so that a continued sweep takes the combinations that are left
-        plan = planned(study.spec, study.search)
-        if plan is not None and study.search.kind == "random":
-            random.Random(0).shuffle(plan)
-            plan = plan[: study.search.trials]
-        started = [trial.parameters for trial in study.trials]
-        self._queue = [values for values in plan or [] if values not in started]
-        self._draws = 0 if plan is not None else max(0, (study.search.trials or 0) - len(started))
-
-        self._asha = None if study.search.asha is None else _make_asha(study.search.asha, study.spec.mode)
+        self._asha: AsyncHyperBandScheduler | None = None
+        if study.search.asha is not None:
+            self._asha = _make_asha(study.search.asha, study.spec.mode)
         self._known_to_asha: set[int] = set()
         # a new pruner gets the means that the log contains; its decisions about them were made before
         for trial in study.trials:
             for step, mean in trial.means.items():
                 self._is_stopped(trial, step, mean)
-        self._running: dict[str, tuple[Trial, TrialRun]] = {}
-        self._announced: set[str] = set()
-        self.problem: UserError | None = None
 
     def suggest(self, trial_id: str) -> dict[str, Order] | str:
         """Returns the next run for one of Tune's trials: a run of a started trial, else of a new trial."""
@@ -171,6 +177,7 @@ class Sweep(Searcher):
         return {"order": self._order(trial, run)}
 
     def _order(self, trial: Trial, run: TrialRun) -> Order:
+        """Returns the order to start a run."""
         name = f"{self._study.folder.name}-{trial.number:04}-{run.folder.name}"
         words = [f"trainer.default_local_dir={run.folder}", "trainer.resume_mode=auto"]
         if self._place.gpus is not None:
@@ -189,12 +196,12 @@ class Sweep(Searcher):
 
     def _next_started(self) -> tuple[Trial, TrialRun] | None:
         """Returns a run of a started trial that is neither done nor running, or None."""
-        running = [id(run) for _, run in self._running.values()]
+        running_folders = {run.folder for _, run in self._running.values()}
         for trial in self._study.trials:
             if trial.is_over:
                 continue
             for run in trial.runs:
-                if run.state != "done" and id(run) not in running:
+                if run.state != "done" and run.folder not in running_folders:
                     return trial, run
         return None
 
@@ -218,26 +225,34 @@ class Sweep(Searcher):
         """Records the report of a run."""
         trial, run = self._running[trial_id]
         report = json.loads(result["report"])
-        run.values = {int(step): value for step, value in report["values"].items()}
         run.steps = report["step"]
-        if report["waits"] and report["waits"] != run.waits:
-            self._tell(f"{_name(trial, run)} waits: {report['waits']}")
-        is_over = report["ended"] is not None
+        # json has only texts as keys
+        run.values = {}
+        for step, value in report["values"].items():
+            run.values[int(step)] = value
+
+        waits = report["waits"]
+        ended = report["ended"]
+        if waits and waits != run.waits:
+            self._tell(f"{_name(trial, run)} waits: {waits}")
+        run.waits = waits
         # announced with the first report, because Tune requests the next run before there is room for it
-        if not (report["waits"] or is_over or trial_id in self._announced):
+        has_started = not waits and ended is None
+        if has_started and trial_id not in self._announced:
             self._announced.add(trial_id)
             parameters = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
             self._tell(f"{_name(trial, run)} starts: {parameters}")
-        run.waits = report["waits"]
+
         self._judge_means(trial)
-        if is_over:
-            self._end(trial_id, **report["ended"], names=report["names"])
+        if ended is not None:
+            self._end(trial_id, **ended, names=report["names"])
 
     def on_trial_complete(self, trial_id: str, result: JsonObject | None = None, error: bool = False) -> None:
         """Does nothing: the last result contains the end of the run."""
 
     def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).touch()  # the study's log is kept instead
+        # Tune expects a file; the study's log is kept instead
+        Path(checkpoint_path).touch()
 
     def on_machine_fault(self, trial_id: str, error: str, is_last: bool) -> None:
         """Records that a machine failed. Tune starts the run again unless is_last."""
@@ -251,12 +266,14 @@ class Sweep(Searcher):
         values_of_runs = [run.values for run in trial.runs if run.values]
         if not values_of_runs:
             return
-        common_steps = set.intersection(*map(set, values_of_runs))
+        steps_of_runs = [set(values) for values in values_of_runs]
+        common_steps = set.intersection(*steps_of_runs)
         for step in sorted(common_steps - trial.means.keys()):
             if self._asha is None or trial.is_over:
                 return
             mean = sum(values[step] for values in values_of_runs) / len(values_of_runs)
-            self._study.judge(trial, step, mean, prune=self._is_stopped(trial, step, mean))
+            is_stopped = self._is_stopped(trial, step, mean)
+            self._study.judge(trial, step, mean, prune=is_stopped)
             if trial.is_pruned:
                 self._tell(f"trial {trial.number} is pruned at step {step}")
 
@@ -268,9 +285,11 @@ class Sweep(Searcher):
         trial_of_asha = SimpleNamespace(trial_id=str(trial.number))
         if trial.number not in self._known_to_asha:
             self._known_to_asha.add(trial.number)
-            with _numpy_seed(trial.number):  # of several brackets, ASHA draws one for each trial
+            # of several brackets, ASHA draws one for each trial
+            with _numpy_seed(trial.number):
                 self._asha.on_trial_add(None, trial_of_asha)
-        decision = self._asha.on_trial_result(None, trial_of_asha, {"step": step, "value": mean})
+        result = {"step": step, "value": mean}
+        decision = self._asha.on_trial_result(None, trial_of_asha, result)
         return bool(decision == FIFOScheduler.STOP)
 
     def _end(self, trial_id: str, state: str, names: Sequence[str] = (), **details: object) -> None:
@@ -284,16 +303,16 @@ class Sweep(Searcher):
         """
         trial, run = self._running.pop(trial_id)
         if state == "done":
-            value = math.nan
-            if run.values:
-                value = run.values[max(run.values)]
+            last_step = max(run.values, default=0)
+            value = run.values.get(last_step, math.nan)
             if math.isnan(value):
                 state = "failed"
                 details["error"] = self._missing_value(trial, run, names)
             else:
                 details["value"] = value
         self._study.end(trial, run, state, **details)
-        self._tell(_summary(trial, run, state, self._study.spec.metric))
+        summary = _summary(trial, run, state, self._study.spec.metric)
+        self._tell(summary)
         self._study.write_csv()
 
     def _missing_value(self, trial: Trial, run: TrialRun, names: Sequence[str]) -> str:
@@ -303,9 +322,11 @@ class Sweep(Searcher):
             return f"{metric} is nan"
         logged = "it logs no metrics"
         if names:
-            similar = difflib.get_close_matches(metric, names, n=3, cutoff=0.5) or sorted(names)[:5]
-            logged = f"it logs {len(names)} metrics, such as {', '.join(similar)}"
+            similar_names = difflib.get_close_matches(metric, names, n=3, cutoff=0.5)
+            examples = similar_names or sorted(names)[:5]
+            logged = f"it logs {len(names)} metrics, such as {', '.join(examples)}"
         error = f"--metric {metric}: {_name(trial, run)} does not log it ({logged})"
+        # a misspelled metric would let every run of the sweep fail at its end
         if not any(trial.values for trial in self._study.trials):
             self.problem = UserError(error)
             (self._study.folder / STOP).touch()
@@ -323,10 +344,26 @@ def _numpy_seed(seed: int) -> Iterator[None]:
         np.random.set_state(state)
 
 
+def _remaining_trials(study: Study) -> tuple[list[dict[str, Value]], int]:
+    """Returns the planned combinations that no trial has taken yet, and the number of trials that are to be drawn."""
+    plan = planned(study.spec, study.search)
+    if plan is None:
+        trials = study.search.trials or 0
+        return [], max(0, trials - len(study.trials))
+
+    # always the same order, so that a continued sweep takes the combinations that are left
+    if study.search.kind == "random":
+        random.Random(0).shuffle(plan)
+        plan = plan[: study.search.trials]
+    taken = [trial.parameters for trial in study.trials]
+    return [values for values in plan if values not in taken], 0
+
+
 def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandScheduler:
-    """Creates Tune's pruner from the parameters of --pruner, which are whole numbers except reduction_factor."""
+    """Creates Tune's pruner from the parameters of --pruner."""
     arguments: dict[str, float] = {}
     for name, value in parameters.items():
+        # only the factor need not be a whole number
         arguments[name] = value if name == "reduction_factor" else int(value)
     # max_t: no run is so long that ASHA ends it for its length, which trainer.total_training_steps decides
     return AsyncHyperBandScheduler(
@@ -352,7 +389,8 @@ def draw(study: Study) -> dict[str, Value]:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    seed = len(study.trials)  # the draws depend on the log alone, not on the process that continues the sweep
+    # the draws depend on the log alone, not on the process that continues the sweep
+    seed = len(study.trials)
     sampler: optuna.samplers.BaseSampler
     if study.search.kind == "optuna":
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
@@ -365,22 +403,27 @@ def draw(study: Study) -> dict[str, Value]:
     for parameter in study.spec.space:
         space[parameter.name] = parameter.distribution
     for trial in study.trials:
-        value = trial.value if trial.state == "complete" else None
-        if not trial.is_over:
-            state = optuna.trial.TrialState.RUNNING
-        elif value is None:
-            state = optuna.trial.TrialState.PRUNED
-        else:
-            state = optuna.trial.TrialState.COMPLETE
-        frozen_trial = optuna.trial.create_trial(
-            state=state,
-            value=value,
-            params=dict(trial.parameters),
-            distributions=space,
-            intermediate_values=trial.means,
-        )
-        results.add_trial(frozen_trial)
+        results.add_trial(_frozen_trial(trial, space))
     return dict(results.ask(space).params)
+
+
+def _frozen_trial(trial: Trial, space: Mapping[str, optuna.distributions.BaseDistribution]) -> optuna.trial.FrozenTrial:
+    """Returns a trial as Optuna's samplers read it."""
+    value = None
+    if not trial.is_over:
+        state = optuna.trial.TrialState.RUNNING
+    elif trial.state == "complete":
+        state = optuna.trial.TrialState.COMPLETE
+        value = trial.value
+    else:
+        state = optuna.trial.TrialState.PRUNED
+    return optuna.trial.create_trial(
+        state=state,
+        value=value,
+        params=dict(trial.parameters),
+        distributions=dict(space),
+        intermediate_values=trial.means,
+    )
 
 
 def _name(trial: Trial, run: TrialRun) -> str:
@@ -406,7 +449,8 @@ class Faults(FIFOScheduler):
         _, is_named, message = traceback_text.rpartition("MachineFault: ")
         if is_named:
             error, _, _ = message.partition("\n")
-        self._sweep.on_machine_fault(trial.trial_id, error, is_last=not trial.should_recover())
+        is_last = not trial.should_recover()
+        self._sweep.on_machine_fault(trial.trial_id, error, is_last)
 
 
 def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> None:
@@ -415,6 +459,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
     Raises UserError if no run logs the metric, and KeyboardInterrupt if the sweep was asked to stop.
     """
     stop = study.folder / STOP
+    resources = {"cpu": 1, "gpu": place.gpus or 0}
     sweep = Sweep(study, place, tell)
     # requests to end, left by the sweep that this one continues
     stop.unlink(missing_ok=True)
@@ -424,11 +469,12 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
     try:
         with stopping_on_signal(stop.touch, lambda _: tell("stopping: runs save what they have")):
             tune.Tuner(
-                tune.with_resources(train, {"cpu": 1, "gpu": place.gpus or 0}),
+                tune.with_resources(train, resources),
                 tune_config=tune.TuneConfig(
                     search_alg=sweep,
                     scheduler=Faults(sweep),
-                    num_samples=-1,  # until `Sweep.suggest` returns FINISHED
+                    # until `Sweep.suggest` returns FINISHED
+                    num_samples=-1,
                     max_concurrent_trials=options.slots,
                     reuse_actors=True,
                     trial_dirname_creator=lambda trial: trial.trial_id,

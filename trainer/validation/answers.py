@@ -77,7 +77,8 @@ def chunk_size(config: PPOConfig, prompts: int, engines: int, are_stored: bool) 
     """
     size = config.data.val_batch_size
     if size is None and are_stored:
-        size = math.ceil(config.rollout.max_num_seqs * engines / config.rollout.val_kwargs.n)
+        answers_at_a_time = config.rollout.max_num_seqs * engines
+        size = math.ceil(answers_at_a_time / config.rollout.val_kwargs.n)
     return size or prompts
 
 
@@ -162,20 +163,30 @@ class _Answers:
         self._num_prompts = num_prompts
         self._log = log
         self.unfinished: deque[_Chunk] = deque()
-        self._finished: list[StoredAnswer] = [] if store is None else store.load()
-        self._answered: dict[ValSampling, set[int]] = {}  # positions of the prompts whose answers are stored
+        self._finished: list[StoredAnswer] = []
+        if store is not None:
+            self._finished = store.load()
+        # positions of the prompts whose answers are stored
+        self._answered: dict[ValSampling, set[int]] = {}
         for sampling in samplings:
-            of_sampling = [answer for answer in self._finished if answer.prefix == sampling.prefix]
-            self._answered[sampling] = {answer.position for answer in of_sampling}
+            self._answered[sampling] = set()
+            for answer in self._finished:
+                if answer.prefix == sampling.prefix:
+                    self._answered[sampling].add(answer.position)
 
     def unanswered(self) -> list[int]:
         """Returns the positions of the prompts that lack the stored answers of a sampling."""
-        complete = set.intersection(*self._answered.values())
+        complete = self._complete()
         return [position for position in range(self._num_prompts) if position not in complete]
+
+    def _complete(self) -> set[int]:
+        """Returns the positions of the prompts that have the stored answers of all samplings."""
+        return set.intersection(*self._answered.values())
 
     def missing(self, sampling: ValSampling, positions: Sequence[int]) -> list[int]:
         """Returns those of the positions whose answers of a sampling are not stored."""
-        return [position for position in positions if position not in self._answered[sampling]]
+        answered = self._answered[sampling]
+        return [position for position in positions if position not in answered]
 
     def finish_first(self) -> None:
         """Finishes the chunk that was generated first, and stores its answers."""
@@ -191,7 +202,7 @@ class _Answers:
 
         self._store.add(answers)
         self._answered[chunk.sampling].update(chunk.positions)
-        complete = set.intersection(*self._answered.values())
+        complete = self._complete()
         if complete.issuperset(chunk.positions):
             self._log(f"{len(complete)} of {self._num_prompts} prompts are answered")
 

@@ -43,7 +43,31 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
         samples: The N answers to each prompt, in any order.
         prefix: For example "greedy/". All names are then val-aux/{source}/{prefix}{variable}/...
     """
-    # the variables, each with a value per sample; None: the sample has no value
+    sources = [sample.data_source for sample in samples]
+    uids = [sample.uid for sample in samples]
+    results = process_validation_metrics(sources, uids, _variables(samples))
+    metrics = name_metrics(results, prefix)
+
+    samples_by_source: dict[str, list[Sample]] = {}
+    for sample in samples:
+        samples_by_source.setdefault(sample.data_source, []).append(sample)
+    for source, samples_of_source in samples_by_source.items():
+        num_failed = 0
+        num_timed_out = 0
+        for sample in samples_of_source:
+            num_failed += sample.score is None
+            num_timed_out += sample.timed_out
+        name = f"val-aux/{source}/{prefix}reward"
+        metrics[f"{name}/error_rate"] = num_failed / len(samples_of_source)
+        metrics[f"{name}/timeout_rate"] = num_timed_out / len(samples_of_source)
+    return metrics
+
+
+def _variables(samples: Sequence[Sample]) -> dict[str, Sequence[object]]:
+    """Returns the score and the other entries of the reward by name, each with a value per sample.
+
+    None means that the sample has no value.
+    """
     variables: dict[str, Sequence[object]] = {"reward": [sample.score for sample in samples]}
     names: set[str] = set()
     for sample in samples:
@@ -52,19 +76,10 @@ def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str,
         entries = []
         for sample in samples:
             # if the reward failed, its other entries say nothing about the answer
-            entries.append(None if sample.score is None else sample.extra.get(name))
+            has_failed = sample.score is None
+            entries.append(None if has_failed else sample.extra.get(name))
         variables[name] = entries
-    sources = [sample.data_source for sample in samples]
-    uids = [sample.uid for sample in samples]
-    metrics = name_metrics(process_validation_metrics(sources, uids, variables), prefix)
-
-    for source in dict.fromkeys(sources):
-        of_source = [sample for sample in samples if sample.data_source == source]
-        num_failed = sum(sample.score is None for sample in of_source)
-        num_timed_out = sum(sample.timed_out for sample in of_source)
-        metrics[f"val-aux/{source}/{prefix}reward/error_rate"] = num_failed / len(of_source)
-        metrics[f"val-aux/{source}/{prefix}reward/timeout_rate"] = num_timed_out / len(of_source)
-    return metrics
+    return variables
 
 
 def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefix: str = "") -> dict[str, float]:
@@ -84,19 +99,21 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
             # with a prefix, the answers are not those by which a run is judged
             if variable == core and not prefix:
                 headlines = _headlines(metrics)
+            name = f"{source}/{prefix}{variable}"
             for metric, value in metrics.items():
                 section = "val-core" if metric in headlines else "val-aux"
-                flat[f"{section}/{source}/{prefix}{variable}/{metric}"] = value
+                flat[f"{section}/{name}/{metric}"] = value
     return flat
 
 
 def _headlines(metrics: Collection[str]) -> set[str]:
     """Returns those of a variable's metrics that are mean, best or maj of the largest number of answers."""
-    largest = max((_samples_of(metric) for metric in metrics), default=0)
+    largest = max(map(_samples_of, metrics), default=0)
     headlines = set()
     for metric in metrics:
-        is_headline = metric.startswith(("mean", "best", "maj")) and not metric.endswith(INTERVAL)
-        if is_headline and _samples_of(metric) == largest:
+        if metric.endswith(INTERVAL) or _samples_of(metric) < largest:
+            continue
+        if metric.startswith(("mean", "best", "maj")):
             headlines.add(metric)
     return headlines
 
@@ -124,7 +141,8 @@ def process_validation_metrics(
     # the rows of each prompt, by source and uid: a prompt is identified by its row in the files, never by its text
     prompts_by_source: dict[str, dict[str, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
-        prompts_by_source.setdefault(source, {}).setdefault(uid, []).append(row)
+        prompts = prompts_by_source.setdefault(source, {})
+        prompts.setdefault(uid, []).append(row)
 
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -141,11 +159,10 @@ def process_validation_metrics(
 
 
 def _are_numbers(entries: Sequence[object]) -> TypeGuard[Sequence[float | None]]:
-    """Returns True if all entries that are not None are numbers or bools.
-
-    numpy's types are no subclasses of Python's, except float64.
-    """
-    return all(entry is None or isinstance(entry, bool | int | float | np.number | np.bool_) for entry in entries)
+    """Returns True if all entries that are not None are numbers or bools."""
+    # numpy's types are no subclasses of Python's, except float64
+    number_types = (bool, int, float, np.number, np.bool_)
+    return all(entry is None or isinstance(entry, number_types) for entry in entries)
 
 
 def _source_metrics(
@@ -159,23 +176,28 @@ def _source_metrics(
         votes: (B,) votes of maj@n, if there are any.
         seed: seed of the draws of maj@n.
     """
-    rows_with_value = []
-    for rows in prompts:
-        rows_with_value.append([row for row in rows if not np.isnan(values[row])])
+    largest = 0
     # decided for the whole source: a prompt whose values happen to be 0 and 1 must not be the only one with pass@k
-    is_binary = all(np.isin(values[rows], (0.0, 1.0)).all() for rows in rows_with_value)
+    is_binary = True
+    rows_with_value = []
+    for all_rows in prompts:
+        rows = [row for row in all_rows if not np.isnan(values[row])]
+        rows_with_value.append(rows)
+        is_binary = is_binary and bool(np.isin(values[rows], (0.0, 1.0)).all())
+        largest = max(largest, len(all_rows))
 
     values_by_metric: dict[str, list[float]] = defaultdict(list)
     for all_rows, rows in zip(prompts, rows_with_value, strict=True):
         # a prompt without any score is left out of all means
         if not rows:
             continue
-        ballots = None if votes is None else [votes[row] for row in rows]
+        ballots = None
+        if votes is not None:
+            ballots = [votes[row] for row in rows]
         # the names contain the number of all answers, so that failed rewards do not spread a source over several names
         metrics = _prompt_metrics(values[rows], len(all_rows), is_binary, ballots, seed)
         for metric, value in metrics.items():
             values_by_metric[metric].append(value)
-    largest = max(len(rows) for rows in prompts)
     return _means_over_prompts(values_by_metric, largest, is_binary)
 
 
@@ -198,8 +220,13 @@ def _prompt_metrics(
         return metrics
     metrics[f"std@{size}"] = float(ordered.std())
 
-    powers = [2**exponent for exponent in range(1, size.bit_length())]
-    sizes = [power for power in powers if power < size] + [size]
+    # verl's choice: the powers of two, and the number of all answers
+    sizes = []
+    power = 2
+    while power < size:
+        sizes.append(power)
+        power *= 2
+    sizes.append(size)
     for n in sizes:
         best_mean, best_std = best_of(ordered, n)
         metrics[f"best@{n}/mean"] = float(best_mean)
@@ -217,6 +244,7 @@ def _prompt_metrics(
         count = len(values)
         right = int(values.sum())
         for k in [1, *sizes]:
+            # fewer values than k, because some rewards failed
             if k <= count:
                 metrics[f"pass@{k}"] = pass_at_k(right, count, k)
     return metrics
@@ -253,9 +281,12 @@ def best_of(sample: Floats, n: int) -> tuple[Floats, Floats]:
     """
     count = sample.shape[-1]
     ordered = np.sort(sample)
-    probability = np.diff((np.arange(count + 1) / count) ** n)
+    shares_below = np.arange(count + 1) / count
+    probability = np.diff(shares_below**n)
+
     mean = ordered @ probability
-    return mean, np.sqrt(((ordered - mean[..., None]) ** 2) @ probability)
+    squares = (ordered - mean[..., None]) ** 2
+    return mean, np.sqrt(squares @ probability)
 
 
 def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = SEED) -> tuple[float, float]:
@@ -275,13 +306,16 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
     num_answers = np.bincount(vote_of_answer)  # with each vote
-    winner_shares = _winner_shares(tuple(num_answers.tolist()), n, seed)  # (draws, votes)
+    sizes = tuple(num_answers.tolist())
+    winner_shares = _winner_shares(sizes, n, seed)  # (draws, votes)
 
     # only the winner is drawn; the value of a random answer with its vote is averaged exactly
     mean_by_vote = np.bincount(vote_of_answer, weights=values) / num_answers
-    mean = float((winner_shares @ mean_by_vote).mean())
+    mean_by_draw = winner_shares @ mean_by_vote
+    mean = float(mean_by_draw.mean())
 
-    square_by_vote = np.bincount(vote_of_answer, weights=(values - mean) ** 2) / num_answers
+    squares = (values - mean) ** 2
+    square_by_vote = np.bincount(vote_of_answer, weights=squares) / num_answers
     variance = (winner_shares @ square_by_vote).mean()
     return mean, float(np.sqrt(variance))
 
@@ -310,7 +344,8 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
 
 def _samples_of(metric: str) -> int:
     """Returns n of a metric NAME@n or NAME@n/..."""
-    return int(metric.split("@")[1].split("/")[0])
+    _, _, after_name = metric.partition("@")
+    return int(after_name.partition("/")[0])
 
 
 def pass_at_k(right: int, count: int, k: int) -> float:
@@ -350,7 +385,9 @@ def half_width(per_prompt: Floats, is_share: bool) -> float | None:
         return None
     # sorted, because the sum of floats depends on their order
     ordered = np.sort(per_prompt)
-    if is_share and ordered[0] == ordered[-1] and ordered[0] in (0.0, 1.0):
+    smallest = ordered[0]
+    largest = ordered[-1]
+    if is_share and smallest == largest and smallest in (0.0, 1.0):
         return 1 - (1 - LEVEL) ** (1 / prompts)
     deviation = float(ordered.std(ddof=1))
     return student_t(prompts - 1) * deviation / math.sqrt(prompts)

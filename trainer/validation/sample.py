@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PREDICTION = "pred"
 """The entry of a reward's result that maj@n uses as the vote."""
 OPTIONAL = ("requests", "images")
-"""Fields that most samples lack; records contain them only if they are not empty."""
+"""Fields that most samples lack, so that json records contain them only if they are not empty."""
 _IMAGE_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.jpg")
 
 
@@ -79,6 +79,15 @@ class Sample:
     images: list[str] = field(default_factory=list)
 
 
+def record_of(sample: Sample) -> JsonObject:
+    """Returns a sample as a json record, without its optional fields that are empty."""
+    record = asdict(sample)
+    for name in OPTIONAL:
+        if not record[name]:
+            del record[name]
+    return record
+
+
 def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
     """Converts the rows of a batch to samples, without padding rows. Rows of an unscored batch have no score.
 
@@ -89,7 +98,8 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     """
     tensors = batch.batch
     # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
-    lengths = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].sum(1).tolist()
+    prompt_width = tensors["prompts"].shape[1]
+    lengths = tensors["attention_mask"][:, prompt_width:].sum(1).tolist()
     scores = None
     if "token_level_scores" in tensors.keys():
         scores = tensors["token_level_scores"].sum(1).tolist()
@@ -100,47 +110,62 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
         if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
             continue
         columns: Row = {name: values[row] for name, values in batch.non_tensor_batch.items()}
-        prompt = columns["raw_prompt"]
-        ground_truth = columns["reward_model"].get("ground_truth")
         score = None
         if scores is not None and not columns["reward_failed"]:
             score = scores[row]
         answer_ids = tensors["responses"][row, : lengths[row]]
-        sample = Sample(
-            step=step,
-            uid=columns["uid"],
-            data_source=columns["data_source"],
-            input=prompt[-1]["content"],
-            output=str(tokenizer.decode(answer_ids, skip_special_tokens=True)),
-            gts="" if ground_truth is None else str(ground_truth),
-            score=score,
-            response_length=lengths[row],
-            finish_reason=columns["finish_reason"],
-            policy_version=int(tensors["policy_version"][row]),
-            extra=_entries(columns),
-            sample=int(columns.get("sample", 0)),
-            timed_out=bool(columns.get("reward_timed_out", False)),
-            prompt=[plain_value(message) for message in prompt],
-            ground_truth=plain_value(ground_truth),
-            extra_info=plain_value(columns.get("extra_info", {})) or None,
-            images=image_names(columns.get("multi_modal_inputs")),
-        )
-        samples.append(sample)
+        answer = str(tokenizer.decode(answer_ids, skip_special_tokens=True))
+        version = int(tensors["policy_version"][row])
+        samples.append(_sample(columns, answer, lengths[row], score, version, step))
     return samples
+
+
+def _sample(columns: Row, answer: str, length: int, score: float | None, version: int, step: int) -> Sample:
+    """Returns the sample of one row.
+
+    Args:
+        columns: The row's columns outside the tensors.
+        answer, length: The answer and its number of tokens.
+        score: Score of the answer; None if it has none.
+        version: Version of the weights that sampled the answer.
+        step: The current training step.
+    """
+    prompt = columns["raw_prompt"]
+    ground_truth = columns["reward_model"].get("ground_truth")
+    extra_info = plain_value(columns.get("extra_info", {})) or None
+    return Sample(
+        step=step,
+        uid=columns["uid"],
+        data_source=columns["data_source"],
+        input=prompt[-1]["content"],
+        output=answer,
+        gts="" if ground_truth is None else str(ground_truth),
+        score=score,
+        response_length=length,
+        finish_reason=columns["finish_reason"],
+        policy_version=version,
+        extra=_entries(columns),
+        sample=int(columns.get("sample", 0)),
+        timed_out=bool(columns.get("reward_timed_out", False)),
+        prompt=[plain_value(message) for message in prompt],
+        ground_truth=plain_value(ground_truth),
+        extra_info=extra_info,
+        images=image_names(columns.get("multi_modal_inputs")),
+    )
 
 
 def _entries(columns: Mapping[str, object]) -> dict[str, float | str]:
     """Returns the further entries of a row's reward, which are its columns `reward/<name>`."""
     entries: dict[str, float | str] = {}
-    for name, value in columns.items():
-        entry = name.removeprefix("reward/")
-        if entry == name or value is None:
+    for column, value in columns.items():
+        if not column.startswith("reward/") or value is None:
             continue
+        name = column.removeprefix("reward/")
         # a prediction is a vote, which is compared as text
-        if isinstance(value, int | float | np.number | np.bool_) and entry != PREDICTION:
-            entries[entry] = float(value)
+        if isinstance(value, int | float | np.number | np.bool_) and name != PREDICTION:
+            entries[name] = float(value)
         else:
-            entries[entry] = str(value)
+            entries[name] = str(value)
     return entries
 
 
@@ -156,8 +181,13 @@ def valid_image_names(value: object) -> list[str]:
 
     Names of another form, such as paths, are left out.
     """
-    entries = value if isinstance(value, list) else []
-    return [entry for entry in entries if isinstance(entry, str) and _IMAGE_NAME.fullmatch(entry)]
+    if not isinstance(value, list):
+        return []
+    names = []
+    for entry in value:
+        if isinstance(entry, str) and _IMAGE_NAME.fullmatch(entry):
+            names.append(entry)
+    return names
 
 
 @overload
@@ -175,8 +205,8 @@ def plain_value(value: object) -> object:
         return [plain_value(entry) for entry in value]
     if isinstance(value, np.ndarray | np.generic):
         return plain_value(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
         return value
     return str(value)

@@ -21,7 +21,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
@@ -29,7 +28,7 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.checkpoint.files import beside_training
-from trainer.validation.sample import OPTIONAL, Sample, image_names
+from trainer.validation.sample import Sample, image_names, record_of
 from verl_lite.images import open_image
 from verl_lite.json_types import JsonObject
 
@@ -77,8 +76,8 @@ class SampleFiles:
         self.rollout_dir = rollout_dir
         self.validation_dir = validation_dir
         self._has_warned = False
-        images = sorted((self.folder / IMAGES).glob("*.jpg"), key=lambda file: file.stat().st_mtime)
         # the most recently used image is last; after a resume, the order of writing stands in for that of use
+        images = sorted((self.folder / IMAGES).glob("*.jpg"), key=lambda file: file.stat().st_mtime)
         self._image_sizes = {file.name: file.stat().st_size for file in images}
 
     @property
@@ -88,7 +87,7 @@ class SampleFiles:
 
     def write_training(self, samples: Sequence[Sample], step: int) -> None:
         """Writes the training samples of a step, replacing an earlier file of the step."""
-        self._write(TRAIN, f"{step:06d}", samples)
+        self._write(TRAIN, _file_name(step), samples)
         self._append(self.rollout_dir, samples, step)
 
     def write_validation(self, samples: Sequence[Sample], step: int, way: str = "") -> None:
@@ -99,45 +98,57 @@ class SampleFiles:
             step: The current training step.
             way: Distinguishes several validations of one step, such as "greedy".
         """
-        name = f"{step:06d}-{way}" if way else f"{step:06d}"
+        name = _file_name(step)
+        if way:
+            name += f"-{way}"
         self._write(VAL, name, samples)
         self._append(self.validation_dir, samples, step)
 
     def write_images(self, batch: DataProto) -> None:
         """Writes the images of a batch's prompts that the folder lacks as JPEG files of at most 512 x 512 pixels."""
         # the encoded images by name, which is a digest: prompts with the same images share their files
-        files: dict[str, bytes] = {}
-        for images in batch.non_tensor_batch.get("multi_modal_inputs", ()):
-            if images is not None:
-                files.update(zip(image_names(images), images.files, strict=True))
-        if not self.max_bytes or not files:
+        images: dict[str, bytes] = {}
+        for inputs in batch.non_tensor_batch.get("multi_modal_inputs", ()):
+            if inputs is not None:
+                images.update(zip(image_names(inputs), inputs.files, strict=True))
+        if not self.max_bytes or not images:
             return
 
         folder = self.folder / IMAGES
         sizes = self._image_sizes
-        # known images are not written again: a new one of 1024 x 768 pixels takes 9 ms on two cores
-        new_names = [name for name in files if name not in sizes]
-        new_paths = [folder / name for name in new_names]
-        new_files = [files[name] for name in new_names]
+        new_names = []
+        new_paths = []
+        new_images = []
+        for name, image in images.items():
+            # known images are not written again: a new one of 1024 x 768 pixels takes 9 ms on two cores
+            if name not in sizes:
+                new_names.append(name)
+                new_paths.append(folder / name)
+                new_images.append(image)
+
         with beside_training(folder, self.tell), ThreadPoolExecutor(4) as threads:
             folder.mkdir(parents=True, exist_ok=True)
-            new_sizes = threads.map(_write_image, new_paths, new_files)
+            new_sizes = threads.map(_write_image, new_paths, new_images)
             sizes.update(zip(new_names, new_sizes, strict=True))
             # the most recently used image is last
-            for name in files:
+            for name in images:
                 sizes[name] = sizes.pop(name)
+            self._delete_unused_images()
 
-            # the other half of the limit is for the samples
-            excess = sum(sizes.values()) - self.max_bytes // 2
-            for name in list(sizes):
-                if excess <= 0:
-                    break
-                (folder / name).unlink(missing_ok=True)
-                excess -= sizes.pop(name)
+    def _delete_unused_images(self) -> None:
+        """Deletes the least recently used images until the others take at most half of the limit."""
+        sizes = self._image_sizes
+        # the other half of the limit is for the samples
+        excess = sum(sizes.values()) - self.max_bytes // 2
+        for name in list(sizes):
+            if excess <= 0:
+                break
+            (self.folder / IMAGES / name).unlink(missing_ok=True)
+            excess -= sizes.pop(name)
 
     def rewind(self, step: int) -> None:
         """Deletes the files of steps after `step`, which a run that resumes there repeats."""
-        for file in [*self._files(TRAIN), *self._files(VAL)]:
+        for file in self._files(TRAIN) + self._files(VAL):
             if step_of(file) > step:
                 file.unlink()
 
@@ -155,18 +166,20 @@ class SampleFiles:
 
         The newest file of each kind stays, even if these files alone exceed the limit.
         """
-        sizes = {file: file.stat().st_size for file in [*self._files(TRAIN), *self._files(VAL)]}
+        train_files = self._files(TRAIN)
+        val_files = self._files(VAL)
+        sizes = {file: file.stat().st_size for file in train_files + val_files}
         room = self.max_bytes - sum(self._image_sizes.values())
         while sum(sizes.values()) > room:
-            train_files = [file for file in sizes if file.parent.name == TRAIN]
-            val_files = [file for file in sizes if file.parent.name == VAL]
+            files = train_files if len(train_files) > 1 else val_files
             # from the second newest backwards, so that the newest stays
-            deleted_files = train_files[-2::-2] or val_files[-2::-2]
+            deleted_files = files[-2::-2]
             # the newest files of both kinds alone exceed the limit
             if not deleted_files:
                 break
             for file in deleted_files:
                 file.unlink()
+                files.remove(file)
                 del sizes[file]
             if not self._has_warned:
                 self._has_warned = True
@@ -180,14 +193,7 @@ class SampleFiles:
         """Appends samples to the jsonl file of a step in a folder. Without a folder, writes nothing."""
         if folder is None:
             return
-        lines = []
-        for sample in samples:
-            row = asdict(sample)
-            for name in OPTIONAL:
-                if not row[name]:
-                    del row[name]
-            lines.append(json.dumps(row) + "\n")
-
+        lines = [json.dumps(record_of(sample)) + "\n" for sample in samples]
         path = Path(folder) / f"{step}.jsonl"
         with beside_training(path.parent, self.tell):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +203,8 @@ class SampleFiles:
 
 def _write_image(path: Path, data: bytes) -> int:
     """Writes an encoded image as JPEG file and returns the size of the file in bytes."""
-    from PIL.Image import Resampling  # not needed in runs without images
+    # not needed in runs without images
+    from PIL.Image import Resampling
 
     image = open_image(data)
     # bilinear takes a quarter of the time of the default
@@ -207,6 +214,11 @@ def _write_image(path: Path, data: bytes) -> int:
     image.save(draft, "JPEG", quality=85)
     os.replace(draft, path)
     return path.stat().st_size
+
+
+def _file_name(step: int) -> str:
+    # with zeros, so that the names have the order of the steps
+    return f"{step:06d}"
 
 
 def step_of(file: Path) -> int:
@@ -229,9 +241,10 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     for name, field_type in get_type_hints(Sample).items():
         if field_type not in _KINDS:
             continue
-        values: list[object] = [getattr(sample, name) for sample in samples]
-        if name == "prompt":
-            values = [_messages_as_text(sample.prompt) for sample in samples]
+        values: list[object] = []
+        for sample in samples:
+            value = getattr(sample, name)
+            values.append(_messages_as_text(value) if name == "prompt" else value)
         arrays[name] = pyarrow.array(values, _KINDS[field_type])
 
     # json text, because the values can have another type in each row
@@ -240,10 +253,12 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
         json_names.append("requests")
     for name in json_names:
         texts = [json.dumps(getattr(sample, name)) for sample in samples]
-        arrays[f"{name}{JSON}"] = pyarrow.array(texts, pyarrow.string())
+        arrays[name + JSON] = pyarrow.array(texts, pyarrow.string())
     if any(sample.images for sample in samples):
-        arrays["images"] = pyarrow.array([sample.images for sample in samples], pyarrow.list_(pyarrow.string()))
-    return pyarrow.table(arrays | reward_columns([sample.extra for sample in samples]))
+        images = [sample.images for sample in samples]
+        arrays["images"] = pyarrow.array(images, pyarrow.list_(pyarrow.string()))
+    extras = [sample.extra for sample in samples]
+    return pyarrow.table(arrays | reward_columns(extras))
 
 
 def decoded_columns(row: JsonObject) -> JsonObject:
@@ -259,7 +274,9 @@ def _messages_as_text(prompt: Sequence[Mapping[str, object]]) -> list[dict[str, 
     """Returns role and content of each message as text, because the columns of all messages have one type."""
     messages = []
     for message in prompt:
-        messages.append({key: as_text(message.get(key, "")) for key in ("role", "content")})
+        role = as_text(message.get("role", ""))
+        content = as_text(message.get("content", ""))
+        messages.append({"role": role, "content": content})
     return messages
 
 
@@ -271,15 +288,18 @@ def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pya
     columns = {}
     for name in sorted(names):
         values = [extra.get(name) for extra in extras]
+        kind = pyarrow.float64()
         if any(isinstance(value, str) for value in values):
-            texts = [None if value is None else as_text(str(value)) for value in values]
-            columns[f"{REWARD}{name}"] = pyarrow.array(texts, pyarrow.string())
-        else:
-            columns[f"{REWARD}{name}"] = pyarrow.array(values, pyarrow.float64())
+            kind = pyarrow.string()
+            values = [None if value is None else as_text(str(value)) for value in values]
+        columns[REWARD + name] = pyarrow.array(values, kind)
     return columns
 
 
 def as_text(value: object) -> str:
     """Returns text unchanged and any other value as json. Lone surrogates, which UTF-8 cannot encode, become "?"."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, default=str)
     return text.encode(errors="replace").decode()

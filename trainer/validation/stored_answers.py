@@ -47,16 +47,19 @@ class AnswerStore:
         for path in self._chunks():
             for line in path.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
-                answers.append(StoredAnswer(entry["prefix"], entry["position"], Sample(**entry["row"])))
+                sample = Sample(**entry["row"])
+                answers.append(StoredAnswer(entry["prefix"], entry["position"], sample))
         return answers
 
     def add(self, answers: list[StoredAnswer]) -> None:
         """Stores the answers of one chunk durably."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # the fields of a sample are json values, see `samples_of`
-        lines = [json.dumps(asdict(answer)) + "\n" for answer in answers]
+        text = ""
+        for answer in answers:
+            # the fields of a sample are json values, see `samples_of`
+            text += json.dumps(asdict(answer)) + "\n"
         number = len(self._chunks())
-        write_atomically(self.folder / f"chunk-{number:06d}.jsonl", "".join(lines))
+        write_atomically(self.folder / f"chunk-{number:06d}.jsonl", text)
 
     def clear(self) -> None:
         """Removes all answers."""

@@ -21,9 +21,10 @@ from tests.tiny_vision import image_file
 from tests.trainer.run_folder import HOSTILE, SAMPLE, make_run, make_study, request
 from trainer import inspect, report
 from trainer.observe import page_data as page_data_module
-from trainer.observe import run_data
+from trainer.observe import recorded_answers, run_data
 from trainer.observe.page_data import MAX_POINTS, page_data
-from trainer.observe.run_data import RecordedRequest, chosen, groups, read_config, read_run, request_tree, run_titles
+from trainer.observe.recorded_answers import RecordedRequest, chosen, groups, request_tree
+from trainer.observe.run_data import read_config, read_run, run_titles
 from trainer.validation.sample_files import SampleFiles
 from verl_lite.config import load_config, save_config
 from verl_lite.errors import UserError
@@ -286,13 +287,16 @@ def test_a_tree_is_bounded_in_requests_messages_texts_and_depth(tmp_path: Path) 
     long, dense = noisy("x" * 1_000_000), [noisy("x" * 1000) | many for _ in range(300)]
     for requests in ([long], dense, [many | {"parent": number - 1} for number in range(300)]):
         kept, total = request_tree(json.dumps(requests))
-        assert total == len(requests) and len(kept) == min(run_data.MAX_REQUESTS, total)
-        overhead = len(kept) * (2 * run_data.MAX_FACTS + 200) + sum(90 * len(one.messages) for one in kept)
-        assert len(str(kept)) <= run_data.MAX_TREE + overhead
+        assert total == len(requests) and len(kept) == min(recorded_answers.MAX_REQUESTS, total)
+        overhead = len(kept) * (2 * recorded_answers.MAX_FACTS + 200) + sum(90 * len(one.messages) for one in kept)
+        assert len(str(kept)) <= recorded_answers.MAX_TREE + overhead
     assert "(1000000 characters)" in tree_of([long])[0].messages[0][1]
     assert "the first 50 of 300 messages" in kept[0].facts and {one.depth for one in kept} == {0}
     comb = tree_of([{"parent": (number - 1) // 2 * 2 if number else None} for number in range(300)])
-    assert max(request.depth for request in comb) == run_data.MAX_DEPTH and len(comb) == run_data.MAX_REQUESTS
+    assert (
+        max(request.depth for request in comb) == recorded_answers.MAX_DEPTH
+        and len(comb) == recorded_answers.MAX_REQUESTS
+    )
 
 
 def test_trees_that_do_not_fit_the_page_are_left_out_evenly_over_the_steps(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.tiny_run import REWARD, good_row, write_rows
 from tests.tiny_vision import image_file, tiny_vision_model
 from tests.trainer import tiny_run
-from trainer.observe.run_data import chosen
+from trainer.observe.recorded_answers import chosen
 from trainer.validation.sample import Sample, valid_image_names
 from trainer.validation.sample_files import SampleFiles, step_of
 from verl_lite.images import open_image

@@ -75,7 +75,7 @@ function tracesOf({ run, metric, ...trace }) {
   return [{ ...line, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: null }, { ...line, y: smoothed(y) }];
 }
 
-// Creates a card with a chart of page_data.py, {title, unit, wide, traces, layout}, which is drawn when visible.
+// Creates a card with a chart of page_charts.py, {title, unit, wide, traces, layout}, which is drawn when visible.
 function chartCard({ title, unit, wide, traces, layout = {} }) {
   const isOverSteps = layout.xaxis === undefined; // charts over other quantities define their axis
   const plot = el("div.plot");
