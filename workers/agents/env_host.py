@@ -38,8 +38,17 @@ class NonsenseError(UserError):
 class EnvReply:
     """The result of a reset or a step.
 
-    error: traceback or sentence if the environment failed; then no other value is set, and the episode has ended.
-    is_timeout: True if the call exceeded its deadline.
+    Attributes:
+        key: The caller's name of the episode.
+        observation: The observation; None if the environment failed.
+        reward: Reward of the step.
+        terminated: Whether the task ended in success or failure.
+        truncated: Whether the environment cut the episode off.
+        info: Further values; trainer/AGENTIC.md lists their keys.
+        seconds: Duration of the call.
+        error: Traceback or sentence if the environment failed; then the values of the environment are not set, and the
+            episode has ended.
+        is_timeout: Whether the call exceeded its deadline.
     """
 
     key: Hashable
@@ -76,7 +85,9 @@ class Act:
 class EnvHost:
     """Handler of a pool's process that runs environments. A session is an episode.
 
-    templates: environment templates by tag. modules: modules to import first, because they register environments.
+    Args:
+        templates: Environment templates by tag.
+        modules: Modules to import first, because they register environments.
     """
 
     style = "threads"
@@ -85,24 +96,27 @@ class EnvHost:
     def __init__(self, templates: Mapping[str, EnvTemplate], modules: tuple[str, ...] = ()) -> None:
         import_modules(modules)
         for template in templates.values():
-            find_env(template.env_type)  # imported here, because an import could exceed the deadline of a reset
+            # imported here, because an import could exceed the deadline of a reset
+            find_env(template.env_type)
         self._templates = templates
+        # tag and environment of each running episode
         self._episodes: dict[int, tuple[str, Env]] = {}
+        # environments of ended episodes, which other episodes of their tag use
         self._spare: dict[str, list[Env]] = {tag: [] for tag in templates}
+        # `run` is called in several threads, and `end` in another one
         self._changing = threading.Lock()
 
     def run(self, session: int, payload: Begin | Act) -> EnvReply:
         """Runs a reset or a step. Raises NonsenseError and every exception of the environment."""
         try:
             if isinstance(payload, Begin):
-                return read_reset(self._env(session, payload.tag).reset(payload.seed))
+                env = self._env(session, payload.tag)
+                return read_reset(env.reset(payload.seed))
             _, env = self._episodes[session]
-            action = payload.action
-            if action is None:
-                sample = getattr(env, "sample_random_action", None)
-                action = _text("sample_random_action", sample() if callable(sample) else "")
+            action = _random_action(env) if payload.action is None else payload.action
             return read_step(env.step(action))
         except BaseException:
+            # an environment that has failed may be in any state, and is not used again
             self._close(session)
             raise
 
@@ -114,20 +128,34 @@ class EnvHost:
                 self._spare[tag].append(env)
 
     def _env(self, session: int, tag: str) -> Env:
+        """Returns a spare environment of the tag for an episode, or a new one."""
+        env: Env | None = None
         with self._changing:
-            env = self._spare[tag].pop() if self._spare[tag] else None
-        env = self._templates[tag].make() if env is None else env
+            if self._spare[tag]:
+                env = self._spare[tag].pop()
+        # outside of the lock, because a constructor may take long and other episodes continue meanwhile
+        if env is None:
+            env = self._templates[tag].make()
         with self._changing:
-            self._episodes[session] = tag, env
+            self._episodes[session] = (tag, env)
         return env
 
     def _close(self, session: int) -> None:
+        """Discards the environment of an episode, if it was constructed."""
         with self._changing:
             _, env = self._episodes.pop(session, (None, None))
-        with contextlib.suppress(BaseException):  # the environment is discarded, whether or not it can be closed
+        # it is discarded, whether or not it can be closed
+        with contextlib.suppress(BaseException):
             close = getattr(env, "close", None)
             if callable(close):
                 close()
+
+
+def _random_action(env: Env) -> str:
+    """Returns an action that the environment draws; empty if it has no such method."""
+    sample = getattr(env, "sample_random_action", None)
+    action = sample() if callable(sample) else ""
+    return _text("sample_random_action", action)
 
 
 def read_reset(result: object) -> EnvReply:
@@ -142,92 +170,122 @@ def read_step(result: object) -> EnvReply:
     observation, reward, terminated, truncated, info = _parts("step", result, expected)
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
-    observation = _text("the observation of step", observation)
-    reward = read_number("the reward of step", reward)
-    return EnvReply(None, observation, reward, bool(terminated), bool(truncated), _info("step", info))
+    return EnvReply(
+        key=None,
+        observation=_text("the observation of step", observation),
+        reward=read_number("the reward of step", reward),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        info=_info("step", info),
+    )
 
 
 def _parts(method: str, result: object, expected: str) -> tuple[object, ...]:
+    """Returns the values of a reset or a step. expected: their names in parentheses, for their number and the message.
+
+    Raises NonsenseError for another number of values.
+    """
     number = expected.count(",") + 1
     if not isinstance(result, tuple | list) or len(result) != number:
         raise _nonsense(f"what {method} gave", result, f"{number} values: a tuple {expected}")
     return tuple(result)
 
 
-def _text(what: str, value: object) -> str:
+def _text(subject: str, value: object) -> str:
+    """Returns a text of an environment. Raises NonsenseError for another value, or if no tokenizer could encode it."""
     if not isinstance(value, str):
-        raise _nonsense(what, value, "text")
-    _expect(value == value.encode(errors="replace").decode(), what, value, "text that UTF-8 can encode")
+        raise _nonsense(subject, value, "text")
+    # lone surrogates become question marks here
+    encodable = value.encode(errors="replace").decode()
+    _expect(value == encodable, subject, value, "text that UTF-8 can encode")
     return str(value)
 
 
-def read_number(what: str, value: object) -> float:
-    """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. what: name of the value."""
-    item = getattr(value, "item", None)  # a numpy scalar, or an array of one number
-    number = item() if callable(item) and getattr(value, "size", 1) == 1 else value
+def read_number(subject: str, value: object) -> float:
+    """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. subject: name of the value."""
+    number = value
+    # a numpy scalar, or an array of one number; numpy itself is not imported
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) == 1:
+        number = item()
     if not isinstance(number, numbers.Real):
-        raise _nonsense(what, number, "a finite number")
+        raise _nonsense(subject, number, "a finite number")
+
     try:
         is_finite = math.isfinite(number)
-    except OverflowError:  # an integer or a fraction that no float can hold
+    except OverflowError:
+        # an integer or a fraction that no float can hold
         is_finite = False
-    _expect(is_finite, what, number, "a finite number")
+    _expect(is_finite, subject, number, "a finite number")
     return float(number)
 
 
-def check_metric_names(what: str, names: Iterable[object]) -> None:
+def check_metric_names(subject: str, names: Iterable[object]) -> None:
     """Raises NonsenseError if there are more than METRICS_MAX names, or if one cannot be part of a metric's name.
 
-    what: where the names were found, for the message.
+    Args:
+        subject: Where the names come from, for the message.
+        names: The names.
     """
     names = list(names)
-    _expect(len(names) <= METRICS_MAX, f"the number of metrics in {what}", len(names), f"at most {METRICS_MAX}")
+    _expect(len(names) <= METRICS_MAX, f"the number of metrics in {subject}", len(names), f"at most {METRICS_MAX}")
+    expected = "at most 100 letters, digits, spaces and . : @ % + / - _, and no space or / at its beginning"
     for name in names:
         is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
-        expected = "at most 100 letters, digits, spaces and . : @ % + / - _, and no space or / at its beginning"
-        _expect(is_name, f"the name of a metric in {what}", name, expected)
+        _expect(is_name, f"the name of a metric in {subject}", name, expected)
 
 
 def _is_flag(value: object) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's type, without importing numpy
+    # numpy's type is compared by name, so that environments without numpy do not import it
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
 
 
 def _info(method: str, info: object) -> JsonObject:
+    """Returns a checked copy of the info of a reset or a step: with Python's numbers and flags instead of numpy's."""
     where = f"in the info of {method}"
     checked = _mapping(f"the info of {method}", info)
     for key in ("suffix", "env_instruction"):
         if checked.get(key) is not None:
             checked[key] = _text(f"{key} {where}", checked[key])
     if checked.get("metrics") is not None:
-        metrics = _mapping(f"metrics {where}", checked["metrics"])
-        check_metric_names(f"the metrics {where}", metrics)
-        for name, value in metrics.items():
-            _expect(name not in RESERVED, f"a metric's name {where}", name, "another name: the trainer logs env/{name}")
-            if _is_flag(value):
-                metrics[name] = bool(value)
-            else:
-                metrics[name] = read_number(f"metric {name!r} of {method}", value)
-        checked["metrics"] = metrics
+        checked["metrics"] = _metrics(method, checked["metrics"])
+
     modes = _mapping(f"metrics_agg_mode {where}", checked.get("metrics_agg_mode") or {})
+    expected = f"one of {', '.join(AGGREGATIONS)}"
     for name, mode in modes.items():
-        expected = f"one of {', '.join(AGGREGATIONS)}"
         _expect(mode in AGGREGATIONS, f"metrics_agg_mode[{name!r}] {where}", mode, expected)
     return checked
 
 
-def _mapping(what: str, value: object) -> JsonObject:
+def _metrics(method: str, value: object) -> JsonObject:
+    """Returns the metrics in the info of a reset or a step, as numbers and flags."""
+    where = f"in the info of {method}"
+    metrics = _mapping(f"metrics {where}", value)
+    check_metric_names(f"the metrics {where}", metrics)
+    for name, number in metrics.items():
+        _expect(name not in RESERVED, f"a metric's name {where}", name, "another name: the trainer logs env/{name}")
+        if _is_flag(number):
+            metrics[name] = bool(number)
+        else:
+            metrics[name] = read_number(f"metric {name!r} of {method}", number)
+    return metrics
+
+
+def _mapping(subject: str, value: object) -> JsonObject:
+    """Returns a copy of a dictionary. Raises NonsenseError for another value."""
     if not isinstance(value, Mapping):
-        raise _nonsense(what, value, "a dictionary")
+        raise _nonsense(subject, value, "a dictionary")
     return dict(value)
 
 
-def _expect(is_right: bool, what: str, value: object, expected: str) -> None:
+def _expect(is_right: bool, subject: str, value: object, expected: str) -> None:
     if not is_right:
-        raise _nonsense(what, value, expected)
+        raise _nonsense(subject, value, expected)
 
 
-def _nonsense(what: str, value: object, expected: str) -> NonsenseError:
+def _nonsense(subject: str, value: object, expected: str) -> NonsenseError:
+    # the representation of a value of untrusted code may have any length
     text = repr(value)
     if len(text) > _SHOWN_CHARS:
         text = text[:_SHOWN_CHARS] + "..."
-    return NonsenseError(f"{what} is {text}, expected {expected}")
+    return NonsenseError(f"{subject} is {text}, expected {expected}")

@@ -33,6 +33,15 @@ class EnvError(UserError):
 
 @dataclass
 class _Episode:
+    """An episode.
+
+    Attributes:
+        key: The caller's name of it.
+        tag: Tag of its environment.
+        is_busy: Whether a call is waiting or running.
+        is_discarded: Whether the caller wants no more replies of it.
+    """
+
     key: Hashable
     tag: str
     is_busy: bool = False
@@ -74,8 +83,10 @@ class EnvPool:
         )
         self._pool: ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply] | None = None
         self._numbers = itertools.count()
+        # An episode keeps its number until its last call has ended, and a caller may reuse its key before that.
         self._ids: dict[Hashable, int] = {}
         self._episodes: dict[int, _Episode] = {}
+        # calls by tag, because a template may limit how many of its environments step at once
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[tuple[int, Begin | Act]]] = {tag: deque() for tag in self._templates}
 
@@ -90,15 +101,21 @@ class EnvPool:
         self.discard(key)
         if tag not in self._templates:
             raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
-        number = self._ids[key] = next(self._numbers)
+        number = next(self._numbers)
+        self._ids[key] = number
         self._episodes[number] = _Episode(key, tag)
         self._call(number, Begin(tag, seed))
 
     def step(self, key: Hashable, action: str | None) -> None:
-        """Takes a step. action: None = the environment draws one.
+        """Takes a step in an episode.
 
-        Raises KeyError for an episode that was not reset, has failed or was discarded, and ValueError if its last reply
-        has not been polled.
+        Args:
+            key: Key of the episode.
+            action: The action; None = the environment draws one.
+
+        Raises:
+            KeyError: The episode was not reset, has failed or was discarded.
+            ValueError: Its last reply has not been polled.
         """
         number = self._ids.get(key)
         if number is None:
@@ -110,20 +127,30 @@ class EnvPool:
     def discard(self, key: Hashable) -> None:
         """Ends an episode; `poll` returns no more replies of it. Unknown keys are ignored."""
         number = self._ids.pop(key, None)
-        if number is not None:
-            self._episodes[number].is_discarded = True
-            if not self._episodes[number].is_busy:
-                self._forget(number)
+        if number is None:
+            return
+        episode = self._episodes[number]
+        episode.is_discarded = True
+        # a running call cannot be interrupted: its environment is free when the call has ended
+        if not episode.is_busy:
+            self._forget(number)
 
     def poll(self, timeout_s: float = 0.0) -> list[EnvReply]:
         """Returns the new replies; waits up to `timeout_s` for the first. Raises EnvError if no process can be
         started."""
         until = time.monotonic() + timeout_s
         while True:
-            replies = self.start().poll(max(0.0, until - time.monotonic()))
-            finished = [self._finish_call(reply) for reply in replies]
-            current = [reply for reply in finished if reply is not None]
-            if current or time.monotonic() >= until or (self._spec.num_workers == 0 and not replies):
+            remaining_s = max(0.0, until - time.monotonic())
+            replies = self.start().poll(remaining_s)
+            current = []
+            for reply in replies:
+                env_reply = self._finish_call(reply)
+                if env_reply is not None:
+                    current.append(env_reply)
+
+            # without processes, a call has ended when it is submitted, so that waiting brings nothing
+            is_exhausted = self._spec.num_workers == 0 and not replies
+            if current or is_exhausted or time.monotonic() >= until:
                 return current
 
     def dry_run(self, tags: Iterable[str]) -> None:
@@ -136,21 +163,10 @@ class EnvPool:
         if unknown:
             entries = ", ".join(self._templates) or "none"
             raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {entries}")
-        for tag in tags:
-            self.reset(tag, tag, 0)
-        errors: dict[Hashable, str | None] = {}
-        stepped: set[Hashable] = set()
-        while len(errors) < len(tags):
-            for reply in self.poll(1.0):
-                if reply.error is None and reply.key not in stepped:
-                    stepped.add(reply.key)
-                    self.step(reply.key, None)
-                else:
-                    errors[reply.key] = reply.error
-        for tag in tags:
-            self.discard(tag)
 
+        errors = self._errors_of_one_step(tags)
         failures = []
+        # in the order of the configuration, not in that of the replies
         for tag, template in self._templates.items():
             error = errors.get(tag)
             if error is not None:
@@ -163,6 +179,25 @@ class EnvPool:
         if failures:
             raise EnvError("\n\n".join(failures))
 
+    def _errors_of_one_step(self, tags: Sequence[str]) -> dict[Hashable, str | None]:
+        """Resets and steps one environment of each tag, all at the same time. Returns the error of each; None if it
+        works."""
+        for tag in tags:
+            self.reset(tag, tag, 0)
+        errors: dict[Hashable, str | None] = {}
+        stepped: set[Hashable] = set()
+        while len(errors) < len(tags):
+            for reply in self.poll(1.0):
+                is_reset = reply.key not in stepped
+                if reply.error is None and is_reset:
+                    stepped.add(reply.key)
+                    self.step(reply.key, None)
+                else:
+                    errors[reply.key] = reply.error
+        for tag in tags:
+            self.discard(tag)
+        return errors
+
     @property
     def processes_replaced(self) -> int:
         """Number of environment processes that died or were killed, and were replaced."""
@@ -174,16 +209,22 @@ class EnvPool:
             self._pool.close()
 
     def _call(self, number: int, call: Begin | Act) -> None:
+        """Queues a call of an episode, and sends it unless its tag is at its limit."""
         episode = self._episodes[number]
         episode.is_busy = True
         self._waiting[episode.tag].append((number, call))
         self._send_waiting(episode.tag)
 
     def _send_waiting(self, tag: str) -> None:
+        """Sends the queued calls of a tag while its template allows more of them at the same time."""
         template = self._templates[tag]
-        limit = 1 if template.use_thread_lock else template.max_env_step_concurrent or math.inf
+        if template.use_thread_lock:
+            limit: float = 1
+        else:
+            limit = template.max_env_step_concurrent or math.inf
         while self._waiting[tag] and self._running[tag] < limit:
             number, call = self._waiting[tag].popleft()
+            # an episode that was discarded while it waited has no use for its call
             if self._episodes[number].is_discarded:
                 self._forget(number)
             else:
@@ -196,14 +237,17 @@ class EnvPool:
         episode.is_busy = False
         self._running[episode.tag] -= 1
         self._send_waiting(episode.tag)
-        if episode.is_discarded or reply.error is not None:
+
+        has_failed = reply.error is not None
+        if episode.is_discarded or has_failed:
             self._forget(reply.session)
         if episode.is_discarded:
             return None
-        if reply.error is None:
-            return replace(reply.result, key=episode.key, seconds=reply.seconds)
-        del self._ids[episode.key]
-        return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
+        if has_failed:
+            # a later `step` of the key is then an error of the caller
+            del self._ids[episode.key]
+            return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
+        return replace(reply.result, key=episode.key, seconds=reply.seconds)
 
     def _forget(self, number: int) -> None:
         del self._episodes[number]

@@ -251,9 +251,11 @@ class EpisodeRunner:
         self._format_penalty = dict(format_penalty or {})
         self._max_live = max_live
         self._number = 0
+        # episodes that have not started, then those that have an environment, by their keys
         self._queue: deque[_Episode] = deque()
         self._live: dict[Hashable, _Episode] = {}
         self._groups: dict[str, list[_Episode]] = {}
+        # durations of the environments' calls since the last metrics
         self._env_seconds: list[float] = []
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
@@ -269,10 +271,12 @@ class EpisodeRunner:
         for spec in specs:
             template = self._templates[spec.tag]
             trajectory = Trajectory(spec, template.by_step)
+            # with a number, because names are unique only among the episodes that were not taken yet
             self._number += 1
             key = f"{self._number}/{spec.traj_id}"
             group.open.append(_Episode(key, spec, trajectory, template, sampling, group))
         self._queue.extend(group.open)
+        # a copy: members leave `group.open` when they end
         self._groups[plan.key] = list(group.open)
 
     def is_finished(self, key: str) -> bool:
@@ -303,11 +307,14 @@ class EpisodeRunner:
         self._admit()
         if not self._live:
             return
-        for reply in self._pool.poll(0.0 if self.is_decoding else wait_s):
+        poll_s = 0.0 if self.is_decoding else wait_s
+        for reply in self._pool.poll(poll_s):
             self._env_seconds.append(reply.seconds)
             episode = self._live.get(reply.key)
-            if episode is not None:  # otherwise it ended while its environment was busy
+            # None if it ended while its environment was busy
+            if episode is not None:
                 self._on_env_reply(episode, reply)
+        # the episodes that ended leave room for others
         self._admit()
         if not self.is_decoding:
             return
@@ -338,8 +345,10 @@ class EpisodeRunner:
         self._pool.close()
 
     def _admit(self) -> None:
+        """Resets the environments of queued episodes while fewer than `max_live` are running."""
         while self._queue and len(self._live) < self._max_live:
             episode = self._queue.popleft()
+            # it became surplus, or its group was aborted, before it started
             if episode.is_ended:
                 continue
             self._live[episode.key] = episode
@@ -352,27 +361,35 @@ class EpisodeRunner:
             trajectory.error = reply.error
             trajectory.is_timeout = reply.is_timeout
             return self._end(episode, "failed")
+
         episode.observation = reply.observation
         episode.info = reply.info
+        # the reply to the reset
         if not trajectory.turns:
             episode.instruction = reply.info.get("env_instruction") or ""
             return self._submit_turn(episode)
 
-        turn = trajectory.turns[-1]
-        turn.is_valid = bool(reply.info.get("metrics", {}).get("action_is_valid", True))
-        turn.reward = reply.reward
-        if not turn.is_valid:
-            turn.reward += self._format_penalty.get(episode.spec.purpose, 0.0)
-        turn.info = reply.info
+        self._add_reward(trajectory.turns[-1], reply, episode.spec.purpose)
         # the sum of finite rewards may be too large for a score
         if not is_score(trajectory.score):
             trajectory.error = f"The rewards of the episode sum to {trajectory.score:g}; expected {SCORE}."
             return self._end(episode, "failed")
-        if reply.terminated or reply.truncated:
-            return self._end(episode, "terminated" if reply.terminated else "truncated")
+        if reply.terminated:
+            return self._end(episode, "terminated")
+        if reply.truncated:
+            return self._end(episode, "truncated")
         if len(trajectory.turns) >= episode.template.max_steps:
             return self._end(episode, "max_steps")
         return self._submit_turn(episode)
+
+    def _add_reward(self, turn: Turn, reply: EnvReply, purpose: str) -> None:
+        """Stores the result of an action in its turn. purpose: of the episode, which chooses the format penalty."""
+        metrics = reply.info.get("metrics", {})
+        turn.info = reply.info
+        turn.is_valid = bool(metrics.get("action_is_valid", True))
+        turn.reward = reply.reward
+        if not turn.is_valid:
+            turn.reward += self._format_penalty.get(purpose, 0.0)
 
     def _submit_turn(self, episode: _Episode) -> None:
         """Submits the next turn to the engine, or ends the episode if the turn does not fit."""
@@ -380,34 +397,18 @@ class EpisodeRunner:
         template = episode.template
         limits = self._limits
         turn = len(trajectory.turns)
-        most = limits.max_response_length
-        episode.messages = turn_messages(
-            template,
-            episode.observation,
-            trajectory.turns,
-            instruction=episode.instruction,
-            info=episode.info,
-            max_response_length=min(template.max_tokens_per_step or most, most),
-        )
-        if turn == 0 or template.by_step:
-            episode.prompt_ids = self._joins.prompt(episode.messages)
-            episode.context = list(episode.prompt_ids)
-            room = most if len(episode.prompt_ids) <= limits.max_prompt_length else 0
-        else:
-            episode.prompt_ids = self._joins.join(trajectory.turns[-1].response_ids, episode.messages[0])
-            episode.context.extend(episode.prompt_ids)
-            # all that follows the first prompt is in the response column of the row
-            room = most - (len(episode.context) - len(trajectory.prompt_ids))
-
+        room = self._add_prompt(episode)
         if turn == 0:
             trajectory.prompt_messages = episode.messages
             trajectory.prompt_ids = episode.prompt_ids
             if len(episode.prompt_ids) > limits.max_prompt_length:
+                # the environment's fault, not a result of the policy: the episode is masked
                 trajectory.error = (
                     f"The first prompt has at least {len(episode.prompt_ids)} tokens, and data.max_prompt_length="
                     f"{limits.max_prompt_length} allows fewer: raise it, or shorten the observation of reset."
                 )
                 return self._end(episode, "failed")
+
         max_tokens = min(
             room,
             limits.max_model_len - len(episode.context),
@@ -421,24 +422,48 @@ class EpisodeRunner:
         sampling = replace(
             episode.sampling,
             max_tokens=max_tokens,
+            # steps count from 1 here, and from 0 in seeds
             seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn),
             stop_token_ids=self._stop_token_ids,
         )
         episode.request_id = f"{episode.key}/{turn}"
         self._runner.submit(Request(episode.request_id, tuple(episode.context), sampling), episode)
 
+    def _add_prompt(self, episode: _Episode) -> int:
+        """Builds the prompt of the next turn and adds it to the context. Returns how many tokens of a response fit the
+        columns of the row."""
+        turns = episode.trajectory.turns
+        template = episode.template
+        max_response_length = self._limits.max_response_length
+        max_turn_length = min(template.max_tokens_per_step or max_response_length, max_response_length)
+        episode.messages = turn_messages(
+            template,
+            episode.observation,
+            turns,
+            instruction=episode.instruction,
+            info=episode.info,
+            max_response_length=max_turn_length,
+        )
+
+        if not turns or template.by_step:
+            # the whole prompt of a row
+            episode.prompt_ids = self._joins.prompt(episode.messages)
+            episode.context = list(episode.prompt_ids)
+            has_room = len(episode.prompt_ids) <= self._limits.max_prompt_length
+            return max_response_length if has_room else 0
+
+        # a later turn of a conversation has one message: only the first has a system message
+        episode.prompt_ids = self._joins.join(turns[-1].response_ids, episode.messages[0])
+        episode.context.extend(episode.prompt_ids)
+        # all that follows the first prompt is in the response column of the row
+        return max_response_length - (len(episode.context) - len(episode.trajectory.prompt_ids))
+
     def _on_completion(self, episode: _Episode, completion: Completion) -> None:
         """Stores a sampled turn and sends its action to the environment."""
+        # `_end` aborts only requests that the engine has
         episode.request_id = None
         trajectory = episode.trajectory
-        response_ids = completion.token_ids
-        is_stopped = bool(response_ids) and response_ids[-1] in self._stop_token_ids
-        action_ids = response_ids[:-1] if is_stopped else response_ids
-        action = self._tokenizer.decode(action_ids, clean_up_tokenization_spaces=False)
-        assert isinstance(action, str)
-        state_hash = episode.info.get("state_hash")
-        if state_hash is None:
-            state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
+        action = self._action(completion.token_ids)
         if trajectory.turns and not trajectory.by_step:
             # the new turn has the values of the whole context, except those of earlier responses
             trajectory.turns[-1].extra = of_response(trajectory.turns[-1].extra)
@@ -446,18 +471,26 @@ class EpisodeRunner:
             Turn(
                 messages=episode.messages,
                 prompt_ids=episode.prompt_ids,
-                response_ids=response_ids,
+                response_ids=completion.token_ids,
                 log_probs=completion.log_probs,
                 finish_reason=completion.finish_reason,
                 versions=completion.versions,
                 action=action,
                 observation=episode.observation,
-                state_hash=str(state_hash),
+                state_hash=_state_hash(episode),
                 extra=completion.extra,
             )
         )
-        episode.context.extend(response_ids)
+        episode.context.extend(completion.token_ids)
         return self._pool.step(episode.key, action)
+
+    def _action(self, response_ids: Sequence[int]) -> str:
+        """Returns the text of a response without its stop token."""
+        is_stopped = bool(response_ids) and response_ids[-1] in self._stop_token_ids
+        action_ids = response_ids[:-1] if is_stopped else response_ids
+        action = self._tokenizer.decode(action_ids, clean_up_tokenization_spaces=False)
+        assert isinstance(action, str)
+        return action
 
     def _end(self, episode: _Episode, stop: Stop) -> None:
         """Ends an episode. Ends the other members of its group as surplus if the group is complete."""
@@ -466,6 +499,7 @@ class EpisodeRunner:
         trajectory.stop = stop
         trajectory.metrics = aggregate_metrics(trajectory.turns)
         episode.is_ended = True
+        # the group may stay for long until it is taken, and nobody needs the tokens of the context
         episode.context = []
         if episode.request_id is not None:
             self._runner.abort([episode.request_id])
@@ -474,15 +508,25 @@ class EpisodeRunner:
         group.open.remove(episode)
         if stop == "surplus":
             return
+
         # a group with redundancy has other members in the place of a failed one
-        can_do_without = group.num_kept + len(group.open) >= group.size
-        if stop == "failed" and can_do_without:
+        is_replaceable = group.num_kept + len(group.open) >= group.size
+        if stop == "failed" and is_replaceable:
             return
         trajectory.is_kept = True
         group.num_kept += 1
         if group.num_kept == group.size:
+            # a copy, because each of them removes itself
             for other in list(group.open):
                 self._end(other, "surplus")
+
+
+def _state_hash(episode: _Episode) -> str:
+    """Returns the name of the state before an action: the environment's, or a hash of the observation."""
+    state_hash = episode.info.get("state_hash")
+    if state_hash is None:
+        state_hash = hashlib.sha256(episode.observation.encode()).hexdigest()
+    return str(state_hash)
 
 
 def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
@@ -495,12 +539,13 @@ def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
         modes = turn.info.get("metrics_agg_mode") or modes
         turn_metrics = turn.info.get("metrics") or {}
         for name, value in turn_metrics.items():
+            # flags become 0 and 1
             values[name].append(float(value))
 
     metrics = {"num_actions": float(len(turns))}
     for name, values_of_turns in values.items():
-        combine = _COMBINE[modes.get(name, "mean")]
-        metrics[name] = combine(values_of_turns)
+        mode = modes.get(name, "mean")
+        metrics[name] = _COMBINE[mode](values_of_turns)
     return metrics
 
 

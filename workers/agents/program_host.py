@@ -16,9 +16,10 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from verl_lite.config import AgenticConfig, ProgramConfig
 from verl_lite.errors import UserError
@@ -54,7 +55,13 @@ class ProgramError(UserError):
 
 @dataclass(frozen=True)
 class ProgramCall:
-    """A call that runs the program for one episode. url: address of the endpoint, without /v1. row: the task."""
+    """A call that runs the program for one episode.
+
+    Attributes:
+        url: Address of the endpoint, without /v1.
+        api_key: Key of the episode.
+        row: The task.
+    """
 
     url: str
     api_key: str
@@ -65,8 +72,10 @@ class ProgramCall:
 class ProgramResult:
     """The result of a program.
 
-    score: None if it returned none. metrics: other numbers that it returned. names: some names of a dict that has no
-    entry `score`; empty for other results.
+    Attributes:
+        score: Its score; None if it returned none.
+        metrics: Other numbers that it returned.
+        names: Some names of a dict that has no entry `score`; empty for other results.
     """
 
     score: float | None = None
@@ -77,7 +86,8 @@ class ProgramResult:
 def is_command(program: str) -> bool:
     """Returns True for a command line, False for package.module:function."""
     module, _, name = program.partition(":")
-    return not (name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+    identifiers = [*module.split("."), name]
+    return not all(identifier.isidentifier() for identifier in identifiers)
 
 
 def client_environment(url: str, api_key: str) -> dict[str, str]:
@@ -87,7 +97,9 @@ def client_environment(url: str, api_key: str) -> dict[str, str]:
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": api_key,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # otherwise the Agents SDK sends its traces to OpenAI
+        # otherwise the Agents SDK sends its traces to OpenAI
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        # a proxy in the environment would get the requests to the endpoint
         "NO_PROXY": "127.0.0.1,localhost,::1",
         "no_proxy": "127.0.0.1,localhost,::1",
     }
@@ -109,15 +121,19 @@ class ProgramHost:
         self._config = config
         self._kwargs = dict(kwargs)
         self._is_alone = threads == 1
-        self._command = shlex.split(program) if is_command(program) else None
-        if self._command and shutil.which(self._command[0]) is None:
-            raise UserError(f"agentic.program={program}: there is no command {self._command[0]!r}")
-        self._function = None if self._command else load_function(program, self._kwargs)
-        hide_memory()  # it holds the keys of its episodes
-        if self._command is not None:
+        self._command: list[str] | None = None
+        self._function: Program | None = None
+        words = shlex.split(program) if is_command(program) else []
+        if words:
+            if shutil.which(words[0]) is None:
+                raise UserError(f"agentic.program={program}: there is no command {words[0]!r}")
+            self._command = words
             self.style = "commands"
         else:
+            self._function = load_function(program, self._kwargs)
             self.style = "async" if inspect.iscoroutinefunction(self._function) else "threads"
+        # the memory holds the keys of the episodes, and commands of other episodes run as the same user
+        hide_memory()
         self.thread: int | None = None
         if self.style == "async":
             self._calls = AsyncCalls()
@@ -126,26 +142,31 @@ class ProgramHost:
     def run(self, session: int, payload: ProgramCall) -> ProgramResult:
         """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
         result = read_result(self._returned(payload))
+        if self._program != TOOL_AGENT:
+            return result
         # the built-in agent leaves the score to the reward function, so its other numbers are no misspelt score
-        return replace(result, names=()) if self._program == TOOL_AGENT else result
+        return replace(result, names=())
 
     def _returned(self, payload: ProgramCall) -> object:
         """Runs the program and returns what it returned."""
         if self._command is not None:
-            return self._run_command(payload)
-        if self._is_alone:
-            os.environ |= client_environment(payload.url, payload.api_key)
-            try:
-                return self._call(payload)
-            finally:  # a process that lives longer than the episode keeps no key
-                os.environ |= client_environment(payload.url, _NO_KEY)
-        os.environ |= client_environment(payload.url, _NO_KEY)
-        return self._call(payload)
+            return self._run_command(self._command, payload)
+        if not self._is_alone:
+            # the episodes of a process share its environment, which can have the address, but no key
+            os.environ |= client_environment(payload.url, _NO_KEY)
+            return self._call(payload)
+        os.environ |= client_environment(payload.url, payload.api_key)
+        try:
+            return self._call(payload)
+        finally:
+            # a process that lives longer than the episode keeps no key
+            os.environ |= client_environment(payload.url, _NO_KEY)
 
     def _call(self, payload: ProgramCall) -> object:
-        arguments = {"base_url": f"{payload.url}/v1", "api_key": payload.api_key, "row": payload.row, **self._kwargs}
+        """Calls the function, and waits for its coroutine if it is one."""
         assert self._function is not None
-        returned = self._function(**arguments)
+        base_url = f"{payload.url}/v1"
+        returned = self._function(base_url=base_url, api_key=payload.api_key, row=payload.row, **self._kwargs)
         if self.style != "async":
             return returned
         assert inspect.iscoroutine(returned)
@@ -154,44 +175,52 @@ class ProgramHost:
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""
 
-    def _run_command(self, payload: ProgramCall) -> object:
+    def _run_command(self, command: list[str], payload: ProgramCall) -> object:
         """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
         $VERL_LITE_RESULT; None if it wrote none."""
-        assert self._command is not None
-        with temporary_folder("verl_lite-program-") as folder, tempfile.TemporaryFile() as task:
-            result = folder / "result.json"
+        limits: Limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
+        with (
+            temporary_folder("verl_lite-program-") as folder,
+            tempfile.TemporaryFile() as task,
+            tempfile.TemporaryFile() as output,
+        ):
+            result_path = folder / "result.json"
             environment = base_environment(self._config.environment) | client_environment(payload.url, payload.api_key)
-            environment |= {"VERL_LITE_RESULT": str(result), "HOME": str(folder), "TMPDIR": str(folder)}
+            environment |= {"VERL_LITE_RESULT": str(result_path), "HOME": str(folder), "TMPDIR": str(folder)}
             task.write(json.dumps({"row": payload.row, **self._kwargs}).encode())
             task.seek(0)
-            with tempfile.TemporaryFile() as output:
-                limits: Limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
-                tree = ProcessTree(
-                    [*COMMAND, json.dumps(limits), *self._command],
-                    environment,
-                    stdin=task,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=folder,
-                )
-                try:
-                    status = self._wait(tree)
-                finally:
-                    tree.end()
-                    end_adopted()  # a command that killed the process with its limits left children behind
-                if status:
-                    output.seek(max(0, output.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
-                    end_of_output = output.read().decode(errors="replace")
-                    raise UserError(
-                        f"The program {shlex.join(self._command)} ended with status {status}:\n{end_of_output}"
-                    )
-            return read_result_file(result)
+
+            tree = ProcessTree(
+                [*COMMAND, json.dumps(limits), *command],
+                environment,
+                stdin=task,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+            )
+            try:
+                status = self._wait(tree)
+            finally:
+                tree.end()
+                # a command that killed the process with its limits left children behind
+                end_adopted()
+
+            if status:
+                end_of_output = _end_of_file(output, ERROR_CHARACTERS)
+                raise UserError(f"The program {shlex.join(command)} ended with status {status}:\n{end_of_output}")
+            # before the folder is removed
+            return read_result_file(result_path)
 
     def _wait(self, tree: ProcessTree) -> int:
-        """Waits for the end of a command and returns its exit status. Raises Overdue, and UserError if nobody enforces
-        the limits any more."""
+        """Waits for the end of a command and returns its exit status.
+
+        Raises:
+            Overdue: The command took longer than its time limit.
+            UserError: Nobody enforces the other limits any more.
+        """
         until = time.monotonic() + self._config.timeout_s
         while (status := tree.wait(_CHECK_S)) is None:
+            # the command can send signals to the process above it
             if tree.is_stopped:
                 raise UserError(
                     "The process that enforces agentic.program_options was stopped; the program was killed."
@@ -200,6 +229,13 @@ class ProgramHost:
                 limit = f"{_TIME_LIMIT}={self._config.timeout_s:g} seconds"
                 raise Overdue(f"The program took longer than {limit}; it was killed.")
         return status
+
+
+def _end_of_file(file: IO[bytes], size: int) -> str:
+    """Returns the last `size` bytes of a file as text."""
+    file_size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, file_size - size))
+    return file.read().decode(errors="replace")
 
 
 def read_result_file(path: Path) -> object:
@@ -218,6 +254,7 @@ def read_result_file(path: Path) -> object:
         os.close(handle)
         raise NonsenseError("$VERL_LITE_RESULT is no regular file")
     with open(handle, "rb") as file:
+        # one byte more than allowed shows that a file is too long, whatever its length
         written = file.read(RESULT_BYTES_MAX + 1)
     if len(written) > RESULT_BYTES_MAX:
         raise NonsenseError(f"the file $VERL_LITE_RESULT has more than {RESULT_BYTES_MAX} bytes")
@@ -241,11 +278,11 @@ def program_of(config: AgenticConfig) -> tuple[str, JsonObject]:
 
 
 def episodes_per_process(config: AgenticConfig) -> int:
-    """Returns agentic.env_pool.threads. Its default for commands is the number of cores divided by that of processes,
-    because each of them is at least one further process that starts at once."""
+    """Returns the number of episodes that run at the same time in each process: agentic.env_pool.threads."""
     pool = config.env_pool
     if pool.threads is not None:
         return pool.threads
+    # each command is at least one further process that starts at once, so their default follows the number of cores
     if config.program is not None and is_command(config.program):
         return math.ceil(cpu_count() / pool.num_workers)
     return THREADS
@@ -267,6 +304,7 @@ def program_pool(
     program, kwargs = program_of(config)
     options = config.program_options
     threads = episodes_per_process(config)
+    # functions keep the user's home; commands get a temporary one (`ProgramHost`)
     home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
     return PoolSpec(
         functools.partial(ProgramHost, program, kwargs, options, threads),
@@ -288,15 +326,24 @@ _NO_KEY = "pass-api_key-to-the-client"
 
 
 def load_function(program: str, kwargs: KeywordArguments) -> Program:
-    """Imports the function package.module:function. Raises UserError if it is missing or cannot be called with
-    base_url, api_key, row and `kwargs`."""
+    """Imports the function package.module:function.
+
+    Args:
+        program: Name of the function.
+        kwargs: Its further arguments.
+
+    Raises:
+        UserError: The function is missing, or cannot be called with base_url, api_key, row and `kwargs`.
+    """
     try:
         function = PROGRAMS.get_fn(program)
+        # a wrong argument is an error at the start of the run, not of every episode
         inspect.signature(function).bind(base_url="", api_key="", row={}, **kwargs)
     except (ValueError, TypeError) as error:
+        further_arguments = "".join(f", {name}" for name in kwargs)
         raise UserError(
             f"agentic.program={program}: {error}; expected package.module:function that accepts base_url, api_key, row"
-            f"{''.join(f', {name}' for name in kwargs)} (agentic.program_kwargs), or a command line"
+            f"{further_arguments} (agentic.program_kwargs), or a command line"
         ) from error
     return function
 
@@ -307,7 +354,8 @@ def read_result(returned: object) -> ProgramResult:
     Raises NonsenseError if the score or a metric is no finite number, or if a name cannot be that of a metric.
     """
     entries = returned if isinstance(returned, dict) else {"score": returned}
-    if isinstance(entries.get("score"), str):  # text beside the score is ignored, but a score is never guessed
+    # text beside the score is ignored, but a score is never guessed
+    if isinstance(entries.get("score"), str):
         raise NonsenseError(
             f"'score' in the result of the program is {entries['score']!r:.200}, expected a finite number"
         )
@@ -316,9 +364,19 @@ def read_result(returned: object) -> ProgramResult:
     for name, value in entries.items():
         if value is not None and not isinstance(value, str):
             values[name] = value
-    check_metric_names("the result of the program", [name for name in values if name != "score"])
-    numbers = {name: read_number(f"{name!r} in the result of the program", value) for name, value in values.items()}
+    metric_names = [name for name in values if name != "score"]
+    check_metric_names("the result of the program", metric_names)
 
+    numbers = {}
+    for name, value in values.items():
+        numbers[name] = read_number(f"{name!r} in the result of the program", value)
     score = numbers.pop("score", None)
-    names = () if "score" in entries else tuple(str(name)[:NAME_CHARACTERS] for name in entries)
-    return ProgramResult(score, numbers, names[:NAMES_SHOWN])
+    return ProgramResult(score, numbers, _names_without_score(entries))
+
+
+def _names_without_score(entries: Collection[object]) -> tuple[str, ...]:
+    """Returns the first names of a result that has no entry `score`; otherwise none."""
+    if "score" in entries:
+        return ()
+    names = list(entries)[:NAMES_SHOWN]
+    return tuple(str(name)[:NAME_CHARACTERS] for name in names)

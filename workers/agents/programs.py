@@ -35,7 +35,7 @@ from workers.rollout.runner import Runner
 from workers.rollout.specs import GroupPlan, ProgramSpec
 
 REWARD_CHECK_S = 0.05
-"""Seconds between two checks for results of the reward function."""
+"""Seconds between two checks for results of the reward function. Each check is a call of another process."""
 METRIC_NAMES_MAX = 64
 """Number of different names of programs' own metrics in a run. Further names are counted and not logged."""
 
@@ -57,11 +57,17 @@ class _Episode:
     """A queued or running episode.
 
     Attributes:
-        number: its session in the pool.
-        api_key: None unless its program is running.
-        score_key: key of its reward item, if the reward function is scoring it.
-        starts: number of starts after the first.
-        counts: tokens of earlier starts.
+        number: Its session in the pool.
+        name: Prefix of its request ids, and key of its reward item.
+        spec: The task.
+        trajectory: Its result so far.
+        sampling: Sampling parameters of its answers.
+        trace: The requests of its program and their answers.
+        api_key: Its key at the endpoint; None unless its program is running.
+        score_key: Key of its reward item; None unless the reward function was asked for its score.
+        is_ended: Whether it has a result.
+        starts: Number of starts after the first.
+        counts: Numbers of tokens of earlier starts, by what became of them.
     """
 
     number: int
@@ -122,11 +128,14 @@ class ProgramRunner:
         self._running: dict[int, _Episode] = {}
         self._scoring: dict[str, _Episode] = {}
         self._groups: dict[str, list[_Episode]] = {}
-        self._calls: set[Call] = set()  # requests in the engine
+        # the requests that the engine has
+        self._calls: set[Call] = set()
+        # time of the last check for rewards
         self._checked_at = 0.0
         self._counts: Counter[str] = Counter()
         self._metric_names: set[str] = set()
-        self._named_entries: set[str] = set()  # entries of results without a score
+        # entries of results without a score that a note has named
+        self._named_entries: set[str] = set()
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
         """Queues the episodes of a group."""
@@ -134,9 +143,11 @@ class ProgramRunner:
         episodes = []
         for spec in plan.samples_of(ProgramSpec):
             number = next(self._numbers)
+            # the number of the engine, because the engines share one reward pool
             name = f"{self._engine}.{number}/{spec.traj_id}"
             trajectory = Trajectory(spec, by_step=False)
-            episodes.append(_Episode(number, name, spec, trajectory, sampling, self._new_trace()))
+            trace = self._new_trace()
+            episodes.append(_Episode(number, name, spec, trajectory, sampling, trace))
         self._groups[plan.key] = episodes
         self._queue.extend(episodes)
 
@@ -146,14 +157,12 @@ class ProgramRunner:
     def take(self, key: str) -> CompleteGroup:
         episodes = self._groups.pop(key)
         for episode in episodes:
-            # every sampled token has been trained on, masked or discarded with a reason
             counts = episode.counts + episode.trace.counts
-            explained = sum(number for name, number in counts.items() if name != "sampled")
-            if counts["sampled"] != explained:
-                raise RuntimeError(f"episode {episode.name}: {counts['sampled']} tokens were sampled: {dict(counts)}")
+            _check_counts(episode.name, counts)
             self._counts += counts
-            self._counts["rows"] += len(episode.trajectory.rows or ())
             self._counts["requests"] += len(episode.trace.nodes)
+            if episode.trajectory.rows is not None:
+                self._counts["rows"] += len(episode.trajectory.rows)
         self._counts["episodes"] += len(episodes)
         trajectories = [episode.trajectory for episode in episodes]
         return CompleteGroup(self._to_rows(trajectories), count_episodes(trajectories))
@@ -163,58 +172,75 @@ class ProgramRunner:
 
     def abort(self, key: str) -> int:
         """Ends a group. Programs that are running receive errors from the endpoint until they return."""
-        tokens = 0
-        episodes = self._groups.pop(key)
-        for episode in episodes:
+        num_tokens = 0
+        for episode in self._groups.pop(key):
             self._close(episode)
+            # without an entry, the result of its program is ignored
             self._running.pop(episode.number, None)
-            if episode.score_key is not None and self._scoring.pop(episode.score_key, None) is not None:
+            if episode.score_key in self._scoring:
                 assert self._rewards is not None
+                del self._scoring[episode.score_key]
                 self._rewards.call("cancel", [episode.score_key])
+            # `_admit` leaves it out if its program has not started yet
             episode.is_ended = True
-            tokens += episode.trace.counts["sampled"]
-        return tokens
+            num_tokens += episode.trace.counts["sampled"]
+        return num_tokens
 
     def repeat(self, number: int) -> None:
         """Empties the trace of an episode whose program is started again, because its process has died."""
         episode = self._running.get(number)
-        if episode is None:  # it was aborted
+        # it was aborted, and its program runs without an episode
+        if episode is None:
             return
+
         key = episode.api_key
+        # closed before the tokens are counted: answers that arrive later are dropped
         self._close(episode)
-        sampled = episode.counts["sampled"] + episode.trace.counts["sampled"]
-        episode.counts = Counter({"sampled": sampled, "discarded/restarted": sampled})
+        num_sampled = episode.counts["sampled"] + episode.trace.counts["sampled"]
+        # the program repeats its requests, so nothing that its first start sampled is trained on
+        episode.counts = Counter({"sampled": num_sampled, "discarded/restarted": num_sampled})
         self._counts["restarts"] += 1
         episode.trace = self._new_trace()
         episode.starts += 1
-        self._open(episode, key)  # the pool calls the program with the same key
+        # the pool calls the program with the same key
+        self._open(episode, key)
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Takes the results of programs and their requests, and makes at most one engine step.
 
-        wait_s: seconds to wait for either if there is nothing to decode. until_completion is ignored, because requests
-        may arrive after every step.
+        Args:
+            wait_s: Seconds to wait for a result or a request if there is nothing to decode.
+            until_completion: Ignored, because requests may arrive after every step.
         """
         self._admit()
         if self._scoring:
             self._take_scores()
+            # the reward pool does not interrupt the wait below
             wait_s = min(wait_s, REWARD_CHECK_S)
-        for reply in self._programs.poll(0.0 if self.is_decoding else wait_s):
+
+        poll_s = 0.0 if self.is_decoding else wait_s
+        for reply in self._programs.poll(poll_s):
             episode = self._running.pop(reply.session, None)
-            if episode is not None:  # otherwise it was aborted
+            # None if the episode was aborted
+            if episode is not None:
                 self._on_program_end(episode, reply)
+        # programs that have ended leave room for others
         self._admit()
         self._take_requests()
         if self.is_decoding:
-            try:
-                completions = self._runner.step()
-            except Exception as error:
-                # programs that wait for an answer end at once, and not at their time limits
-                self._endpoint.fail(f"the rollout engine failed: {error}")
-                raise
-            for call, completion in completions:
-                self._calls.remove(call)
-                self._endpoint.deliver(call, completion)
+            self._step()
+
+    def _step(self) -> None:
+        """Makes one engine step and delivers the answers that are complete."""
+        try:
+            completions = self._runner.step()
+        except Exception as error:
+            # programs that wait for an answer end at once, and not at their time limits
+            self._endpoint.fail(f"the rollout engine failed: {error}")
+            raise
+        for call, completion in completions:
+            self._calls.remove(call)
+            self._endpoint.deliver(call, completion)
 
     @property
     def is_decoding(self) -> bool:
@@ -252,71 +278,90 @@ class ProgramRunner:
         self._programs.close()
 
     def _admit(self) -> None:
+        """Starts the programs of queued episodes while fewer than `max_live` are running."""
         while self._queue and len(self._running) < self._max_live:
             episode = self._queue.popleft()
-            if not episode.is_ended:
-                self._running[episode.number] = episode
-                self._open(episode)
-                run = ProgramCall(self._endpoint.url, str(episode.api_key), episode.spec.row)
-                self._programs.submit(episode.number, run)
+            if episode.is_ended:
+                continue
+            self._running[episode.number] = episode
+            api_key = self._open(episode)
+            call = ProgramCall(self._endpoint.url, api_key, episode.spec.row)
+            self._programs.submit(episode.number, call)
 
-    def _open(self, episode: _Episode, key: str | None = None) -> None:
-        """Opens the episode at the endpoint. key: its key if it was open before."""
+    def _open(self, episode: _Episode, key: str | None = None) -> str:
+        """Opens the episode at the endpoint and returns its API key. key: its key if it was open before."""
         spec = episode.spec
+
         name = f"{episode.name}+{episode.starts}"
         seed = derive_seed(self._seed, spec.start_step - 1, spec.traj_id, 0)
         episode.api_key = self._endpoint.open(name, episode.trace, episode.sampling, seed, key)
+        return episode.api_key
 
     def _close(self, episode: _Episode) -> None:
         """Closes the episode at the endpoint, and aborts its running requests."""
-        if episode.api_key is not None:
-            self._abort_calls(self._endpoint.close_episode(episode.api_key))
-            episode.api_key = None
+        if episode.api_key is None:
+            return
+        running_calls = self._endpoint.close_episode(episode.api_key)
+        self._abort_calls(running_calls)
+        episode.api_key = None
 
     def _take_requests(self) -> None:
-        new, aborted = self._endpoint.take()
-        for call in new:
+        """Submits the requests that have arrived, and aborts those whose clients have left."""
+        new_calls, aborted_calls = self._endpoint.take()
+        for call in new_calls:
+            request = Request(call.request_id, call.prompt_ids, call.sampling)
             try:
-                self._runner.submit(Request(call.request_id, call.prompt_ids, call.sampling), call)
-            except ValueError as error:  # the engine has no room for it
+                self._runner.submit(request, call)
+            except ValueError as error:
+                # the engine has no room for it; the program receives the reason, and the run continues
                 self._endpoint.refuse(call, str(error))
             else:
                 self._calls.add(call)
-        self._abort_calls(aborted)
+        # after the new requests, because a client may leave before its request was taken
+        self._abort_calls(aborted_calls)
 
     def _abort_calls(self, calls: Sequence[Call]) -> None:
-        known = [call for call in calls if call in self._calls]
-        self._calls.difference_update(known)
-        self._runner.abort([call.request_id for call in known])
+        # some may have ended since the endpoint asked to abort them
+        running_calls = [call for call in calls if call in self._calls]
+        self._calls.difference_update(running_calls)
+        self._runner.abort([call.request_id for call in running_calls])
 
     # ------------------------------------------------------------------------------------------- the end of an episode
 
     def _on_program_end(self, episode: _Episode, reply: Reply[ProgramResult]) -> None:
         """Ends the episode, or sends its last answer to the reward function."""
+        # first of all, because the server's thread uses the trace of an open episode
         self._close(episode)
         trajectory = episode.trajectory
-        trace = episode.trace
-        trajectory.first_prompts = list(trace.first_prompts)
+        trajectory.first_prompts = list(episode.trace.first_prompts)
         trajectory.is_timeout = reply.is_timeout
-        answered = [node for node in trace.nodes if node.answer is not None and node.is_delivered]
         if reply.error is not None:
             return self._fail(episode, reply.error)
+
+        # answers that no client received are not the program's
+        answered = [node for node in episode.trace.nodes if node.is_delivered]
         if not answered:
             return self._fail(
                 episode,
                 "the program returned without an answer of the endpoint: it has to call base_url with its api_key",
             )
+
         result = reply.result
-        trajectory.metrics = self._known_metrics(result.metrics)
+        trajectory.metrics = self._logged_metrics(result.metrics)
         if result.score is not None:
             return self._finish(episode, result.score)
         if self._rewards is None:
             return self._fail(episode, "the program returned no score, and the run has no reward function")
-        new_names = [name for name in result.names if name not in self._named_entries]
-        if new_names and len(self._named_entries) < METRIC_NAMES_MAX:
-            self._named_entries.update(new_names)
-            print(_without_score(new_names), flush=True)
-        self._score_answer(episode, answered[-1], len(answered))
+        self._note_missing_score(result.names)
+        return self._score_answer(episode, answered[-1], len(answered))
+
+    def _note_missing_score(self, names: Sequence[str]) -> None:
+        """Prints each name of a result's dict without a score once: one of them may be a misspelt `score`."""
+        new_names = [name for name in names if name not in self._named_entries]
+        if not new_names or len(self._named_entries) >= METRIC_NAMES_MAX:
+            return
+        self._named_entries.update(new_names)
+        print(_without_score(new_names), flush=True)
 
     def _score_answer(self, episode: _Episode, node: Node, num_turns: int) -> None:
         """Sends the last answer of an episode to the reward function. num_turns: number of its answers."""
@@ -324,10 +369,13 @@ class ProgramRunner:
         row = episode.spec.row
         episode.score_key = episode.name
         self._scoring[episode.name] = episode
-        messages = [*node.conversation.messages, node.answer.message]
-        extra_info = {**(row.get("extra_info") or {}), "messages": messages, "num_turns": num_turns}
+
+        extra_info = dict(row.get("extra_info") or {})
+        extra_info["messages"] = [*node.conversation.messages, node.answer.message]
+        extra_info["num_turns"] = num_turns
         scored_row = {**row, "data_source": episode.spec.tag, "extra_info": extra_info}
-        self._rewards.send("submit", [RewardItem.of_row(episode.name, scored_row, node.answer.text)])
+        item = RewardItem.of_row(episode.name, scored_row, node.answer.text)
+        self._rewards.send("submit", [item])
 
     def _take_scores(self) -> None:
         """Ends the episodes whose rewards are available."""
@@ -335,41 +383,50 @@ class ProgramRunner:
             return
         self._checked_at = time.monotonic()
         assert self._rewards is not None
+        # `collect` waits for all keys, so only those that are ready may be asked for
         ready = self._rewards.call("ready", list(self._scoring))
         if not ready:
             return
         results: dict[str, RewardResult] = self._rewards.call("collect", list(ready))
         for key, result in results.items():
             episode = self._scoring.pop(key)
-            if result.failed:
-                episode.trajectory.is_timeout = result.timed_out
-                self._fail(episode, f"the reward function failed: {result.error}")
-            else:
-                own = episode.trajectory.metrics
-                numbers: dict[str, float] = {}
-                for name, value in result.extra.items():
-                    if not isinstance(value, str):
-                        # neither the program nor the reward function replaces a number of the other
-                        numbers[f"reward.{name}" if name in own else name] = value
-                episode.trajectory.metrics = own | self._known_metrics(numbers)
-                self._finish(episode, result.score)
+            self._on_score(episode, result)
 
-    def _known_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _on_score(self, episode: _Episode, result: RewardResult) -> None:
+        """Ends an episode with the result of the reward function."""
+        trajectory = episode.trajectory
+        if result.failed:
+            trajectory.is_timeout = result.timed_out
+            return self._fail(episode, f"the reward function failed: {result.error}")
+
+        reward_metrics: dict[str, float] = {}
+        for name, value in result.extra.items():
+            if isinstance(value, str):
+                continue
+            # neither the program nor the reward function replaces a number of the other
+            metric_name = f"reward.{name}" if name in trajectory.metrics else name
+            reward_metrics[metric_name] = value
+        trajectory.metrics = trajectory.metrics | self._logged_metrics(reward_metrics)
+        return self._finish(episode, result.score)
+
+    def _logged_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Returns the metrics whose names the run already has, and others while METRIC_NAMES_MAX is not reached."""
-        known = {}
+        logged = {}
         for name, value in metrics.items():
             if name in self._metric_names or len(self._metric_names) < METRIC_NAMES_MAX:
                 self._metric_names.add(name)
-                known[name] = value
+                logged[name] = value
             else:
                 self._counts["metrics_dropped"] += 1
-        return known
+        return logged
 
     def _finish(self, episode: _Episode, score: float) -> None:
+        """Ends an episode with a score, or fails it if the score does not fit a float32."""
         if not is_score(score):
             return self._fail(episode, f"the program returned the score {score:g}; expected {SCORE}")
         trajectory = episode.trajectory
         trajectory.outcome = score
+        # `rows` decides which row a request is in, which `described` reports
         trajectory.rows = episode.trace.rows(score)
         trajectory.turns = list(itertools.chain.from_iterable(trajectory.rows))
         trajectory.requests = episode.trace.described()
@@ -389,8 +446,10 @@ class ProgramRunner:
         for request in trajectory.requests:
             request["row"] = None
             request["discarded"] = "masked"
+
         trajectory.error = error
         trajectory.stop = "failed"
+        # a failed episode becomes a row without sampled tokens, so that its group has all its members
         trajectory.is_kept = True
         episode.is_ended = True
         if trace.nodes:
@@ -398,12 +457,29 @@ class ProgramRunner:
             trajectory.prompt_ids = trace.nodes[0].prompt_ids
 
 
+def _check_counts(name: str, counts: Mapping[str, int]) -> None:
+    """Raises RuntimeError unless every sampled token was trained on, masked or discarded with a reason.
+
+    Args:
+        name: Name of the episode, for the message.
+        counts: Numbers of its tokens.
+    """
+    num_explained = 0
+    for reason, number in counts.items():
+        if reason != "sampled":
+            num_explained += number
+    num_sampled = counts.get("sampled", 0)
+    if num_sampled != num_explained:
+        raise RuntimeError(f"episode {name}: {num_sampled} tokens were sampled: {dict(counts)}")
+
+
 def _without_score(names: Sequence[str]) -> str:
     """Returns the note on a program's dict without an entry `score`. names: its entries."""
-    shown = ", ".join(printable(repr(name)) for name in names)
-    hints = [did_you_mean(name, ["score"]) for name in names]
-    hint = next(filter(None, hints), "")
+    entries = ", ".join(printable(repr(name)) for name in names)
+    hint = ""
+    for name in names:
+        hint = hint or did_you_mean(name, ["score"])
     return (
-        f"agentic.program returned a dict without 'score', with the entries {shown}{hint}: reward.* scores such "
+        f"agentic.program returned a dict without 'score', with the entries {entries}{hint}: reward.* scores such "
         "episodes. Return {'score': None, ...} to say that this is intended."
     )

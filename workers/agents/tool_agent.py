@@ -35,10 +35,13 @@ if TYPE_CHECKING:  # the package is an extra
 ServerEntry = JsonMapping
 """An entry of agentic.mcp_servers: {command, args, env} or {url, headers}."""
 
-CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")  # episodes share its connections
+# episodes share its connections
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")
 TIMEOUT_S = 30.0
 CLOSE_S = 5.0
+"""Seconds that a server has to end after its last call."""
 ERROR_CHARACTERS = 2_000
+"""Number of characters at the end of a server's standard error that are part of a message."""
 
 
 async def run(
@@ -58,6 +61,8 @@ async def run(
     Errors of tools become text for the policy. Raises UserError if a server does not start, or ends during the episode.
 
     Args:
+        base_url, api_key: address of the endpoint, and key of the episode.
+        row: the task.
         servers, limits, environment: agentic.mcp_servers; limits and environment of agentic.program_options.
         max_turns: maximum number of answers.
         max_result_chars: maximum number of characters of a result that the policy receives.
@@ -77,14 +82,15 @@ async def run(
         for server in started:
             await stack.enter_async_context(server.running())
         tools = named_tools(started)
-        functions = [_function(name, named.tool) for name, named in tools.items()]
+        functions = [_function(name, named_tool.tool) for name, named_tool in tools.items()]
 
         while turns < max_turns:
             try:
                 reply = await client.chat.completions.create(model="policy", messages=messages, tools=functions)
             except BadRequestError as error:
+                # the results of the last calls do not fit; without an answer there is nothing to score
                 if error.code == "context_length_exceeded" and turns:
-                    break  # the results of the last calls do not fit
+                    break
                 raise
             answer = reply.choices[0].message
             messages.append(answer)
@@ -115,21 +121,31 @@ def _shortened(result: str, most: int) -> str:
 
 
 async def call_tool(tools: Mapping[str, NamedTool], name: str, arguments: str) -> tuple[str, bool]:
-    """Calls one of the `named_tools`. Returns its result or an error as text, and True if it worked.
+    """Calls one of the `named_tools`. A wrong call is an error text for the policy, and ends no episode.
 
-    arguments: as JSON. Raises UserError if the server has ended.
+    Args:
+        tools: The tools.
+        name: Name that the policy has called.
+        arguments: Its arguments as JSON.
+
+    Returns:
+        The result or an error as text, and True if the call worked.
+
+    Raises:
+        UserError: The server has ended.
     """
     if name not in tools:
         return f"Error: there is no tool {name[:100]!r}; the tools are {', '.join(tools)}", False
     try:
         values = json.loads(arguments)
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()  # fails for values that cannot be sent
+        # fails for values that cannot be sent: NaN, and characters without an encoding
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         return f"Error: the arguments are not valid JSON: {error}", False
     if not isinstance(values, dict):
         return "Error: the arguments are not a JSON object", False
-    named = tools[name]
-    return await named.server.call(named.tool.name, values)
+    named_tool = tools[name]
+    return await named_tool.server.call(named_tool.tool.name, values)
 
 
 def check_servers(
@@ -203,17 +219,22 @@ class Server:
             self._task = asyncio.create_task(self._run())
             opened = asyncio.create_task(self._is_open.wait())
             try:
+                # the task ends first if the server does not start
                 await asyncio.wait((self._task, opened), return_when=asyncio.FIRST_COMPLETED)
                 if not self._is_open.is_set():
-                    command = "command (a program in PATH or an absolute file name), args or env"
-                    remedy = "its url, or start it" if "url" in self._entry else f"its {command}"
-                    raise self._error("does not start", f"; correct {remedy}")
+                    raise self._error("does not start", self._start_remedy())
                 yield
             finally:
                 opened.cancel()
                 await self._close()
             if self._failure is not None:
                 raise self._error("failed")
+
+    def _start_remedy(self) -> str:
+        """Returns what to change if the server does not start, for the message."""
+        if "url" in self._entry:
+            return "; correct its url, or start it"
+        return "; correct its command (a program in PATH or an absolute file name), args or env"
 
     async def call(self, tool: str, arguments: JsonObject) -> tuple[str, bool]:
         """Returns the result of a tool or an error as text, and True if it worked. Raises UserError if the server has
@@ -223,16 +244,23 @@ class Server:
                 result = await self._client.call_tool(tool, arguments)
         except TimeoutError:
             return f"Error: the tool did not answer within {self._timeout_s:g} seconds", False
-        except Exception as error:  # an error of the protocol, or a result that contradicts the tool's schema
-            # only a server that still answers leaves the error to the policy
-            try:
-                with anyio.fail_after(self._timeout_s):
-                    await self._list_tools()
-            except Exception:
-                await self._close()  # the process has then written its last message
+        except Exception as error:
+            # an error of the protocol, or a result that contradicts the tool's schema
+            if not await self._answers():
+                # its process has written its last message only when it has ended
+                await self._close()
                 raise self._error("ended during an episode") from error
             return f"Error: {error}", False
         return text_of(result), not result.is_error
+
+    async def _answers(self) -> bool:
+        """Returns True if the server still answers. Only then an error is left to the policy."""
+        try:
+            with anyio.fail_after(self._timeout_s):
+                await self._list_tools()
+        except Exception:
+            return False
+        return True
 
     async def _run(self) -> None:
         """Connects to the server, and closes the connection after `_close`."""
@@ -241,6 +269,7 @@ class Server:
         try:
             with self._scope:
                 async with contextlib.AsyncExitStack() as stack:
+                    # a Python server needs about a second of a core to start: not more at once than there are cores
                     async with _starts(asyncio.get_running_loop()):
                         self._scope.deadline = anyio.current_time() + self._timeout_s
                         self._client = await stack.enter_async_context(Client(self._streams()))
@@ -252,8 +281,10 @@ class Server:
                     self._scope.deadline = anyio.current_time() + CLOSE_S
         except Exception as error:
             self._failure = error
+            # the task groups of `mcp` wrap the error of a server
             while isinstance(self._failure, ExceptionGroup):
                 self._failure = self._failure.exceptions[0]
+        # `_close` and the deadline of the end cancel the scope, too, which is no failure
         if self._scope.cancelled_caught and not self._done.is_set():
             limit = f"agentic.program_kwargs.timeout_s={self._timeout_s:g} seconds"
             self._failure = TimeoutError(f"no answer within {limit}")
@@ -275,7 +306,8 @@ class Server:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client
 
-            timeout = httpx2.Timeout(self._timeout_s, read=None)  # `call` and `_run` limit the time of answers
+            # `call` and `_run` limit the time of answers
+            timeout = httpx2.Timeout(self._timeout_s, read=None)
             async with httpx2.AsyncClient(headers=entry.get("headers"), timeout=timeout) as http:
                 async with streamable_http_client(entry["url"], http_client=http) as streams:
                     yield streams
@@ -293,9 +325,11 @@ class Server:
                 process_tree.end_marked(mark, reaps=True)
 
     async def _list_tools(self) -> list[Tool]:
+        """Returns all tools of the server, which lists them in pages."""
         tools: list[Tool] = []
         cursor: str | None = None
         while True:
+            # from the server, because `_answers` wants to know whether it still answers
             page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
             tools += page.tools
             cursor = page.next_cursor
@@ -303,12 +337,19 @@ class Server:
                 return tools
 
     def _error(self, problem: str, remedy: str = "") -> UserError:
-        failure = self._failure
-        reason = "its process or its connection has ended" if failure is None else str(failure) or repr(failure)
+        """Returns the error of a server that cannot be used, with the end of its standard error."""
+        reason = "its process or its connection has ended"
+        if self._failure is not None:
+            # some exceptions have no text
+            reason = str(self._failure) or repr(self._failure)
+
         size = os.fstat(self._log.fileno()).st_size
+        # `pread` leaves the position unchanged, at which the process writes
         written = os.pread(self._log.fileno(), ERROR_CHARACTERS, max(0, size - ERROR_CHARACTERS))
-        shown = f"; it wrote:\n{printable(written.decode(errors='replace'))}" if written else ""
-        return UserError(f"agentic.mcp_servers.{self.name}: the server {problem}: {reason}{remedy}{shown}")
+        output = ""
+        if written:
+            output = f"; it wrote:\n{printable(written.decode(errors='replace'))}"
+        return UserError(f"agentic.mcp_servers.{self.name}: the server {problem}: {reason}{remedy}{output}")
 
 
 @dataclass(frozen=True)
@@ -338,9 +379,11 @@ def text_of(result: CallToolResult) -> str:
     """Returns the text of a tool's result, in which content of other types is named."""
     parts = []
     for block in result.content:
+        # an embedded resource has its text or its data inside
         content = getattr(block, "resource", block)
         kind = getattr(content, "mime_type", None) or "unknown type"
-        parts.append(getattr(content, "text", f"[{block.type} of {kind}, which is not shown]"))
+        placeholder = f"[{block.type} of {kind}, which is not shown]"
+        parts.append(getattr(content, "text", placeholder))
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content))
     return "\n".join(parts)

@@ -75,20 +75,23 @@ def trajectory_rows(
     """
     rows: list[_Row] = []
     for trajectory in trajectories:
-        if trajectory.is_kept:
-            for step, turns in enumerate(_turns_of_rows(trajectory)):
-                rows.append(_row(trajectory, turns, step))
+        if not trajectory.is_kept:
+            continue
+        for step, turns in enumerate(_turns_of_rows(trajectory)):
+            rows.append(_row(trajectory, turns, step))
 
     responses = []
     for row in rows:
-        excess = len(row.prompt_ids) - prompt_length
         # the first prompt of a program's conversation may be longer than the column; see `Trace.rows`
+        excess = len(row.prompt_ids) - prompt_length
         if row.response_ids and excess > 0:
             _move_to_response(row, excess)
         responses.append(
             Response(row.response_ids, row.response_mask, row.log_probs, row.versions, row.finish_reason, row.extra)
         )
-    prompts, prompt_mask = left_padded([row.prompt_ids for row in rows], prompt_length, pad_token_id)
+
+    prompt_ids = [row.prompt_ids for row in rows]
+    prompts, prompt_mask = left_padded(prompt_ids, prompt_length, pad_token_id)
     batch = write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs)
     tensors = {"prompt_mask": prompt_mask} | _numbers(rows, response_length)
     return batch | DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
@@ -98,6 +101,7 @@ def _turns_of_rows(trajectory: Trajectory) -> Sequence[Sequence[Turn]]:
     """Returns the turns of each row of an episode; one row without turns if there is nothing to train on."""
     if trajectory.stop == "failed" or not trajectory.turns:
         return [[]]
+    # the trace of a program has decided which requests share a row
     if trajectory.rows:
         return trajectory.rows
     if trajectory.by_step:
@@ -107,27 +111,32 @@ def _turns_of_rows(trajectory: Trajectory) -> Sequence[Sequence[Turn]]:
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
     """Returns the row of these turns. A row without turns has no token to train on."""
-    of_step = bool(turns) and trajectory.by_step
+    # a failed episode has no turns in its row, but its first turn still names the state in which it began
     first_turns = turns or trajectory.turns
     rewards = [turn.reward for turn in turns]
+    # with several rows, each has the messages of its own turns
+    has_own_messages = (trajectory.by_step and turns) or trajectory.rows
     row = _Row(
         trajectory,
         step=step,
         state_hash=first_turns[0].state_hash if first_turns else "",
         prompt_ids=turns[0].prompt_ids if turns else trajectory.prompt_ids,
         raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
-        messages=messages_of(turns) if of_step or trajectory.rows else trajectory.messages,
+        messages=messages_of(turns) if has_own_messages else trajectory.messages,
         step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
         finish_reason=_finish_reason(trajectory, turns),
         extra=_joined_extra(turns),
     )
     for number, turn in enumerate(turns):
+        # the tokens before the first turn are the prompt of the row
         joined = turn.prompt_ids if number else ()
+        num_sampled = len(turn.response_ids)
         row.response_ids += [*joined, *turn.response_ids]
-        row.response_mask += [0] * len(joined) + [1] * len(turn.response_ids)
+        row.response_mask += [0] * len(joined) + [1] * num_sampled
         row.log_probs += [0.0] * len(joined) + turn.log_probs
+        # only sampled tokens have a version
         row.versions += [-1] * len(joined) + turn.versions
-        row.scores += [0.0] * (len(joined) + len(turn.response_ids) - 1) + [turn.reward]
+        row.scores += [0.0] * (len(joined) + num_sampled - 1) + [turn.reward]
     return row
 
 
@@ -149,10 +158,12 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
     for number, turn in enumerate(turns):
         num_sampled = len(turn.response_ids)
         sampled = {name: values[:num_sampled] for name, values in of_response(turn.extra).items()}
-        num_joined = len(turn.prompt_ids) if number else 0  # tokens between two turns have no values
+        # tokens between two turns have no values
+        num_joined = len(turn.prompt_ids) if number else 0
         for name, values in of_response(sampled, num_joined).items():
             parts[name].append(values)
 
+    # the engine sampled the last turn after all others, so its values of (B, P+R, ...) cover the whole row
     extra = dict(turns[-1].extra)
     for name, values_of_turns in parts.items():
         extra[name] = torch.cat(values_of_turns)
@@ -188,10 +199,10 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
     """Returns the columns that are not tensors."""
     trajectories = [row.trajectory for row in rows]
     specs = [trajectory.spec for trajectory in trajectories]
+    # an episode may have several rows, and each sample needs a name of its own
     num_rows: Counter[str] = Counter()
     sample_ids = []
     for spec in specs:
-        # an episode may have several rows
         sample_ids.append(f"{spec.traj_id}/{num_rows[spec.traj_id]}")
         num_rows[spec.traj_id] += 1
     columns: dict[str, Sequence[object]] = {
@@ -199,6 +210,7 @@ def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
         "traj_id": [spec.traj_id for spec in specs],
         "sample_id": sample_ids,
         "state_hash": [row.state_hash for row in rows],
+        # both names: rewards and validation read verl's column, the metrics of agents ROLL's
         "data_source": [spec.tag for spec in specs],
         "tags": [spec.tag for spec in specs],
         "raw_prompt": [row.raw_prompt for row in rows],
@@ -218,6 +230,7 @@ def _columns_of_kind(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[o
     """Returns the columns that come from the specification: of a program's task, or of an environment."""
     tasks = [trajectory.spec.row for trajectory in trajectories if isinstance(trajectory.spec, ProgramSpec)]
     if tasks:
+        # rewards read a ground truth, which a task of a program need not have
         return {
             "reward_model": [{"ground_truth": "", **task.get("reward_model", {})} for task in tasks],
             "extra_info": [task.get("extra_info") or {} for task in tasks],

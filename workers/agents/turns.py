@@ -59,6 +59,8 @@ def turn_messages(
     `history_length` turns with valid and invalid actions (ROLL: only invalid actions).
 
     Args:
+        template: the environment's configuration.
+        observation: what the last reset or step returned.
         past: all turns so far.
         instruction: the environment's task, included in the first turn of a trajectory, and in each turn in step mode.
         info: the `info` dict of the reset or step that returned `observation`.
@@ -74,27 +76,37 @@ def turn_messages(
         "max_response_length": max_response_length,
     }
     if template.by_step:
-        history = past[len(past) - min(template.history_length, len(past)) :]
-        lines = []
-        for number, turn in enumerate(history, start=len(past) - len(history) + 1):
-            note = "" if turn.is_valid else " (not a valid action)"
-            lines.append(
-                f"(step {number}, observation: {turn.observation}, action: {turn.action}{note}, "
-                f"reward: {turn.reward:g})"
-            )
-        fields |= {
-            "history": "\n".join(lines),
-            "history_length": len(history),
-            "step_count": len(past),
-            "current_step": len(past) + 1,
-            "current_observation": observation,
-        }
+        fields |= _history_fields(template, observation, past)
+
     content = template.agent_template.format(**fields)
+    # a template without the field gets the task before its first message
     if is_first and instruction and "env_instruction" not in template.fields:
-        content = instruction + ("" if instruction[-1].isspace() else "\n") + content
+        separator = "" if instruction[-1].isspace() else "\n"
+        content = instruction + separator + content
+
+    # the first message has no tool call before it, whose result it could be
     is_tool = info.get("use_tool") and not is_first
-    system = template.agent_system_template if is_first else None
     message: Message = {"role": "tool" if is_tool else "user", "content": content}
-    if system:
-        return [{"role": "system", "content": system}, message]
+    if is_first and template.agent_system_template:
+        return [{"role": "system", "content": template.agent_system_template}, message]
     return [message]
+
+
+def _history_fields(template: EnvTemplate, observation: str, past: Sequence[Turn]) -> dict[str, object]:
+    """Returns the fields of `agent_template` that only step mode has, for a prompt without the earlier turns."""
+    history_length = min(template.history_length, len(past))
+    # not `past[-history_length:]`, which is everything for a length of 0
+    first = len(past) - history_length
+    lines = []
+    for number, turn in enumerate(past[first:], start=first + 1):
+        note = "" if turn.is_valid else " (not a valid action)"
+        lines.append(
+            f"(step {number}, observation: {turn.observation}, action: {turn.action}{note}, reward: {turn.reward:g})"
+        )
+    return {
+        "history": "\n".join(lines),
+        "history_length": history_length,
+        "step_count": len(past),
+        "current_step": len(past) + 1,
+        "current_observation": observation,
+    }
