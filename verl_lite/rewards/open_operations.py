@@ -107,11 +107,13 @@ def open_operations(node: Node) -> set[str]:
 
 
 def _is_open_root(node: Node) -> bool:
-    """Returns True if a root has a rational value, or an index that is no integer."""
+    """Returns True if a root has a rational value, or an index that is no positive integer."""
     if len(node.parts) == 1:
         return _is_rational_power(node.parts[0], Fraction(1, 2))
     radicand, index = node.parts
-    return not is_integer(index) or _is_rational_power(radicand, Fraction(1, int(index.text)))
+    if not is_integer(index) or int(index.text) == 0:
+        return True
+    return _is_rational_power(radicand, Fraction(1, int(index.text)))
 
 
 def _open_sum(node: Node) -> set[str]:
