@@ -184,15 +184,21 @@ def tokens_of(text: str) -> list[Token]:
         if match["space"]:
             follows_space = True
             continue
-        tokens += _converted(match, follows_space)
+        new_tokens = _converted(match, follows_space)
         follows_space = False
-
-        last_text = tokens[-1].text if tokens else ""
-        if last_text in ("(", "[", "{", "\\{"):
-            depth += 1
-        elif last_text in (")", "]", "}", "\\}"):
-            depth -= 1
+        tokens += new_tokens
+        # a \text{} can have no tokens, or both brackets of a pair
+        depth += sum(map(_change_of_depth, new_tokens))
     return tokens
+
+
+def _change_of_depth(token: Token) -> int:
+    """Returns 1 for an opening bracket, -1 for a closing one, and 0 for other tokens."""
+    if token.kind not in ("mark", "command"):
+        return 0
+    if token.text in ("(", "[", "{", "\\{"):
+        return 1
+    return -1 if token.text in (")", "]", "}", "\\}") else 0
 
 
 def _converted(match: re.Match[str], follows_space: bool) -> list[Token]:

@@ -109,12 +109,12 @@ def open_operations(node: Node) -> set[str]:
 
 
 def _is_open_root(node: Node) -> bool:
-    """Returns True if a root has a rational value, or an index that is no integer."""
+    """Returns True if a root has a rational value, or an index that is no positive integer."""
     radicand = node.parts[0]
     if len(node.parts) == 1:
         return _is_rational_power(radicand, Fraction(1, 2))
     index = node.parts[1]
-    if not is_integer(index):
+    if not is_integer(index) or int(index.text) == 0:
         return True
     return _is_rational_power(radicand, Fraction(1, int(index.text)))
 

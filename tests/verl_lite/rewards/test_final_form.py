@@ -63,6 +63,12 @@ x^{3/2} | x^{1.5};x^{\frac32};x\sqrt{x} | x^{2.5};x^{0.5}
 -7 | -7;−7 | -(-(-7));---7;7
 7 | 7 | -(-7);--7
 e^x | \exp(x);e^{x} | \exp(2x);\exp(x)+0
+x | x;\text{}x | \sqrt[0]{x};\sqrt[00]{x};\frac{1}{\sqrt[0]{x}}
+12345 | {\text{}x}=12,345;(\text{}x)=12,345 | {\text{}x}=12,346
+(\text{A, B}), 12345 | (\text{A, B}), 12,345 | (\text{A, B}), 12,346
+\text{(1, 2)}, 12345 | \text{(1, 2)}, 12,345 | \text{(1, 2)}, 12,346
+\lim_{x\to 10} -0.5x | \lim_{x\to 10} -0.5x | [1,0.0];f(\lim_{x\to 0.0} 99)
+[1,2) | [1,2) | [\frac{0}{0},2);(0/0,0/0)
 5 | \underline{5};\color{red}{5};\textcolor{red}{5};\large 5;5^{\text{th}} | \underline{2+3};\color{red}{6};\exp(\ln 5)
 """
 CASES = []

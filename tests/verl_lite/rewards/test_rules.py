@@ -326,6 +326,14 @@ def test_an_answer_that_is_too_large_is_wrong_and_is_not_evaluated(strict: bool)
     assert mathematics._process(os.getpid()) is before, "the process was killed"
 
 
+@pytest.mark.parametrize(("truth", "answer"), [(r"\log_2 3", "10^{30}"), (r"\log_2 3", "1e-999"), (r"\ln 5", "1e99")])
+def test_a_number_of_another_size_is_wrong_without_being_simplified(truth: str, answer: str) -> None:
+    mark("math_verify", r"\boxed{7}", "7")
+    before = mathematics._process(os.getpid())
+    assert mark("math_verify", f"\\boxed{{{answer}}}", truth)["score"] == 0
+    assert mathematics._process(os.getpid()) is before, "the process was killed"
+
+
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_wrong_in_any_thread() -> None:
     """A failure would be masked, and a policy can learn to bring that about."""
