@@ -16,9 +16,14 @@ FAILURES = "## What it looks like when it fails"
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of the models, which are made once for all notebooks."""
-    return tmp_path_factory.mktemp("cache")
+def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The cache of the models. All processes of the tests share it, so that each model is made once."""
+    temporary = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        temporary = temporary.parent  # each process of xdist has a folder of its own in it
+    folder = temporary / "models-of-notebooks"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def execute(
