@@ -20,7 +20,7 @@ Settings = Mapping[str, object]
 """Values by dotted key, of options or of the keys of another trainer."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
-_SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SWITCHES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _LONGEST_VALUE = 200  # characters of a value in a message
 _KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 

@@ -224,9 +224,9 @@ def _is_recomputed(config: PPOConfig) -> bool:
 
 
 def _losses_that_bound_the_ratio(config: PPOConfig) -> str:
-    bounded = sorted(name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio"))
+    bounded = [name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio")]
     return (
-        f"choose loss_type=ppo_clip and a loss_mode of {', '.join(bounded)}, or truncate the weights: set "
+        f"choose loss_type=ppo_clip and a loss_mode of {', '.join(sorted(bounded))}, or truncate the weights: set "
         "algorithm.rollout_correction.rollout_is=token"
     )
 
