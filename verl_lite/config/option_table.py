@@ -175,6 +175,7 @@ def _last_part(key: str) -> str:
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:
     """Yields the options of a dataclass and of its sections."""
+    # with annotations of base classes, and those that are texts
     annotations = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path = (*prefix, field.name)

@@ -145,6 +145,7 @@ POLICY_ROWS: tuple[Conflict[PPOConfig | FlowGRPOConfig], ...] = (
     ),
     Conflict(
         ("algorithm.rollout_correction.rollout_rs",),
+        # the criteria of the level batch: batch_k2 and batch_k3
         lambda config, criteria: "batch_" in (criteria or "") and config.algorithm.rollout_correction.bypass_mode,
         "the workers reject tokens without knowing the other tokens of the batch",
         "set algorithm.rollout_correction.bypass_mode=false",
