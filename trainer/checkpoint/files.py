@@ -71,7 +71,10 @@ def publish(draft: Path) -> Path:
     final = run_dir / name
     replaced = run_dir / f".{name}.old"
 
-    files = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
+    files = []
+    for path in sorted(draft.rglob("*")):
+        if path.is_file():
+            files.append(str(path.relative_to(draft)))
     entries = {}
     for file, digest in hashes(draft, files).items():
         size = (draft / file).stat().st_size
@@ -266,7 +269,9 @@ def damage_of(folder: Path) -> str | None:
         if manifest.stat().st_size > MOST_MANIFEST_BYTES:
             return f"{MANIFEST} has more than {MOST_MANIFEST_BYTES >> 20} MiB"
         content = json.loads(manifest.read_text(encoding="utf-8"))
-        expected = {str(name): str(digest) for name, (_, digest) in content["sha256"].items()}
+        expected = {}
+        for name, (_, digest) in content["sha256"].items():
+            expected[str(name)] = str(digest)
         unlisted = _unlisted_files(folder, expected)
         if unlisted:
             return f"{MANIFEST} does not list {printable(', '.join(unlisted))[:1000]}"

@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +105,7 @@ def worker_classes(
     """
     roles = {}
     if _joins_cluster_with_gpus(config):
+        # before all roles that load a model
         roles["devices"] = device_holder(config)
     if kind.trains and needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
@@ -270,7 +270,13 @@ def sample_parts(
     least = LEAST_REWARDS
     if config.algorithm.filter_groups.enable:
         least = max(least, config.data.train_batch_size * config.rollout.n)
-    text: Any = partial(data.tokenizer.decode, skip_special_tokens=True)
+
+    def decode(token_ids: list[int]) -> str:
+        text = data.tokenizer.decode(token_ids, skip_special_tokens=True)
+        # transformers returns a list for a batch
+        assert isinstance(text, str)
+        return text
+
     failures = reward_failure_log(config.reward.max_error_rate, run_dir, note, least)
-    rewards = RewardManager(pool, config.reward, failures, model, text)
+    rewards = RewardManager(pool, config.reward, failures, model, decode)
     return {"rewards": rewards, "val_data": data.val, "source": PromptSource(config, data.train)}

@@ -90,7 +90,7 @@ class Saver:
         is_stopped = steps.must_stop()
         return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
 
-    def save(self, steps: StepCounter, state: Mapping[str, Any] | None = None) -> None:
+    def save(self, steps: StepCounter, state: Mapping[str, object] | None = None) -> None:
         """Writes the checkpoint of this step. With trainer.async_save the workers write their files in the background.
 
         If the disk is full, the next step tries again (`is_due`).

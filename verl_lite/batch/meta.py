@@ -75,14 +75,15 @@ def same(first: object, second: object) -> bool:
     are_scalars = np.isscalar(first) and np.isscalar(second)
     if type(first) is not type(second) and not are_scalars:
         return False
-    if isinstance(first, Mapping) and isinstance(second, Mapping):  # dict, TensorDict
-        return _same_columns(first, second)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return _same_entries(first, second)
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return _same_values(first, second)
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return _same_values(first, second)
+    match first, second:
+        case Mapping(), Mapping():  # dict, TensorDict
+            return _same_columns(first, second)
+        case list() | tuple(), list() | tuple():
+            return _same_entries(first, second)
+        case torch.Tensor(), torch.Tensor():
+            return _same_values(first, second)
+        case np.ndarray(), np.ndarray():
+            return _same_values(first, second)
     are_both_nan = first != first and second != second
     return bool(first == second) or bool(are_both_nan)
 

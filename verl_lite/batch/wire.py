@@ -230,7 +230,8 @@ def concat(parts: list[Packed]) -> Packed | None:
     """Concatenates batches and keeps the meta of the first; returns None if their encodings differ."""
     first = parts[0]
     for part in parts:
-        if part.schema != first.schema or part.objects.keys() != first.objects.keys():
+        has_same_names = part.objects.keys() == first.objects.keys()
+        if part.schema != first.schema or not has_same_names:
             return None
         # other columns have no common function that concatenates them
         if not all(isinstance(value, np.ndarray) for value in part.objects.values()):

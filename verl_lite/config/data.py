@@ -105,6 +105,7 @@ def python_file(name: str, path: str | None) -> Problems:
 def _data_file(name: str, path: str) -> Problems:
     """Yields a problem if `path` is neither a folder, a data file nor the form of a hub name."""
     file = Path(path).expanduser()
+    # a folder with a data set can have a configuration and a split as well
     without_split = path.partition("@")[0].partition(":")[0]
     if file.is_dir() or Path(without_split).expanduser().is_dir():
         return

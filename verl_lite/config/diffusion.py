@@ -72,6 +72,7 @@ class FlowRewardConfig(Options):
 
     name: str = opt("cosine_identity", "a registered visual reward, or pkg.module:object")
     kwargs: FreeDict = opt({}, "arguments of the reward")
+    # the defaults suit the score of ROLL's reward for identity
     baseline: float = opt(0.54, "score that is normalised to 0", FINITE)
     std: float = opt(0.16, "score difference that is normalised to 1", POSITIVE)
     coef: float = opt(0.1, "weight of the normalised score in the loss", POSITIVE)

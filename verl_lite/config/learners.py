@@ -19,6 +19,7 @@ from verl_lite.config.fields import (
 
 DTYPES = ("auto", "fp32", "bf16")
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# kl, mse and low_var_kl are verl's other names of k1, k2 and k3
 _KL = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """KL estimators by name. NAME+ has the value of NAME and the gradient of k2."""

@@ -376,6 +376,7 @@ class _Merge(Generic[C]):
         section, _, leaf = name.rpartition(".")
         if not leaf.endswith("micro_batch_size_per_gpu"):
             return
+        # rollout and ref have a switch of their own for the passes that compute log-probs
         pass_prefix = "log_prob_" if leaf.startswith("log_prob") else ""
         switch = f"{section}.{pass_prefix}use_dynamic_bsz"
         if switch not in self.schema.keys:
@@ -425,6 +426,7 @@ class _Merge(Generic[C]):
                 assert isinstance(inner, dict)
                 section = inner
             section[path[-1]] = assignment.value
+        # structured, so that OmegaConf compares resolved references with the types of their options
         omega = OmegaConf.structured(self.root)
         try:
             omega = cast(DictConfig, OmegaConf.merge(omega, nested))

@@ -20,7 +20,7 @@ Settings = Mapping[str, object]
 """Values by dotted key, of options or of the keys of another trainer."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
-_SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SWITCHES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _LONGEST_VALUE = 200  # characters of a value in a message
 _KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 
@@ -175,6 +175,7 @@ def _last_part(key: str) -> str:
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:
     """Yields the options of a dataclass and of its sections."""
+    # with annotations of base classes, and those that are texts
     annotations = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path = (*prefix, field.name)

@@ -135,6 +135,7 @@ class _OneLine(yaml.SafeDumper):
     """
 
     def ignore_aliases(self, data: object) -> bool:
+        # no anchors (&id001) for a list that occurs twice
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:

@@ -136,12 +136,13 @@ def _rejections(options: CorrectionOptions) -> Iterator[Rejection]:
     """Yields the criteria of `rollout_rs`, which have one common threshold or one threshold each."""
     if options.rollout_rs is None:
         return
-    names = [name.strip() for name in options.rollout_rs.split(",") if name.strip()]
+    names = _parts(options.rollout_rs)
     for name in names:
         if name not in REJECTION_OPTIONS:
             raise ValueError(unknown_value(f"{_KEY}.rollout_rs", name, REJECTION_OPTIONS))
-    texts = [text.strip() for text in str(options.rollout_rs_threshold).split(",") if text.strip()]
-    if not names or len(set(names)) < len(names) or len(texts) not in (1, len(names)):
+    texts = _parts(str(options.rollout_rs_threshold))
+    are_different = len(set(names)) == len(names)
+    if not names or not are_different or len(texts) not in (1, len(names)):
         raise ValueError(
             f"{_KEY}.rollout_rs={options.rollout_rs} with rollout_rs_threshold={options.rollout_rs_threshold}: "
             "expected different options, such as token_k1, and one threshold for all or one per option"
@@ -153,6 +154,12 @@ def _rejections(options: CorrectionOptions) -> Iterator[Rejection]:
             yield _rejection(name, text)
         except ValueError as error:
             raise ValueError(f"{_KEY}.rollout_rs_threshold={text} of {name}: {error}") from None
+
+
+def _parts(text: str) -> list[str]:
+    """Splits a text at commas, and leaves out empty parts."""
+    parts = [part.strip() for part in text.split(",")]
+    return list(filter(None, parts))
 
 
 def _rejection(name: str, threshold: str) -> Rejection:

@@ -86,6 +86,7 @@ class RayInitConfig(Options):
 
     address: str | None = opt(None, "cluster to join; null = start a private cluster for this run")
     num_cpus: int | None = opt(None, "CPUs of the private cluster; null = the cores of this process", at_least(1))
+    # Ray rejects a store of less than 75 MiB
     object_store_memory_mb: int = opt(512, "shared memory of the private cluster in MiB", at_least(80))
     wait_for_nodes_s: float = opt(300.0, "maximum time to wait for a cluster and for free nodes", at_least(0))
 

@@ -261,8 +261,8 @@ class _Parser:
 
     def _skip_unit(self, value: Node) -> None:
         """Takes the unit of a value: words, with exponents, and products and quotients of them."""
-        begins_unit = self._at_unit([value]) or (self._is("/") and self._is_unit_next())
-        if not begins_unit:
+        is_rate = self._is("/") and self._is_unit_next()
+        if not is_rate and not self._at_unit([value]):
             return
 
         words = []
@@ -458,7 +458,10 @@ class _Parser:
             index = self._sum()
             self._expect("]")
         # TeX would draw the root over the bracket alone, but \sqrt(2) means the root of 2
-        radicand = self._brackets(self._next().text) if self._is("(") else self._argument()
+        if self._accept("("):
+            radicand = self._brackets("(")
+        else:
+            radicand = self._argument()
         if index is None:
             return Node("root", (radicand,))
         return Node("root", (radicand, index))
@@ -472,7 +475,10 @@ class _Parser:
                 base = self._argument()
             else:
                 exponent = self._argument()
-        argument = self._brackets(self._next().text) if self._is("(") else self._adjacent(in_function=True)
+        if self._accept("("):
+            argument = self._brackets("(")
+        else:
+            argument = self._adjacent(in_function=True)
 
         if name == "\\exp" and base is None and exponent is None:
             return Node("power", (Node("constant", (), "e"), argument))
@@ -540,7 +546,8 @@ def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
         return None
 
     # beside an integer, any other fraction could be a sum (a mixed number) or a product
-    is_proper = is_integer(above) and is_integer(below) and 0 < int(above.text) < int(below.text)
+    are_integers = is_integer(above) and is_integer(below)
+    is_proper = are_integers and 0 < int(above.text) < int(below.text)
     if not is_proper:
         raise UnknownSyntax("an integer stands beside a fraction that is not proper")
     return Node("mixed", (whole, above, below))

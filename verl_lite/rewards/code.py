@@ -414,7 +414,8 @@ def _tests_of_dict(content: JsonMapping, max_tests: int | None) -> PairTests | S
     if has_pairs and not content.get("assert_case"):
         inputs = list(content["inputs"])
         outputs = list(content["outputs"])
-        return _pairs(inputs, outputs, content.get("fn_name"), max_tests)
+        function = content.get("fn_name")
+        return _pairs(inputs, outputs, function, max_tests)
 
     setup = str(content.get("setup") or "")
     asserts = content.get("asserts", content.get("assert_case"))

@@ -27,7 +27,12 @@ _ROUNDED_DIGITS = 6
 """A decimal with at least this many digits may be a rounded value."""
 _PRECISION = 40
 _EQUAL = sympy.Float("1e-25")
-_POINTS = (sympy.Rational(7, 5), sympy.Rational(23, 11), sympy.Rational(31, 17), sympy.Rational(2, 7))
+_POINTS = (
+    sympy.Rational(7, 5),
+    sympy.Rational(23, 11),
+    sympy.Rational(31, 17),
+    sympy.Rational(2, 7),
+)
 """Values of the symbols at which two expressions are compared."""
 
 
@@ -63,7 +68,8 @@ def _exact(node: Expression) -> Expression:
         return node
 
     args = [_exact(arg) for arg in node.args]
-    if isinstance(node, sympy.Expr) and all(isinstance(arg, sympy.Rational) for arg in args):
+    are_numbers = all(isinstance(arg, sympy.Rational) for arg in args)
+    if isinstance(node, sympy.Expr) and are_numbers:
         # evaluates powers, products and sums of numbers, whose size is bounded
         return node.func(*args)
     is_changed = any(arg is not old for arg, old in zip(args, node.args, strict=True))

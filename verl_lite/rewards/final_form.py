@@ -52,8 +52,10 @@ _NAMES_OF_UNITS = (
     "cent cents",
     "dollar dollars",
 )
-_UNITS = {name: names.split()[0] for names in _NAMES_OF_UNITS for name in names.split()}
+_UNITS: dict[str, str] = {}
 """The usual name of each unit that is known."""
+for _names in map(str.split, _NAMES_OF_UNITS):
+    _UNITS |= dict.fromkeys(_names, _names[0])
 
 _UNIT_FACTOR = re.compile(r"(?P<unit>[a-z]+)(?:\^\(?(?P<power>-?\d)\)?)?")
 _POWER_WORD = re.compile(r"\A(?P<power>square|sq|cubic|cu)\.?(?P<unit>[a-z]+)\Z")

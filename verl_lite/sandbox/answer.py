@@ -243,8 +243,9 @@ def _exception_type(name: str) -> type[Exception]:
     """
     # the name comes from the other process: it may be that of any builtin
     builtin = getattr(builtins, name, None)
-    is_exception = isinstance(builtin, type) and issubclass(builtin, Exception)
-    if not is_exception or issubclass(builtin, _ENDS_LOOPS):
+    if not isinstance(builtin, type) or not issubclass(builtin, Exception):
+        return RuntimeError
+    if issubclass(builtin, _ENDS_LOOPS):
         return RuntimeError
     for kind in builtin.__mro__:
         if issubclass(kind, Exception) and not issubclass(kind, _NEEDS_MORE):

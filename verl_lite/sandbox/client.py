@@ -145,7 +145,8 @@ class Sandbox:
 
     def run_script(self, code: str, stdin: str = "", total_s: float = math.inf) -> Outcome:
         """Runs code as a script. The value is its whole output; an exit code other than 0 is an error."""
-        [ended] = self.run([("run_script", [{"code": code}])], stdin, total_s)
+        task: list[JsonObject] = [{"code": code}]
+        [ended] = self.run([("run_script", task)], stdin, total_s)
         if not ended.met and ended.exit_code == 0:
             return Outcome(True, ended.stdout)
         for message in ended.messages:

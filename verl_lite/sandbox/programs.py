@@ -308,7 +308,8 @@ def _reply_or_raised(work: Callable[[*Arguments], JsonObject], *args: *Arguments
         except Exception:
             # the __str__ of an exception is untrusted too
             text = ""
-        return {"raised": {"name": type(error).__name__, "base": _builtin_base(type(error)), "text": text}}
+        kind = type(error)
+        return {"raised": {"name": kind.__name__, "base": _builtin_base(kind), "text": text}}
 
 
 def _describe(value: object) -> JsonObject | None:

@@ -38,7 +38,8 @@ _ATTRIBUTES: dict[type, str] = {
     Fraction: "numerator denominator",
 }
 _COLLECTIONS = (tuple, set, frozenset, deque, bytes, bytearray)
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (dict, *_COLLECTIONS, *_ATTRIBUTES, Decimal)}
+_ENCODED = (dict, *_COLLECTIONS, *_ATTRIBUTES, Decimal)
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in _ENCODED}
 """Types that are encoded as {name: arguments of the constructor}. The first matching type is used."""
 
 

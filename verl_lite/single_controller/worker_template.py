@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 # the template's first folder of packages is its own
 if __name__ == "__main__":
-    sys.path.insert(1, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    _own_folder = os.path.dirname(os.path.abspath(__file__))
+    _project_root = os.path.dirname(os.path.dirname(_own_folder))
+    sys.path.insert(1, _project_root)
 
 from verl_lite.machine import process_tree
 
@@ -132,7 +134,8 @@ def main(path: str, argv: list[str]) -> None:
     if argv:
         request_worker(path, argv)
         return
-    del sys.path[0]  # the folder of this file
+    # the folder of this file, whose modules would hide those of the same names
+    del sys.path[0]
     gc.disable()  # while there are only imports
     worker = serve(path)
     if worker is None:
@@ -147,7 +150,8 @@ def main(path: str, argv: list[str]) -> None:
     os.chdir(worker.folder)
     # the worker's folders first, as if its interpreter had started with them; the template's others stay
     python_path = worker.environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = dict.fromkeys([*filter(None, python_path), *sys.path])
+    folders = [*filter(None, python_path), *sys.path]
+    sys.path[:] = dict.fromkeys(folders)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

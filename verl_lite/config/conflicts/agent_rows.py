@@ -139,6 +139,7 @@ AGENT_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("trainer.test_freq", "trainer.save_freq"),
+        # -1 validates and saves only before and after the training
         lambda config, steps: (
             not config.reads_prompts and steps > 0 and steps % config.agentic.model_update_frequency != 0
         ),
@@ -171,6 +172,7 @@ AGENT_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("actor.loss_agg_mode",),
+        # each row, short or long, would have the same weight
         lambda config, mode: mode == "seq-mean-token-mean" and config.runs_program,
         "with agentic.program it would give the tokens of short rows more weight",
         "set actor.loss_agg_mode=token-mean, seq-mean-token-sum or seq-mean-token-sum-norm",

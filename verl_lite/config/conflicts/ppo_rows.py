@@ -72,6 +72,7 @@ def _longest_sample(reason: str) -> Callable[[PPOConfig], str]:
 
 
 def _is_over_batch(config: PPOConfig, mini_batch: int | None) -> bool:
+    # with environments, a mini-batch counts rows instead of prompts
     return config.reads_prompts and mini_batch is not None and mini_batch > config.data.train_batch_size
 
 
@@ -145,6 +146,7 @@ ENGINE_ROWS: tuple[Conflict[PPOConfig], ...] = (
         "4 bytes per token and candidate",
         beside=("rollout.top_p", "rollout.min_p"),
     ),
+    # the default of this temperature is 0
     Conflict(
         ("rollout.val_kwargs.temperature",),
         lambda config, temperature: config.rollout.val_kwargs.do_sample and not temperature > 0,
@@ -224,9 +226,9 @@ def _is_recomputed(config: PPOConfig) -> bool:
 
 
 def _losses_that_bound_the_ratio(config: PPOConfig) -> str:
-    bounded = sorted(name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio"))
+    bounded = [name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio")]
     return (
-        f"choose loss_type=ppo_clip and a loss_mode of {', '.join(bounded)}, or truncate the weights: set "
+        f"choose loss_type=ppo_clip and a loss_mode of {', '.join(sorted(bounded))}, or truncate the weights: set "
         "algorithm.rollout_correction.rollout_is=token"
     )
 
@@ -393,6 +395,7 @@ ADVANTAGE_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("trainer.critic_warmup",),
+        # an unknown estimator, for which the result is None, is reported elsewhere
         lambda config, steps: steps > 0 and _estimator_takes(config, "values") is False,
         "the estimator has no critic to train",
         "set trainer.critic_warmup=0",
@@ -420,7 +423,10 @@ ADVANTAGE_ROWS: tuple[Conflict[PPOConfig], ...] = (
 
 
 def _has_no_score(config: PPOConfig, weight: float) -> bool:
-    return weight == 0 and not config.reward_model.enable and not config.distillation.replaces_rewards
+    # a run that learns from teachers alone needs no score
+    if config.reward_model.enable or config.distillation.replaces_rewards:
+        return False
+    return weight == 0
 
 
 REWARD_ROWS: tuple[Conflict[PPOConfig], ...] = (
@@ -524,6 +530,7 @@ RUN_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("trainer.val_only", "trainer.test_freq"),
+        # true is above 0, too
         lambda config, option: option > 0 and not config.validates,
         "there is nothing to validate",
         "set data.val_files, or for environments agentic.val_env_manager.tags",

@@ -42,7 +42,10 @@ RUN_ROWS: tuple[Conflict[RunOptions], ...] = (
 
 def _are_no_layers(config: PPOConfig | SFTConfig, layers: list[str]) -> bool:
     """True if an adapter would have no layers, or all-linear stands beside other names."""
-    return config.model.lora_rank > 0 and (not layers or ("all-linear" in layers and len(layers) > 1))
+    if config.model.lora_rank == 0:
+        return False
+    stands_beside_others = "all-linear" in layers and len(layers) > 1
+    return not layers or stands_beside_others
 
 
 ADAPTER_ROWS: tuple[Conflict[PPOConfig | SFTConfig], ...] = (
@@ -142,6 +145,7 @@ POLICY_ROWS: tuple[Conflict[PPOConfig | FlowGRPOConfig], ...] = (
     ),
     Conflict(
         ("algorithm.rollout_correction.rollout_rs",),
+        # the criteria of the level batch: batch_k2 and batch_k3
         lambda config, criteria: "batch_" in (criteria or "") and config.algorithm.rollout_correction.bypass_mode,
         "the workers reject tokens without knowing the other tokens of the batch",
         "set algorithm.rollout_correction.bypass_mode=false",

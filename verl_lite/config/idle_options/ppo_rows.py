@@ -417,6 +417,7 @@ PPO_ROWS: tuple[IdleOption, ...] = (
         if_config(lambda config: not config.is_agentic),
         "the run has neither a program nor environments",
         "set agentic.program or agentic.train_env_manager.tags, or leave it out",
+        # the weights of runs on prompts are sent at this frequency, too
         excluded=("agentic.model_update_frequency",),
     ),
     IdleOption(
