@@ -224,6 +224,7 @@ def estimate_advantages(
         "lam": algorithm.lam,
         "config": algorithm,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        # last, so that they replace the options of `algorithm`
         **estimator_options,
     }
     raw_advantages, returns = _call_estimator(estimator, data, arguments, compared_mask != 0, stage)
@@ -320,6 +321,7 @@ def _call_estimator(
     # extra values of the reward function are passed under their own names, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     arguments["batch"] = data.batch
+    # a value of the reward function does not replace a column of the same name
     arguments["non_tensor_batch"] = {**extras, **data.non_tensor_batch}
 
     accepted = {key: value for key, value in arguments.items() if accepts(function, key)}
