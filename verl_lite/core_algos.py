@@ -3,9 +3,10 @@
 This module exports the names that verl's users import, except `compute_policy_loss_reinforce` and
 `compute_policy_loss_bypass_mode` (use `algorithm.rollout_correction` with any loss), `compute_pf_ppo_reweight_data`
 (`trainer.ppo.pf_ppo`) and the functions for images (`verl_lite.diffusion.flow_sde`). The folder `algos` implements
-them: estimators in `advantages` (verl's) and `agentic_advantages` (ROLL's), losses in `policy_losses`,
-`reinforce_losses`, `covariance_losses` and `value_loss`, their argument in `loss_inputs`, masked and group sums and
-`agg_loss` in `masked`. The guide, README.md in this folder, lists every name with its formula, key and source.
+them: estimators in `advantages` and `advantages_by_token` (verl's) and `agentic_advantages` (ROLL's), losses in
+`policy_losses`, `reinforce_losses`, `covariance_losses` and `value_loss`, their argument in `loss_inputs`, masked and
+group sums and `agg_loss` in `masked`. The guide, README.md in this folder, lists every name with its formula, key and
+source.
 
 All functions are pure. Shapes are (B, T) with T response tokens; `response_mask` is 1 on the policy's tokens. Three
 rules hold for all functions. A value under mask 0, even NaN, has no effect. A row whose mask is all 0 (padding, a
@@ -31,15 +32,17 @@ from verl_lite.algos.advantages import (
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_maxrl_outcome_advantage,
-    compute_multi_turn_optimal_token_baseline_advantage,
     compute_opo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
     outcome_scores,
+)
+from verl_lite.algos.advantages_by_token import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
 )
 from verl_lite.algos.agentic_advantages import (
     compute_agentic_reinforce_advantage,

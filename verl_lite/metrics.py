@@ -99,6 +99,7 @@ def to_host(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
         for metric in part.values():
             for value in (metric.total, metric.count):
                 if isinstance(value, torch.Tensor):
+                    # fp32 would round counts above 2^24
                     tensors.append(value.double())
     values_on_host: list[float] = []
     if tensors:

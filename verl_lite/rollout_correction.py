@@ -251,12 +251,11 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
     """
     is_valid = response_mask != 0
     lengths = is_valid.sum(dim=-1)
-    lengths_or_one = lengths.clamp(min=1)
     num_tokens = lengths.sum()
     has_token = lengths > 0
     num_rows = has_token.sum()
 
-    training_log_ppl = -_row_sums(log_probs, is_valid) / lengths_or_one  # (B,)
+    training_log_ppl = _log_perplexities(log_probs, is_valid)
     by_row = {"training_ppl": training_log_ppl.exp(), "training_log_ppl": training_log_ppl}
     by_token: dict[str, Tensor] = {}
     extremes: dict[str, Metric] = {}
@@ -266,16 +265,8 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
         by_token["k3_kl"] = _k3(log_ratio)
         by_token["chi2_token"] = (2 * log_ratio).expm1()
 
-        ratio_sums = _row_sums(log_ratio, is_valid)
-        rollout_log_ppl = -_row_sums(rollout_log_probs, is_valid) / lengths_or_one
-        log_ppl_diff = -ratio_sums / lengths_or_one
-        bounded_sums = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        by_row["rollout_ppl"] = rollout_log_ppl.exp()
-        by_row["rollout_log_ppl"] = rollout_log_ppl
-        by_row["log_ppl_diff"] = log_ppl_diff
-        by_row["log_ppl_abs_diff"] = log_ppl_diff.abs()
-        by_row["ppl_ratio"] = log_ppl_diff.exp()
-        by_row["chi2_seq"] = (2 * bounded_sums).expm1()
+        by_row |= _row_mismatch(log_ratio, rollout_log_probs, is_valid)
+        log_ppl_diff = by_row["log_ppl_diff"]
         # rows without a token are neither the largest nor the smallest
         largest = torch.where(has_token, log_ppl_diff, -torch.inf).amax()
         smallest = torch.where(has_token, log_ppl_diff, torch.inf).amin()
@@ -290,6 +281,29 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor | None, respon
         total = torch.where(has_token, values, 0).sum()
         metrics[f"rollout_corr/{name}"] = Metric.mean(total, num_rows)
     return metrics | extremes
+
+
+def _row_mismatch(log_ratio: Tensor, rollout_log_probs: Tensor, is_valid: Tensor) -> dict[str, Tensor]:
+    """Returns the values of each row, (B,), whose means are the metrics of these names."""
+    rollout_log_ppl = _log_perplexities(rollout_log_probs, is_valid)
+    # the sum is bounded as the ratio of a token is
+    ratio_sums = _row_sums(log_ratio, is_valid)
+    bounded_sums = ratio_sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ppl_diff = _log_perplexities(log_ratio, is_valid)
+    return {
+        "rollout_ppl": rollout_log_ppl.exp(),
+        "rollout_log_ppl": rollout_log_ppl,
+        "log_ppl_diff": log_ppl_diff,
+        "log_ppl_abs_diff": log_ppl_diff.abs(),
+        "ppl_ratio": log_ppl_diff.exp(),
+        "chi2_seq": (2 * bounded_sums).expm1(),
+    }
+
+
+def _log_perplexities(log_probs: Tensor, is_valid: Tensor) -> Tensor:
+    """Returns minus the mean of each row, in fp64: (B,); 0 for a row without a valid token."""
+    lengths = is_valid.sum(dim=-1).clamp(min=1)
+    return -_row_sums(log_probs, is_valid) / lengths
 
 
 def _k3(log_ratio: Tensor) -> Tensor:

@@ -336,6 +336,7 @@ def _schedule(steps: Ints, counts: _RowCounts, num_micro_batches: list[int]) -> 
         counts: what each row adds.
         num_micro_batches: forward passes of each step.
     """
+    # with weights bincount adds in fp64, which is exact up to 2^53
     tokens = np.bincount(steps, weights=counts.num_tokens).astype(np.int64)
     distilled = np.bincount(steps, weights=counts.num_distilled).astype(np.int64)
 
@@ -343,6 +344,7 @@ def _schedule(steps: Ints, counts: _RowCounts, num_micro_batches: list[int]) -> 
     has_token = counts.num_tokens > 0
     step_and_sample = np.stack([steps[has_token], counts.samples[has_token]])
     steps_of_samples, _ = np.unique(step_and_sample, axis=1)
+    # as long as the list of steps, because the last ones may have no token
     sequences = np.bincount(steps_of_samples, minlength=len(tokens))
 
     mini_batches = []

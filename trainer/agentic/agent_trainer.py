@@ -274,6 +274,7 @@ class AgentTrainer(RayPPOTrainer):
             prefix = sampling.prefix
             groups = self.val_source.draw_validation(sampling.n)
             batch = self.scheduler.run(groups, sampling.params)
+            # raises if too many episodes failed
             self.rewards.score(batch)
             counts: EpisodeCounts = batch.meta_info["episodes"]
             metrics[f"val/{prefix}env/error_rate"] = counts.failed / max(1, counts.episodes)

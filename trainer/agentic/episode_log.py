@@ -14,6 +14,7 @@ from verl_lite.json_types import ChatMessage
 from verl_lite.protocol import DataProto
 
 TEXT_SHOWN = 2_000
+# of the longest role, assistant, and a blank
 _ROLE_WIDTH = 10
 
 
@@ -79,6 +80,7 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
     metrics = column_of(batch, "env_metrics", none_of_rows)[last] or {}
     requests = column_of(batch, "requests", none_of_rows)[first]
     score = None
+    # a failed episode has no score, although its rows have 0
     if not columns["reward_failed"][last]:
         score = float(column_of(batch, "episode_scores")[first])
     return Sample(

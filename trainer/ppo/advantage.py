@@ -131,24 +131,7 @@ def compute_token_reward(
     metrics: ScalarMetrics = {}
     # the KL is reported without a penalty, too, as soon as a reference model was evaluated
     if "old_log_probs" in data and "ref_log_prob" in data:
-        coefficient = 0.0
-        if penalty_ctrl is not None:
-            coefficient = penalty_ctrl.value
-        penalised_rewards, mean_kl = apply_kl_penalty(
-            rewards,
-            data.batch["old_log_probs"],
-            data.batch["ref_log_prob"],
-            mask,
-            coefficient,
-            algorithm.kl_penalty,
-        )
-        metrics |= {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
-        if penalty_ctrl is not None:
-            rewards = penalised_rewards
-            num_valid = int((mask != 0).any(-1).sum())
-            # last, as in verl: the KL of this batch decides the coefficient of the next one
-            penalty_ctrl.update(mean_kl, num_valid)
-            metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
+        rewards, metrics = _penalised_rewards(data, rewards, algorithm.kl_penalty, penalty_ctrl)
 
     # the KL penalty can leave the bound again that the clip of the responses has set
     if algorithm.reward_clip is not None:
@@ -158,6 +141,40 @@ def compute_token_reward(
     result = data.select()
     result.batch["token_level_rewards"] = rewards
     return result, metrics
+
+
+def _penalised_rewards(
+    data: DataProto, rewards: torch.Tensor, kl_penalty: str, penalty_ctrl: FixedKLController | None
+) -> tuple[torch.Tensor, ScalarMetrics]:
+    """Subtracts the KL penalty, and updates the controller.
+
+    Args:
+        data: response_mask, old_log_probs and ref_log_prob.
+        rewards: (B, R) rewards of the tokens.
+        kl_penalty: estimator of the KL.
+        penalty_ctrl: controller of the coefficient; None = no penalty, only metrics.
+    """
+    mask = data.batch["response_mask"]
+    coefficient = 0.0
+    if penalty_ctrl is not None:
+        coefficient = penalty_ctrl.value
+    penalised_rewards, mean_kl = apply_kl_penalty(
+        rewards,
+        data.batch["old_log_probs"],
+        data.batch["ref_log_prob"],
+        mask,
+        coefficient,
+        kl_penalty,
+    )
+    metrics = {"critic/kl": mean_kl, "critic/kl_coef": coefficient}
+    if penalty_ctrl is None:
+        return rewards, metrics
+
+    num_valid = int((mask != 0).any(-1).sum())
+    # last, as in verl: the KL of this batch decides the coefficient of the next one
+    penalty_ctrl.update(mean_kl, num_valid)
+    metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
+    return penalised_rewards, metrics
 
 
 @torch.no_grad()
@@ -207,6 +224,7 @@ def estimate_advantages(
         "lam": algorithm.lam,
         "config": algorithm,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        # last, so that they replace the options of `algorithm`
         **estimator_options,
     }
     raw_advantages, returns = _call_estimator(estimator, data, arguments, compared_mask != 0, stage)
@@ -303,6 +321,7 @@ def _call_estimator(
     # extra values of the reward function are passed under their own names, as in verl
     extras = {key.removeprefix("reward/"): column for key, column in data.non_tensor_batch.items()}
     arguments["batch"] = data.batch
+    # a value of the reward function does not replace a column of the same name
     arguments["non_tensor_batch"] = {**extras, **data.non_tensor_batch}
 
     accepted = {key: value for key, value in arguments.items() if accepts(function, key)}

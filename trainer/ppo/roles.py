@@ -179,6 +179,7 @@ class ModelRole:
         selected = batch.select(batch_keys=tensors, non_tensor_batch_keys=objects, meta_info_keys=[])
 
         rows = plan.apply(selected)
+        # the ranks get the options of this pass, and nothing else of the batch's meta_info
         rows.meta_info |= options
         return rows
 
@@ -296,6 +297,7 @@ class ActorRole(ModelRole, SavedByWorkers):
         )
         computed = loss_columns(batch, config, step)
         columns = [*self._columns_of_loss(batch), *computed]
+        # a new batch, so that these columns do not stay in that of the trainer
         batch = batch | DataProto.from_dict(computed)
         rows = self.planned_rows(batch, plan, columns, temperature=config.rollout.temperature)
         results = self.group.update_actor(rows)

@@ -24,7 +24,6 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     responses are left out of all lengths, so verl's response_length_non_aborted equals response_length.
     """
     tensors = batch.batch
-    width = tensors["responses"].shape[-1]
     counted, prompt_length, response_length = _lengths(batch)
     mask = (tensors["response_mask"] != 0) & counted[:, None]
     scores = tensors["token_level_scores"].sum(-1)[counted]
@@ -40,37 +39,55 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
         **summary("prompt_length", prompt_length),
     }
 
-    # an empty response has no token to count, so its row is in none of the lengths above
-    is_real = ~_padding_rows(batch)
-    answer_lengths = tensors["attention_mask"][is_real, -width:].sum(-1)
-    if len(answer_lengths):
-        metrics["response/aborted_ratio"] = _mean(answer_lengths == 0)
-
-    if len(scores):
-        is_cut_off = response_length == width
-        if "finish_reason" in batch.non_tensor_batch:
-            # a response may also end by itself at the last possible token
-            reasons = batch.non_tensor_batch["finish_reason"][counted.numpy()]
-            is_cut_off = torch.from_numpy(reasons == "length")
-        clip_ratio = _mean(is_cut_off)
-        metrics["response_length/clip_ratio"] = clip_ratio
-        metrics["response_length_non_aborted/clip_ratio"] = clip_ratio
-        prompt_width = tensors["attention_mask"].shape[-1] - width
-        metrics["prompt_length/clip_ratio"] = _mean(prompt_length == prompt_width)
-
+    metrics |= _shares_of_limits(batch, counted, prompt_length, response_length)
     if "uid" in batch.non_tensor_batch:
         uids = batch.non_tensor_batch["uid"][counted.numpy()]
         metrics |= frac_reward_zero_std(scores, uids)
-
     if use_critic:
-        values = tensors["values"][mask]
-        metrics |= summary("critic/values", values)
-        # the variance of a single value is undefined
-        if len(values) > 1:
-            error_variance = (returns - values).var()
-            # 1e-5, as in verl: all returns can be equal
-            unexplained = error_variance / (returns.var() + 1e-5)
-            metrics["critic/vf_explained_var"] = 1.0 - float(unexplained)
+        metrics |= _critic_metrics(tensors["values"][mask], returns)
+    return metrics
+
+
+def _shares_of_limits(
+    batch: DataProto, counted: torch.Tensor, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor
+) -> dict[str, float]:
+    """Returns the shares of empty responses, and of responses and prompts that are as long as their limits.
+
+    counted, prompt_lengths, response_lengths: see `_lengths`.
+    """
+    attention_mask = batch.batch["attention_mask"]
+    width = batch.batch["responses"].shape[-1]
+    metrics = {}
+    # an empty response has no token to count, so its row is in none of the lengths
+    is_real = ~_padding_rows(batch)
+    answer_lengths = attention_mask[is_real, -width:].sum(-1)
+    if len(answer_lengths):
+        metrics["response/aborted_ratio"] = _mean(answer_lengths == 0)
+
+    if not counted.any():
+        return metrics
+    is_cut_off = response_lengths == width
+    if "finish_reason" in batch.non_tensor_batch:
+        # a response may also end by itself at the last possible token
+        reasons = batch.non_tensor_batch["finish_reason"][counted.numpy()]
+        is_cut_off = torch.from_numpy(reasons == "length")
+    clip_ratio = _mean(is_cut_off)
+    metrics["response_length/clip_ratio"] = clip_ratio
+    metrics["response_length_non_aborted/clip_ratio"] = clip_ratio
+    prompt_width = attention_mask.shape[-1] - width
+    metrics["prompt_length/clip_ratio"] = _mean(prompt_lengths == prompt_width)
+    return metrics
+
+
+def _critic_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
+    """Returns the metrics of the critic's values. values, returns: those of the valid tokens."""
+    metrics = summary("critic/values", values)
+    # the variance of a single value is undefined
+    if len(values) > 1:
+        error_variance = (returns - values).var()
+        # 1e-5, as in verl: all returns can be equal
+        unexplained = error_variance / (returns.var() + 1e-5)
+        metrics["critic/vf_explained_var"] = 1.0 - float(unexplained)
     return metrics
 
 

@@ -228,6 +228,7 @@ class PrivilegedPrompts:
         columns = batch.non_tensor_batch
         uid = columns["uid"][row]
         option = f"distillation.teachers.{self.name}.prompt_template"
+        # copies, because the content of the last message is replaced
         chat = [dict(message) for message in columns["raw_prompt"][row]]
         user_messages = [message for message in chat if message["role"] == "user"]
         if not user_messages:
@@ -368,6 +369,7 @@ def _check_rows(config: PPOConfig, prompts: Mapping[str, PrivilegedPrompts], bat
         has_teacher |= is_taught
         if teacher.name in prompts:
             for row in np.flatnonzero(is_taught):
+                # raises for a row that does not fit the template, before the run starts
                 prompts[teacher.name].messages(batch, int(row))
 
     # with task rewards, the policy learns from those on rows without a teacher

@@ -218,6 +218,7 @@ class SeparateActorRole(ActorRole):
             if results:
                 last_progress_at = time.monotonic()
                 collected += results
+        # only calls without a time limit return the metrics of the engines
         return collected + self._take(0.0, with_metrics=seconds is None)
 
     def _take(self, seconds: float, with_metrics: bool) -> list[GroupResults]:

@@ -390,6 +390,7 @@ class RolloutScheduler:
         if replacements:
             self._begin(replacements, step)
         elif not self._running():
+            # a running group could still be kept
             if self.filter is None:
                 raise RuntimeError(f"step {step}: {missing} groups are missing, and the source has no more")
             self.filter.complete(step, self.groups, missing)

@@ -125,6 +125,7 @@ def compute_discounted_returns(
         return zeros.index_copy(0, valid_rows, returns)
 
     episodes, num_episodes = group_ids(traj_id, scores.device)
+    # fp64 holds any step number exactly
     step_numbers = torch.tensor(label_list(step), dtype=torch.float64, device=scores.device)
     order = order_within_groups(step_numbers, episodes)
 

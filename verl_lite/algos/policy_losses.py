@@ -127,8 +127,8 @@ def geo_mean(inputs: LossInputs) -> LossResult:
 
     row_ratio = masked_mean(pessimistic, mask, axis=-1).exp()
     row_advantage = masked_mean(advantages, mask, axis=-1)
-    # the loss of a row on each of its tokens, whose mean over the row is that loss again
     row_losses = -row_advantage * row_ratio
+    # the loss of a row on each of its tokens, whose mean over the row is that loss again
     losses = row_losses.unsqueeze(-1).expand_as(log_ratio)
 
     row_weights = None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TASK = "You are walking on a frozen lake. Reach the goal and step into no hole. P is you, _ ice, O a hole, G the goal."
 SLIPPERY = " The ice is slippery: you may move to one side of where you wanted to go."
 _MAPS_TRIED = 1_000
+# so large that neighbouring seeds do not try the same maps
 _NEXT_SEED = 1_000_003
 
 

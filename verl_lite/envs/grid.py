@@ -58,6 +58,7 @@ class GridEnv(ABC):
                 f"action_lookup={lookup!r}: expected names for the actions {min(self.moves)} to {max(self.moves)}, "
                 f"as in {self.moves}"
             )
+        # no name is left out: the keys are those of `moves`, which a type checker does not know
         self.names = {number: name for number, name in names.items() if not isinstance(number, str)}
         self.instruction = self.env_instruction
         if self.instruction is None:

@@ -220,9 +220,11 @@ def random_room(
     walls = frozenset(cells) - floor
     # sorted, because the order of a set is not defined, and a seed must give the same room in every process
     targets = frozenset(rng.sample(sorted(floor), num_boxes))
+    # the player can be anywhere: the search reads only the walls and the targets
     solved_room = Room(height, width, walls, targets, boxes=targets, player=min(floor))
 
     least, most = depths
+    # sorted for the same reason as the floor
     free_cells = sorted(floor - targets)
     depth_of = _solvable_positions(solved_room, free_cells)
     states = []

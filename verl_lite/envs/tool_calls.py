@@ -26,6 +26,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
 _PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
 _TAG_NAME = re.compile(r"([^<>\n]+)>")
+# possessive quantifiers, so that a text that does not match is read only once
 _GLM_NAME = re.compile(r"([\w.:/-]++)\s*+(?=<arg_key>|</tool_call>)")
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _MISTRAL_MARK = "[TOOL_CALLS]"

@@ -197,5 +197,6 @@ def keep_freed_memory(device: torch.device) -> None:
     if mallopt is not None:
         mmap_threshold = -3  # glibc's M_MMAP_THRESHOLD
         trim_threshold = -1  # glibc's M_TRIM_THRESHOLD
+        # larger tensors still get memory of their own
         mallopt(mmap_threshold, 256 << 20)
         mallopt(trim_threshold, KEPT_FREED_BYTES)

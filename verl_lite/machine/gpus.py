@@ -157,6 +157,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
     visible: list[VisibleGpu] = []
     for word in setting.split(","):
         token = word.strip()
+        # Slurm sets NoDevFiles for a job without GPUs
         if token in ("", "-1", "NoDevFiles"):
             break
         gpu_of_token = _find_gpu(gpus, token)

@@ -48,6 +48,7 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
             copies = _count(environment, "SLURM_NTASKS")
         if copies > 1 or rank > 0:
             raise UserError(_refusal(launcher, max(copies, rank + 1), environment))
+    # only torchrun sets this variable; without WORLD_SIZE the number of copies is unknown
     if "TORCHELASTIC_RUN_ID" in environment and _count(environment, "WORLD_SIZE") == 0:
         raise UserError(_refusal(LAUNCHERS[0], 0, environment))
 

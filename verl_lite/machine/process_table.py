@@ -17,6 +17,7 @@ from pathlib import Path
 _PROC = "/proc"
 _PS_STATUS = ("/bin/ps", "-axo", "pid=,ppid=,pgid=,stat=")
 _PS_ENVIRONMENT = ("/bin/ps", "-axwwE", "-o", "pid=,command=")
+# together a second, which is the longest wait for one process
 _STARTING_LOOKS = 1000
 _STARTING_PAUSE_S = 0.001
 # places of starttime and env_end among the fields of /proc/PID/stat that follow the name of the command

@@ -74,6 +74,7 @@ def most_expensive(profiler: profile) -> str:
 
     The time is that on the GPU if any was recorded, else on the CPU.
     """
+    # without the ranges of `span`, which contain the operations
     operations = [operation for operation in profiler.key_averages() if not operation.is_user_annotation]
     on_gpu = any(operation.self_device_time_total for operation in operations)
     device = "CPU"
