@@ -30,6 +30,17 @@ SHORT = "reward="
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
 # options that choose the reward, which reward=NAME replaces
 _REWARD_CHOICE = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
+_COUNTS_AND_MEANS = (
+    "answers",
+    "mean before",
+    "mean now",
+    "same",
+    "higher",
+    "lower",
+    "none before",
+    "failed now",
+)
+"""Columns of the table after the data source."""
 _TOLERANCE = 1e-6
 """Scores with a smaller difference count as equal, because scores are saved in single precision."""
 
@@ -121,7 +132,10 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
 
 
 def _is_new_parquet(path: str) -> bool:
-    return path.endswith(".parquet") and not Path(path).expanduser().exists()
+    if not path.endswith(".parquet"):
+        return False
+    # an existing file is never overwritten
+    return not Path(path).expanduser().exists()
 
 
 def _reward_options(name: str) -> list[str]:
@@ -163,7 +177,9 @@ def _note_differences(console: Console, answers: Sequence[SavedAnswer], run: PPO
     for name, count in (("prompt as chat messages", without_prompt), ("ground truth", without_truth)):
         if count:
             console.note(f"{count} answers have no {name}: a reward that reads it gets None")
-    if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
+    if run is None:
+        return
+    if run.reward_model.enable or run.reward.overlong_buffer.enable:
         console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
 
 
@@ -208,7 +224,7 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
     """
     table = titled_table("Saved scores and new ones")
     table.add_column("data source", no_wrap=True)
-    for title in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
+    for title in _COUNTS_AND_MEANS:
         table.add_column(title, justify="right")
 
     comparisons_by_source: dict[str, list[_Comparison]] = {}

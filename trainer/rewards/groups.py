@@ -14,7 +14,8 @@ from verl_lite.algos.masked import group_ids
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
-SCORE, ACCURACY = "score", "acc"
+SCORE = "score"
+ACCURACY = "acc"
 KINDS = ("kept", "all_right", "all_wrong", "unjudged")
 
 
@@ -50,7 +51,8 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
     """
     outcomes, counted = outcomes_of(batch, metric)
     of_row, num_groups = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
-    num_counted = of_row.new_zeros(num_groups).index_add(0, of_row, counted.long())
+    zeros = of_row.new_zeros(num_groups)
+    num_counted = zeros.index_add(0, of_row, counted.long())
 
     # an infinite outcome of answers that do not count leaves minimum and maximum of the others unchanged
     infinity = outcomes.new_full((num_groups,), torch.inf)
@@ -86,11 +88,11 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
     if metric == SCORE or (is_accuracy and name not in batch):
         return scores, is_answered
 
+    # no answer has the metric if the reward function returns it for none of the data sources
+    values = torch.full((len(batch),), torch.nan, dtype=torch.float64)
     if name in batch:
-        entries = batch.non_tensor_batch[name]
-    else:
-        entries = np.full(len(batch), None)
-    values = torch.tensor([_number(entry) for entry in entries], dtype=torch.float64)
+        for row, entry in enumerate(batch.non_tensor_batch[name]):
+            values[row] = _number(entry)
     # rewards of several data sources may return acc only in some
     if is_accuracy:
         values = torch.where(values.isnan(), scores, values)
@@ -114,5 +116,6 @@ def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
     shares = {}
     groups = groups_of(batch, metric)
     for kind, is_kind in groups.kinds.items():
-        shares[f"groups/{kind}"] = Metric.mean(int(is_kind.sum()), len(is_kind))
+        count = int(is_kind.sum())
+        shares[f"groups/{kind}"] = Metric.mean(count, len(is_kind))
     return shares

@@ -133,7 +133,8 @@ class Retokenizer:
         for row in tokens:
             errors.append(self._length_error(len(row)))
             # cut, because a row that is too long must also fit into the model and a micro-batch
-            rows.append(torch.tensor(row[: self._longest], dtype=torch.long))
+            readable = row[: self._longest]
+            rows.append(torch.tensor(readable, dtype=torch.long))
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
         positions = torch.arange(ids.shape[1])
@@ -193,7 +194,10 @@ def check_same_vocabulary(
     policy_ids = tokenizer.get_vocab()
     other_ids = other.get_vocab()
     # the other model may have further tokens, which the policy never writes
-    differing = [token for token, number in policy_ids.items() if other_ids.get(token) != number]
+    differing = []
+    for token, number in policy_ids.items():
+        if other_ids.get(token) != number:
+            differing.append(token)
     if not differing:
         return
     first = min(differing, key=lambda token: policy_ids[token])

@@ -105,7 +105,8 @@ class RewardManager:
             # None in rows without images
             if image_inputs is not None and image_inputs[number] is not None:
                 images = image_inputs[number].files
-            items.append(RewardItem.of_row(key, row, self.decode(answer_ids), images))
+            answer = self.decode(answer_ids)
+            items.append(RewardItem.of_row(key, row, answer, images))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:
@@ -138,11 +139,12 @@ class RewardManager:
         failed = np.array([result.failed for result in results], dtype=bool)
         timed_out = np.array([result.timed_out for result in results], dtype=bool)
         metrics = {
-            "reward/error_rate": Metric.mean(int(failed.sum()), len(results)),
-            "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(results)),
+            "reward/error_rate": _share(failed),
+            "reward/timeout_rate": _share(timed_out),
         }
         if self.pool is not None:
-            metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
+            num_replaced = self.pool.call("processes_replaced")
+            metrics["reward/processes_replaced"] = Metric.last(num_replaced)
 
         counted = _counted_rows(batch)
         entries = _entries_as_columns(results)
@@ -195,6 +197,11 @@ class _SourceResults:
         for result in self.results:
             scores.append(None if result.failed else result.score)
         return as_column(scores)
+
+
+def _share(is_counted: np.ndarray) -> Metric:
+    """Returns the share of True in (B,) bool."""
+    return Metric.mean(int(is_counted.sum()), len(is_counted))
 
 
 def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardResult]:
@@ -254,8 +261,10 @@ def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray
     for result in results:
         names.update(result.extra)
     columns = {}
+    # sorted, so that batches have the same order of columns
     for name in sorted(names):
-        columns[f"reward/{name}"] = as_column([result.extra.get(name) for result in results])
+        entries = [result.extra.get(name) for result in results]
+        columns[f"reward/{name}"] = as_column(entries)
     return columns
 
 
@@ -293,7 +302,8 @@ def mask_failed(batch: DataProto) -> DataProto:
         return batch
     # `select` copies the table of columns, so the caller's batch keeps its mask
     result = batch.select()
-    result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
+    mask = batch.batch["response_mask"]
+    result.batch["response_mask"] = mask * ~failed[:, None]
     return result
 
 
@@ -347,8 +357,9 @@ def _overlong_penalty(lengths: torch.Tensor, config: PPOConfig) -> torch.Tensor:
     longest_unpunished = config.data.max_response_length - options.len
     # negative for answers that end before the buffer; the clamp then gives no penalty
     exceeding = lengths.float() - longest_unpunished
-    penalty = (-exceeding / options.len * options.penalty_factor).clamp(max=0.0)
-    return torch.where(lengths > 0, penalty, 0)
+    penalty = -exceeding / options.len * options.penalty_factor
+    # an empty answer, such as that of a failed reward, has no penalty
+    return torch.where(lengths > 0, penalty.clamp(max=0.0), 0)
 
 
 def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:
@@ -374,10 +385,14 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     has_baseline = (greedy_mask != 0).any(-1)
     baselines = outcome_scores(greedy.batch["token_level_scores"], greedy_mask)
 
-    greedy_row_by_uid = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
-    greedy_rows = torch.tensor([greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]])
+    # each prompt has one greedy answer
+    greedy_row_by_uid = {}
+    for row, uid in enumerate(greedy.non_tensor_batch["uid"]):
+        greedy_row_by_uid[uid] = row
+    greedy_rows = [greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]]
+    mask = result.batch["response_mask"]
     result.batch["reward_baselines"] = baselines[greedy_rows]
-    result.batch["response_mask"] = result.batch["response_mask"] * has_baseline[greedy_rows, None]
+    result.batch["response_mask"] = mask * has_baseline[greedy_rows, None]
 
     num_prompts = len(has_baseline)
     num_baselines = int(has_baseline.sum())

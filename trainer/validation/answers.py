@@ -208,9 +208,9 @@ class _Answers:
 
     def by_sampling(self) -> dict[ValSampling, list[Sample]]:
         """Returns the samples by sampling, in the order of the dataset."""
+        samples_by_prefix: dict[str, list[Sample]] = {}
         # the sort is stable, so the answers to one prompt keep their order
-        ordered = sorted(self._finished, key=lambda answer: answer.position)
-        samples = {}
-        for sampling in self._answered:
-            samples[sampling] = [answer.row for answer in ordered if answer.prefix == sampling.prefix]
-        return samples
+        for answer in sorted(self._finished, key=lambda answer: answer.position):
+            samples = samples_by_prefix.setdefault(answer.prefix, [])
+            samples.append(answer.row)
+        return {sampling: samples_by_prefix.get(sampling.prefix, []) for sampling in self._answered}

@@ -109,14 +109,17 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
         # rows that only fill a batch up have no answer
         if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
             continue
-        columns: Row = {name: values[row] for name, values in batch.non_tensor_batch.items()}
+        columns: Row = {}
+        for name, values in batch.non_tensor_batch.items():
+            columns[name] = values[row]
         score = None
         if scores is not None and not columns["reward_failed"]:
             score = scores[row]
         answer_ids = tensors["responses"][row, : lengths[row]]
         answer = str(tokenizer.decode(answer_ids, skip_special_tokens=True))
         version = int(tensors["policy_version"][row])
-        samples.append(_sample(columns, answer, lengths[row], score, version, step))
+        sample = _sample(columns, answer, lengths[row], score, version, step)
+        samples.append(sample)
     return samples
 
 
@@ -173,6 +176,7 @@ def image_names(images: ImageInputs | None) -> list[str]:
     """Returns the file names of a prompt's images. All prompts with the same images have the same names."""
     if images is None:
         return []
+    # the digest is that of all images of the prompt, so each gets a number
     return [f"{images.digest:016x}-{number}.jpg" for number in range(len(images.files))]
 
 
