@@ -84,26 +84,28 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
         scores = outcome_scores(batch.batch["token_level_scores"], mask).double()
 
     is_accuracy = metric in (None, ACCURACY)
-    name = f"reward/{ACCURACY}" if is_accuracy else f"reward/{metric}"
-    if metric == SCORE or (is_accuracy and name not in batch):
+    column = f"reward/{ACCURACY if is_accuracy else metric}"
+    # a reward function that returns a plain number has no acc
+    lacks_accuracy = is_accuracy and column not in batch
+    if metric == SCORE or lacks_accuracy:
         return scores, is_answered
 
-    # no answer has the metric if the reward function returns it for none of the data sources
-    values = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-    if name in batch:
-        for row, entry in enumerate(batch.non_tensor_batch[name]):
-            values[row] = _number(entry)
+    values = _entries_as_numbers(batch, column)
     # rewards of several data sources may return acc only in some
     if is_accuracy:
         values = torch.where(values.isnan(), scores, values)
     return values, is_answered & ~values.isnan()
 
 
-def _number(entry: object) -> float:
-    """Returns an entry of a reward's result as a number, NaN if it is none."""
-    if isinstance(entry, bool | int | float | np.number | np.bool_):
-        return float(entry)
-    return np.nan
+def _entries_as_numbers(batch: DataProto, column: str) -> torch.Tensor:
+    """Returns (B,) fp64 entries of a reward's result, NaN where an entry is missing or no number."""
+    numbers = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    if column not in batch:
+        return numbers
+    for row, entry in enumerate(batch.non_tensor_batch[column]):
+        if isinstance(entry, bool | int | float | np.number | np.bool_):
+            numbers[row] = float(entry)
+    return numbers
 
 
 def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:

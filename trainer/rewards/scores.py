@@ -84,28 +84,32 @@ class RewardManager:
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True where `score` would not wait. A reward model scores only when it has the devices."""
+        is_ready = np.zeros(len(batch), dtype=bool)
         if self.pool is None or self.model is not None:
-            return np.zeros(len(batch), dtype=bool)
+            return is_ready
         keys = list(batch.non_tensor_batch["sample_id"])
         ready_keys = self.pool.call("ready", keys)
-        return np.array([key in ready_keys for key in keys], dtype=bool)
+        for row, key in enumerate(keys):
+            is_ready[row] = key in ready_keys
+        return is_ready
 
     def submit(self, batch: DataProto) -> None:
         """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
         if self.pool is None:
             return
         columns = batch.non_tensor_batch
+        answers = batch.batch["responses"]
+        is_answer = batch.batch["response_mask"].bool()
         image_inputs = columns.get(MULTI_MODAL_INPUTS)
         items = []
         for number, key in enumerate(columns["sample_id"]):
-            is_answer = batch.batch["response_mask"][number].bool()
-            answer_ids = batch.batch["responses"][number][is_answer].tolist()
+            answer_ids = answers[number][is_answer[number]].tolist()
+            answer = self.decode(answer_ids)
             row = {name: columns[name][number] for name in READ_BY_REWARDS}
             images: Sequence[bytes] = ()
             # None in rows without images
             if image_inputs is not None and image_inputs[number] is not None:
                 images = image_inputs[number].files
-            answer = self.decode(answer_ids)
             items.append(RewardItem.of_row(key, row, answer, images))
         self.pool.call("submit", items)
 
@@ -167,13 +171,13 @@ class RewardManager:
         sources = []
         # the model first, because the pool continues in parallel while the model scores
         if self.model is not None:
-            model_results = self.model.score(batch)
-            sources.append(_SourceResults("model", self.model.weight, model_results))
+            results = self.model.score(batch)
+            sources.append(_SourceResults("model", self.model.weight, results))
         if self.pool is not None:
             keys = list(batch.non_tensor_batch["sample_id"])
             results_by_key = self.pool.call("collect", keys)
-            function_results = [results_by_key[key] for key in keys]
-            sources.append(_SourceResults("function", self.config.function_weight, function_results))
+            results = [results_by_key[key] for key in keys]
+            sources.append(_SourceResults("function", self.config.function_weight, results))
         return sources
 
 
@@ -280,10 +284,10 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
     """
     metrics = {}
     for name, column in columns.items():
+        entry = name.removeprefix("reward/")
         values = [value for value in column[counted] if value is not None]
-        if not values or any(isinstance(value, str) for value in values):
-            continue
-        if is_prediction(name.removeprefix("reward/")):
+        has_text = any(isinstance(value, str) for value in values)
+        if not values or has_text or is_prediction(entry):
             continue
         metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
         if with_extremes:
@@ -327,15 +331,15 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     if not options.enable:
         return batch, {}
     lengths = (batch.batch["response_mask"] != 0).sum(1)
-    is_answered = lengths > 0
     penalty = _overlong_penalty(lengths, config)
 
-    result = batch.select()
-    scores = batch.batch["token_level_scores"].clone()
-    result.batch["outcomes"] = scores.sum(1)
     # the score of an answer is on its last token; an empty answer gets the penalty 0 on its first position
     last_tokens = (lengths - 1).clamp(min=0)
     rows = torch.arange(len(batch))
+    # a copy, because the caller's batch keeps its scores
+    scores = batch.batch["token_level_scores"].clone()
+    result = batch.select()
+    result.batch["outcomes"] = scores.sum(1)
     scores[rows, last_tokens] += penalty
     result.batch["token_level_scores"] = scores
     if not options.log:
@@ -343,11 +347,13 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
 
     check_no_such_entry(OVERLONG, batch.non_tensor_batch, OVERLONG_TAKEN)
     is_punished = (penalty < 0).float()
-    counted = int(is_answered.sum())
+    counted = int((lengths > 0).sum())
     metrics = {}
     for name, values in zip(OVERLONG, (penalty, is_punished), strict=True):
-        result.non_tensor_batch[f"reward/{name}"] = as_column(values.tolist())
-        metrics[f"reward/{name}/mean"] = Metric.mean(float(values.sum()), counted)
+        column = f"reward/{name}"
+        total = float(values.sum())
+        result.non_tensor_batch[column] = as_column(values.tolist())
+        metrics[f"{column}/mean"] = Metric.mean(total, counted)
     return result, metrics
 
 
@@ -355,11 +361,12 @@ def _overlong_penalty(lengths: torch.Tensor, config: PPOConfig) -> torch.Tensor:
     """Returns the (B,) penalties of answers with these numbers of tokens, which are 0 or negative."""
     options = config.reward.overlong_buffer
     longest_unpunished = config.data.max_response_length - options.len
-    # negative for answers that end before the buffer; the clamp then gives no penalty
     exceeding = lengths.float() - longest_unpunished
     penalty = -exceeding / options.len * options.penalty_factor
+    # positive for answers that end before the buffer
+    penalty = penalty.clamp(max=0.0)
     # an empty answer, such as that of a failed reward, has no penalty
-    return torch.where(lengths > 0, penalty.clamp(max=0.0), 0)
+    return torch.where(lengths > 0, penalty, 0)
 
 
 def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric]]:

@@ -266,12 +266,16 @@ class Sweep(Searcher):
         values_of_runs = [run.values for run in trial.runs if run.values]
         if not values_of_runs:
             return
-        steps_of_runs = [set(values) for values in values_of_runs]
-        common_steps = set.intersection(*steps_of_runs)
+        common_steps = set(values_of_runs[0])
+        for values in values_of_runs:
+            common_steps &= values.keys()
+
         for step in sorted(common_steps - trial.means.keys()):
+            # a trial that has just been pruned gets no further means
             if self._asha is None or trial.is_over:
                 return
-            mean = sum(values[step] for values in values_of_runs) / len(values_of_runs)
+            values_at_step = [values[step] for values in values_of_runs]
+            mean = sum(values_at_step) / len(values_at_step)
             is_stopped = self._is_stopped(trial, step, mean)
             self._study.judge(trial, step, mean, prune=is_stopped)
             if trial.is_pruned:
@@ -303,6 +307,7 @@ class Sweep(Searcher):
         """
         trial, run = self._running.pop(trial_id)
         if state == "done":
+            # the last value of a run counts
             last_step = max(run.values, default=0)
             value = run.values.get(last_step, math.nan)
             if math.isnan(value):
@@ -346,17 +351,19 @@ def _numpy_seed(seed: int) -> Iterator[None]:
 
 def _remaining_trials(study: Study) -> tuple[list[dict[str, Value]], int]:
     """Returns the planned combinations that no trial has taken yet, and the number of trials that are to be drawn."""
-    plan = planned(study.spec, study.search)
+    search = study.search
+    plan = planned(study.spec, search)
     if plan is None:
-        trials = study.search.trials or 0
+        trials = search.trials or 0
         return [], max(0, trials - len(study.trials))
 
     # always the same order, so that a continued sweep takes the combinations that are left
-    if study.search.kind == "random":
+    if search.kind == "random":
         random.Random(0).shuffle(plan)
-        plan = plan[: study.search.trials]
+        plan = plan[: search.trials]
     taken = [trial.parameters for trial in study.trials]
-    return [values for values in plan if values not in taken], 0
+    remaining = [values for values in plan if values not in taken]
+    return remaining, 0
 
 
 def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandScheduler:
@@ -365,9 +372,14 @@ def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandSche
     for name, value in parameters.items():
         # only the factor need not be a whole number
         arguments[name] = value if name == "reduction_factor" else int(value)
-    # max_t: no run is so long that ASHA ends it for its length, which trainer.total_training_steps decides
     return AsyncHyperBandScheduler(
-        time_attr="step", metric="value", mode=mode, max_t=10**9, stop_last_trials=False, **arguments
+        time_attr="step",
+        metric="value",
+        mode=mode,
+        # no run is so long that ASHA ends it for its length, which trainer.total_training_steps decides
+        max_t=10**9,
+        stop_last_trials=False,
+        **arguments,
     )
 
 
@@ -388,15 +400,16 @@ def draw(study: Study) -> dict[str, Value]:
     Running trials count as bad ones, so that trials at the same time differ; failed trials count as the worst.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # `multivariate` and `constant_liar` are experimental in Optuna
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     # the draws depend on the log alone, not on the process that continues the sweep
     seed = len(study.trials)
-    sampler: optuna.samplers.BaseSampler
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed)
     if study.search.kind == "optuna":
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-    else:
-        sampler = optuna.samplers.RandomSampler(seed)
-    direction = "maximize" if study.spec.mode == "max" else "minimize"
+    direction = "minimize"
+    if study.spec.mode == "max":
+        direction = "maximize"
     results = optuna.create_study(sampler=sampler, direction=direction)
 
     space: dict[str, optuna.distributions.BaseDistribution] = {}
@@ -404,7 +417,8 @@ def draw(study: Study) -> dict[str, Value]:
         space[parameter.name] = parameter.distribution
     for trial in study.trials:
         results.add_trial(_frozen_trial(trial, space))
-    return dict(results.ask(space).params)
+    new_trial = results.ask(space)
+    return dict(new_trial.params)
 
 
 def _frozen_trial(trial: Trial, space: Mapping[str, optuna.distributions.BaseDistribution]) -> optuna.trial.FrozenTrial:
