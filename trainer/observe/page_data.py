@@ -222,8 +222,9 @@ def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> 
     """
     # with fewer values than gaps, the steps of the values take less room than a None for each gap
     if len(value_by_step) <= len(steps) // 2:
+        logged_steps = list(value_by_step)
         logged_values = list(value_by_step.values())
-        return [list(value_by_step), compact(logged_values)]
+        return [logged_steps, compact(logged_values)]
     values = [value_by_step.get(step) for step in steps]
     return [compact(values)]
 
@@ -252,17 +253,18 @@ def without_folders(value: object, folders: Sequence[str] = ()) -> object:
 
 def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the folders of the runs, of the user and of all absolute paths in their options, longest first."""
-    folders = {Path.home()}
+    folders = {str(Path.home())}
     for run in runs:
-        folders.add(run.folder.absolute().parent)
+        run_dir = run.folder.absolute()
+        folders.add(str(run_dir.parent))
         for option in run.config.values():
             if option.value.startswith("/"):
-                folders.add(Path(option.value).parent)
-    names = {str(folder) for folder in folders}
+                path = Path(option.value)
+                folders.add(str(path.parent))
     # every path begins with it
-    names.discard("/")
+    folders.discard("/")
     # a folder within another one must be replaced before it
-    return sorted(names, key=len, reverse=True)
+    return sorted(folders, key=len, reverse=True)
 
 
 def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[RecordedAnswer]]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -145,18 +145,28 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Record
         text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
         count: Maximum number of answers.
     """
-    matches: list[tuple[float, int, int, RecordedGroup]] = []
+    word = text.lower()
+    matches: list[_Match] = []
     for group in groups(folder):
-        for row in _matching_rows(group, text.lower()):
+        for row in _matching_rows(group, word):
             rank = _rank(group.scores[row], order)
-            matches.append((rank, -group.step, row, group))
+            matches.append(_Match(rank, -group.step, row, group))
 
     # a group has no order, and the sort keeps the order of groups with the same step
     matches.sort(key=lambda match: match[:3])
     answers: list[RecordedAnswer] = []
-    for *_, row, group in matches[:count]:
-        answers += group.read([row])
+    for match in matches[:count]:
+        answers += match.group.read([match.row])
     return answers, len(matches)
+
+
+class _Match(NamedTuple):
+    """An answer that matches, with its sort keys: the rank by score, then the latest step, then the row."""
+
+    rank: float
+    negative_step: int
+    row: int
+    group: RecordedGroup
 
 
 def _rank(score: float | None, order: str) -> float:
@@ -311,26 +321,32 @@ def _request(number: int, depth: int, start: str, entry: Mapping[str, object], m
     discarded = as_text(entry.get("discarded") or "")
     if not discarded and row is None:
         discarded = "no reason is recorded"
+    facts = _request_facts(entry, messages, row)
 
-    contents: list[tuple[object, object]] = []
+    short_messages = []
     for message in messages[:MAX_MESSAGES]:
         if isinstance(message, dict):
-            contents.append((message.get("role"), message.get("content")))
-    contents.append(("answer", entry.get("text")))
-    short_messages = []
-    for role, content in contents:
-        short_role = as_text(role or "")[:40]
-        short_content = shortened(as_text(content or ""), most_characters)
-        short_messages.append((short_role, short_content))
+            role = message.get("role")
+            content = message.get("content")
+            short_messages.append(_short_message(role, content, most_characters))
+    answer = _short_message("answer", entry.get("text"), most_characters)
+    short_messages.append(answer)
 
     return RecordedRequest(
         number=number,
         depth=depth,
         start=start,
-        facts=shortened(_request_facts(entry, messages, row), MAX_FACTS),
+        facts=shortened(facts, MAX_FACTS),
         discarded=shortened(discarded, MAX_FACTS),
         messages=tuple(short_messages),
     )
+
+
+def _short_message(role: object, content: object, most_characters: int) -> tuple[str, str]:
+    """Returns role and content of a message as text, and cut."""
+    role_text = as_text(role or "")
+    content_text = as_text(content or "")
+    return role_text[:40], shortened(content_text, most_characters)
 
 
 def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row: int | None) -> str:
@@ -364,6 +380,7 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
 def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
     """Returns an entry of this type, else the default. A bool does not count as an int."""
     value = entry.get(name)
+    # `isinstance` for the type checker; the type of True is bool, an instance of int
     if isinstance(value, kind) and type(value) is kind:
         return value
     return default

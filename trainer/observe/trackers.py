@@ -29,6 +29,9 @@ OWN = ("console", "jsonl")
 
 _COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
 _GENERATIONS = "val/generations"
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]")
+_MLFLOW_BATCH = 1000
+"""Largest number of metrics that MLflow takes in one call."""
 
 
 @dataclass(frozen=True)
@@ -176,16 +179,18 @@ def _mlflow(run: TrackedRun) -> Tracker:
         milliseconds = int(time.time() * 1000)
         entries = []
         for name, value in metrics.items():
-            name = name.replace("@", "_at_")
-            allowed_name = re.sub(r"[^\w\-. :/]", "_", name)
+            readable_name = name.replace("@", "_at_")
+            # MLflow refuses all other characters, which names of data sources can contain
+            allowed_name = _REFUSED_BY_MLFLOW.sub("_", readable_name)
             entries.append(Metric(allowed_name, float(value), milliseconds, step))
-        # the maximum of one call
-        for start in range(0, len(entries), 1000):
-            client.log_batch(run_id, metrics=entries[start : start + 1000])
+        for start in range(0, len(entries), _MLFLOW_BATCH):
+            batch = entries[start : start + _MLFLOW_BATCH]
+            client.log_batch(run_id, metrics=batch)
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
         records = [record_of(sample) for sample in samples]
-        client.log_dict(run_id, {"step": step, "samples": records}, f"generations/step_{step}.json")
+        content = {"step": step, "samples": records}
+        client.log_dict(run_id, content, f"generations/step_{step}.json")
 
     def finish() -> None:
         client.set_terminated(run_id)
@@ -264,18 +269,27 @@ def _swanlab(run: TrackedRun) -> Tracker:
     overrides this choice."""
     import swanlab
 
-    folder = run.run_dir / "swanlab"
-    folder.mkdir(exist_ok=True)
     mode = os.environ.get("SWANLAB_MODE")
     if not mode:
-        mode = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
-    options: JsonObject = {"mode": mode, "log_dir": str(folder)}
+        mode = "offline"
+        if os.environ.get("SWANLAB_API_KEY"):
+            mode = "online"
+    folder = run.run_dir / "swanlab"
+    folder.mkdir(exist_ok=True)
+    options: JsonObject = {
+        "project": run.project,
+        "name": run.name,
+        "config": dict(run.options),
+        "mode": mode,
+        "log_dir": str(folder),
+    }
     # SwanLab continues runs on its server only
     if mode == "online":
         options["id"] = run.kept_id("swanlab")
         options["resume"] = "allow"
-    swanlab_run = swanlab.init(project=run.project, name=run.name, config=dict(run.options), **options)
+    swanlab_run = swanlab.init(**options)
     if mode == "offline":
+        # the names of the folders contain the time of their start
         newest_log = max(folder.iterdir(), default=folder)
         _tell_offline(run, "swanlab", "swanlab sync", newest_log)
 
@@ -286,7 +300,8 @@ def _swanlab(run: TrackedRun) -> Tracker:
         texts = []
         for sample in samples:
             text = f"{sample.input}\n---\n{sample.output}"
-            texts.append(swanlab.Text(text, caption=f"score {sample.score}"))
+            caption = f"score {sample.score}"
+            texts.append(swanlab.Text(text, caption=caption))
         swanlab_run.log({_GENERATIONS: texts}, step=step)
 
     return Adapter(log, log_samples, swanlab_run.finish)
