@@ -71,11 +71,12 @@ def score(target: Path, overrides: list[str]) -> int:
     write_scores(path, answers, results)
     console.print(f"all scores: {path}")
 
-    failed = [result for result in results if result.failed]
-    if failed:
-        first = printable(str(failed[0].error))
-        print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{first}", file=sys.stderr)
-    return int(len(failed) > config.reward.max_error_rate * len(results))
+    errors = [result.error for result in results if result.failed]
+    if errors:
+        first = printable(str(errors[0]))
+        print(f"\n{len(errors)} of {len(results)} rewards failed. The first one:\n{first}", file=sys.stderr)
+    allowed = config.reward.max_error_rate * len(results)
+    return int(len(errors) > allowed)
 
 
 def run_config(target: Path) -> PPOConfig | None:
@@ -118,7 +119,8 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         OmegaConf.save(OmegaConf.create(run_settings), file)
-        config = load_schema(["--config", str(file), *options], ScoreConfig).config
+        arguments = ["--config", str(file), *options]
+        config = load_schema(arguments, ScoreConfig).config
     if config.recipe is not None:
         # importing it registers its rewards
         load_recipe(config.recipe)
@@ -142,7 +144,9 @@ def _reward_options(name: str) -> list[str]:
     """Returns the options for which reward=NAME, reward=FILE.py or reward=FILE.py:FUNCTION is short."""
     file = re.fullmatch(r"(pkg://[\w.]+|.*\.py)(?::(\w+))?", name)
     if file is None:
-        label = re.sub(r"\W+", "_", name.rpartition("/")[2])
+        # a label is a part of option keys and of names of metrics
+        _, _, last_part = name.rpartition("/")
+        label = re.sub(r"\W+", "_", last_part)
         return [f"reward.functions.{label}.reward={name}"]
     path, function = file.groups()
     options = [f"reward.custom_reward_function.path={path}"]

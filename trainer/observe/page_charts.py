@@ -194,7 +194,12 @@ def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel
                 legend = label or metric
             line = {"color": color, "width": _LINE_WIDTH, "dash": dash}
             # the page takes the values from the run's series, so that a metric is stored once
-            trace = {"run": run_number, "metric": metric, "line": line, "name": legend}
+            trace = {
+                "run": run_number,
+                "metric": metric,
+                "line": line,
+                "name": legend,
+            }
             traces.append(trace)
 
     y_axis = {"rangemode": "tozero" if _starts_at_zero(runs, panel) else "normal"}

@@ -58,8 +58,10 @@ def page_data(runs: Sequence[RecordedRun], study: Json | None = None, sample_byt
     run_entries: list[Json] = []
     # the runs share the limits equally, so that a comparison shows samples of all of them
     run_count = len(runs)
+    most_bytes = sample_bytes // run_count
+    most_samples = MAX_SAMPLES // run_count
     for run, title in zip(runs, run_titles(runs), strict=True):
-        total_answers, answers = _samples(run.folder, sample_bytes // run_count, MAX_SAMPLES // run_count)
+        total_answers, answers = _samples(run.folder, most_bytes, most_samples)
         images, total_images = _images(run.folder, answers, IMAGE_BYTES // run_count)
         samples.add(len(run_entries), answers)
 
@@ -338,7 +340,8 @@ def _rows_by_interest(group: RecordedGroup) -> list[int]:
 
     # the order by checksum is the same in all steps, so that the page shows the same prompts over the training
     checksums = [zlib.crc32(uid.encode()) for uid in group.uids]
-    rows += sorted(range(len(checksums)), key=checksums.__getitem__)
+    rows_by_prompt = sorted(range(len(checksums)), key=checksums.__getitem__)
+    rows += rows_by_prompt
     # a row is already in the list if it is the best, the worst or the failed one
     return list(dict.fromkeys(rows))
 

@@ -150,7 +150,8 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Record
     for group in groups(folder):
         for row in _matching_rows(group, word):
             rank = _rank(group.scores[row], order)
-            matches.append(_Match(rank, -group.step, row, group))
+            match = _Match(rank, -group.step, row, group)
+            matches.append(match)
 
     # a group has no order, and the sort keeps the order of groups with the same step
     matches.sort(key=lambda match: match[:3])
@@ -208,7 +209,9 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
 
 def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAnswer:
     """Returns a row of a samples file as an answer for display."""
-    prompt = [(message["role"], message["content"]) for message in row["prompt"]]
+    prompt = []
+    for message in row["prompt"]:
+        prompt.append((message["role"], message["content"]))
     # a sample can lack the messages; it always has the text of the last one
     if not prompt:
         prompt = [("user", row["input"])]
@@ -277,10 +280,13 @@ def request_tree(text: str | None) -> tuple[tuple[RecordedRequest, ...], int]:
 
     # depth first, without recursion, because a conversation can be longer than Python's stack
     requests: list[RecordedRequest] = []
-    waiting = [(number, 0, "new conversation") for number in reversed(roots)]
+    waiting: list[tuple[int, int, str]] = []
+    for root in reversed(roots):
+        waiting.append((root, 0, "new conversation"))
     while waiting:
         number, depth, start = waiting.pop()
-        requests.append(_request(number, depth, start, entries[number], most_characters))
+        request = _request(number, depth, start, entries[number], most_characters)
+        requests.append(request)
         child_depth = depth
         child_start = ""
         if len(children[number]) > 1:
@@ -358,7 +364,8 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
     versions: list[str] = []
     for version in _typed(entry, "versions", list, []):
         # -1: no token
-        if type(version) is int and version >= 0 and str(version) not in versions:
+        is_version = type(version) is int and version >= 0
+        if is_version and str(version) not in versions:
             versions.append(str(version))
     if versions:
         facts.append("weights " + " to ".join(versions))

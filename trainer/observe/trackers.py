@@ -107,7 +107,9 @@ def check_trackers(names: Iterable[str]) -> None:
         if problems:
             raise UserError(problems[0])
         factory = TRACKERS.get_fn(name)
-        if factory.__module__ == __name__ and importlib.util.find_spec(name) is None:
+        # a tracker of this file is named after its package; a user's can have any name
+        is_package = factory.__module__ == __name__
+        if is_package and importlib.util.find_spec(name) is None:
             raise UserError(f"trainer.logger={name}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
@@ -182,7 +184,8 @@ def _mlflow(run: TrackedRun) -> Tracker:
             readable_name = name.replace("@", "_at_")
             # MLflow refuses all other characters, which names of data sources can contain
             allowed_name = _REFUSED_BY_MLFLOW.sub("_", readable_name)
-            entries.append(Metric(allowed_name, float(value), milliseconds, step))
+            entry = Metric(allowed_name, float(value), milliseconds, step)
+            entries.append(entry)
         for start in range(0, len(entries), _MLFLOW_BATCH):
             batch = entries[start : start + _MLFLOW_BATCH]
             client.log_batch(run_id, metrics=batch)
@@ -222,8 +225,10 @@ def _wandb(run: TrackedRun) -> Tracker:
 
     mode = os.environ.get("WANDB_MODE")
     if mode is None:
+        # without a question to the user, and without asking the server whether the key is valid
         has_account = wandb.login(prompt=False, verify=False)
         mode = "online" if has_account else "offline"
+    # console: wandb would otherwise copy what the run prints, the progress bar included
     settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
     options: JsonObject = {
         "project": run.project,
@@ -258,7 +263,8 @@ def _wandb(run: TrackedRun) -> Tracker:
         rows = []
         for sample in samples:
             rows.append([getattr(sample, name) for name in _COLUMNS])
-        log({_GENERATIONS: wandb.Table(list(_COLUMNS), rows)}, step)
+        table = wandb.Table(list(_COLUMNS), rows)
+        log({_GENERATIONS: table}, step)
 
     return Adapter(log, log_samples, finish)
 

@@ -172,8 +172,9 @@ def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[l
     ground_truth = None
     if "reward_model" in columns:
         ground_truth = columns["reward_model"][row].get("ground_truth")
+    answer = batch.batch["responses"][row]
     is_answer = batch.batch["response_mask"][row].bool()
-    ids = batch.batch["responses"][row][is_answer].tolist()
+    ids = answer[is_answer].tolist()
     return {
         "sample_id": columns["sample_id"][row],
         "data_source": columns["data_source"][row],

@@ -301,7 +301,8 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
 
 def mask_failed(batch: DataProto) -> DataProto:
     """Returns the batch with an empty response_mask, and so no weight, for samples whose reward failed."""
-    failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
+    column = batch.non_tensor_batch["reward_failed"]
+    failed = torch.from_numpy(column.astype(bool))
     if not failed.any():
         return batch
     # `select` copies the table of columns, so the caller's batch keeps its mask

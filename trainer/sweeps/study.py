@@ -188,7 +188,8 @@ class Study:
         """Writes the specification into the study's folder, which must be locked."""
         description = dataclasses.asdict(self.spec)
         description["search"] = dataclasses.asdict(self.search)
-        write_atomically(self.folder / DESCRIPTION, json.dumps(description, indent=1))
+        text = json.dumps(description, indent=1)
+        write_atomically(self.folder / DESCRIPTION, text)
 
     def refuse_another(self, spec: StudySpec) -> None:
         """Raises UserError if the study was started with another specification. The message lists the differences and
@@ -267,7 +268,8 @@ class Study:
         number = event["trial"]
         # an event of `begin`
         if "parameters" in event:
-            self.trials.append(self._new_trial(number, event["parameters"]))
+            new_trial = self._new_trial(number, event["parameters"])
+            self.trials.append(new_trial)
             return
 
         trial = self.trials[number]

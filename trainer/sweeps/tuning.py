@@ -46,6 +46,7 @@ from verl_lite.single_controller.ray_cluster import current_umask, machines, ray
 Tell = Callable[[str], None]
 _CONNECT_TIMEOUT_S = 20.0
 _QUIET = {
+    # no csv, json and TensorBoard files of Tune's own
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     # `stopping_on_signal` handles it
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -91,16 +92,21 @@ def places(options: StudyOptions, device: str, tell: Tell) -> Iterator[Place]:
                 devices: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)}
                 stack.callback(set_environment, set_environment(devices))
             stack.enter_context(guarded())
-            slots = options.slots or max(1, len(free_tokens) // options.per_trial)
+            # one run on a CPU, and on GPUs as many as fit
+            runs_that_fit = len(free_tokens) // options.per_trial
+            slots = options.slots or max(1, runs_that_fit)
         # Ray accepts no store below 75 MiB; this one carries only reports, because runs have a Ray of their own
         ray_init = RayInitConfig(
             address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
         name = f"sweep-{os.getpid()}"
-        stack.enter_context(ray_running(ray_init, name, num_gpus=len(free_tokens), tell=tell))
+        cluster = ray_running(ray_init, name, num_gpus=len(free_tokens), tell=tell)
+        stack.enter_context(cluster)
 
         present = machines()
-        if device == "auto" and not any("GPU" in machine.resources for machine in present):
+        # on a cluster, the devices of the machines decide
+        has_gpus = any("GPU" in machine.resources for machine in present)
+        if device == "auto" and not has_gpus:
             on_cpu = True
         gpus = None if on_cpu else options.per_trial
         needed = {"CPU": 1.0}
@@ -119,6 +125,7 @@ def _watch_ray() -> None:
         loss = ray_loss()
         if loss is not None:
             print(f"ClusterLostError: {loss}. The same command continues the sweep", file=sys.stderr, flush=True)
+            # sys.exit would end this thread alone
             os._exit(1)
         time.sleep(1.0)
 
@@ -240,8 +247,8 @@ class Sweep(Searcher):
         has_started = not waits and ended is None
         if has_started and trial_id not in self._announced:
             self._announced.add(trial_id)
-            parameters = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
-            self._tell(f"{_name(trial, run)} starts: {parameters}")
+            parameters = [f"{name}={value}" for name, value in trial.parameters.items()]
+            self._tell(f"{_name(trial, run)} starts: {', '.join(parameters)}")
 
         self._judge_means(trial)
         if ended is not None:
@@ -491,6 +498,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
                     num_samples=-1,
                     max_concurrent_trials=options.slots,
                     reuse_actors=True,
+                    # Tune's own name of a folder would contain the order
                     trial_dirname_creator=lambda trial: trial.trial_id,
                 ),
                 run_config=tune.RunConfig(
@@ -501,6 +509,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
                 ),
             ).fit()
     finally:
+        # a continued sweep reads the study's log instead
         shutil.rmtree(study.folder / ".tune", ignore_errors=True)
     if sweep.problem is not None:
         raise sweep.problem

@@ -43,7 +43,8 @@ class ValSampling:
 def val_samplings(config: PPOConfig) -> list[ValSampling]:
     """Returns the samplings of rollout.val_kwargs: sampled or greedy answers, and optionally greedy ones as well."""
     options = config.rollout.val_kwargs
-    samplings = [_sampling(config, prefix="", is_greedy=not options.do_sample)]
+    is_greedy = not options.do_sample
+    samplings = [_sampling(config, prefix="", is_greedy=is_greedy)]
     if options.greedy_too:
         samplings.append(_sampling(config, prefix="greedy/", is_greedy=True))
     return samplings
@@ -210,7 +211,12 @@ class _Answers:
         """Returns the samples by sampling, in the order of the dataset."""
         samples_by_prefix: dict[str, list[Sample]] = {}
         # the sort is stable, so the answers to one prompt keep their order
-        for answer in sorted(self._finished, key=lambda answer: answer.position):
+        ordered = sorted(self._finished, key=lambda answer: answer.position)
+        for answer in ordered:
             samples = samples_by_prefix.setdefault(answer.prefix, [])
             samples.append(answer.row)
-        return {sampling: samples_by_prefix.get(sampling.prefix, []) for sampling in self._answered}
+
+        samples_by_sampling = {}
+        for sampling in self._answered:
+            samples_by_sampling[sampling] = samples_by_prefix.get(sampling.prefix, [])
+        return samples_by_sampling

@@ -155,9 +155,11 @@ def process_validation_metrics(
         # None becomes NaN: the row has no value
         values = np.array(entries, dtype=np.float64)
         for source, prompts in prompts_by_source.items():
-            means = _source_metrics(values, list(prompts.values()), votes, seed)
+            rows_of_prompts = list(prompts.values())
+            means = _source_metrics(values, rows_of_prompts, votes, seed)
             if means:
-                results.setdefault(source, {})[variable] = means
+                variables = results.setdefault(source, {})
+                variables[variable] = means
     return results
 
 

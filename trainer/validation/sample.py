@@ -99,7 +99,8 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     tensors = batch.batch
     # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
     prompt_width = tensors["prompts"].shape[1]
-    lengths = tensors["attention_mask"][:, prompt_width:].sum(1).tolist()
+    answer_mask = tensors["attention_mask"][:, prompt_width:]
+    lengths = answer_mask.sum(1).tolist()
     scores = None
     if "token_level_scores" in tensors.keys():
         scores = tensors["token_level_scores"].sum(1).tolist()
@@ -164,8 +165,10 @@ def _entries(columns: Mapping[str, object]) -> dict[str, float | str]:
         if not column.startswith("reward/") or value is None:
             continue
         name = column.removeprefix("reward/")
-        # a prediction is a vote, which is compared as text
-        if isinstance(value, int | float | np.number | np.bool_) and name != PREDICTION:
+        if name == PREDICTION:
+            # a prediction is a vote, which is compared as text
+            entries[name] = str(value)
+        elif isinstance(value, int | float | np.number | np.bool_):
             entries[name] = float(value)
         else:
             entries[name] = str(value)

@@ -114,7 +114,8 @@ class SampleFiles:
         images: dict[str, bytes] = {}
         for inputs in batch.non_tensor_batch.get("multi_modal_inputs", ()):
             if inputs is not None:
-                images.update(zip(image_names(inputs), inputs.files, strict=True))
+                names = image_names(inputs)
+                images.update(zip(names, inputs.files, strict=True))
         if not self.max_bytes or not images:
             return
 
@@ -130,6 +131,7 @@ class SampleFiles:
                 new_paths.append(folder / name)
                 new_images.append(image)
 
+        # threads, because Pillow decodes and encodes without holding the interpreter's lock
         with beside_training(folder, self.tell), ThreadPoolExecutor(4) as threads:
             folder.mkdir(parents=True, exist_ok=True)
             new_sizes = threads.map(_write_image, new_paths, new_images)
@@ -173,7 +175,9 @@ class SampleFiles:
         """
         train_files = self._files(TRAIN)
         val_files = self._files(VAL)
-        sizes = {file: file.stat().st_size for file in train_files + val_files}
+        sizes = {}
+        for file in train_files + val_files:
+            sizes[file] = file.stat().st_size
         room = self.max_bytes - sum(self._image_sizes.values())
         while sum(sizes.values()) > room:
             files = train_files if len(train_files) > 1 else val_files
@@ -258,7 +262,10 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     if any(sample.requests for sample in samples):
         json_names.append("requests")
     for name in json_names:
-        texts = [json.dumps(getattr(sample, name)) for sample in samples]
+        texts = []
+        for sample in samples:
+            value = getattr(sample, name)
+            texts.append(json.dumps(value))
         arrays[name + JSON] = pyarrow.array(texts, pyarrow.string())
     images = [sample.images for sample in samples]
     if any(images):

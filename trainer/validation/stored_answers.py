@@ -48,7 +48,8 @@ class AnswerStore:
             for line in path.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
                 sample = Sample(**entry["row"])
-                answers.append(StoredAnswer(entry["prefix"], entry["position"], sample))
+                answer = StoredAnswer(entry["prefix"], entry["position"], sample)
+                answers.append(answer)
         return answers
 
     def add(self, answers: list[StoredAnswer]) -> None:
