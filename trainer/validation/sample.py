@@ -105,10 +105,14 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     if "token_level_scores" in tensors.keys():
         scores = tensors["token_level_scores"].sum(1).tolist()
 
+    is_padding = [False] * len(batch)
+    if "is_padding" in tensors.keys():
+        is_padding = tensors["is_padding"].tolist()
+
     samples = []
     for row in range(len(batch)):
         # rows that only fill a batch up have no answer
-        if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
+        if is_padding[row]:
             continue
         columns: Row = {}
         for name, values in batch.non_tensor_batch.items():
