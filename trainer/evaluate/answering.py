@@ -30,7 +30,14 @@ _SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
 _ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
 # ... and not on those that concern the training alone: prefixes, and whole keys
 _TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
-_TRAINING_ALONE = tuple(f"rollout.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
+_TRAINING_ALONE = (
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.min_p",
+    "rollout.ignore_eos",
+)
 
 
 def answering_config(arguments: Sequence[str]) -> PPOConfig | None:
@@ -64,6 +71,7 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> JsonObject
     files = list(config.data.val_files)
     if are_scored:
         files += _reward_files(config)
+    # the content too, because a file with the same name can have changed
     for file in files:
         settings[f"content of {file}"] = content_of(file)
 
@@ -133,6 +141,7 @@ class AnsweringTrainer(RayPPOTrainer):
         folder = _checkpoint_of(self.config)
         if folder is None:
             return
+        # an evaluation has no critic and no reference, whose parts of the checkpoint are not read
         self.saver.learners["actor"].load(str(folder / "actor"))
         state = read_state(folder)
         self.steps.global_step = state["steps"]["global_step"]

@@ -70,12 +70,14 @@ def evaluate(target: Target, overrides: list[str]) -> tuple[int, dict[str, float
     if config is None:
         return run_ppo(arguments), {}
     if config.is_agentic:
-        folder = _folder_of(target, time.strftime("%Y%m%d-%H%M%S"), overrides)
+        start_time = time.strftime("%Y%m%d-%H%M%S")
+        folder = _folder_of(target, start_time, overrides)
         return _evaluate_agent([*arguments, f"{FOLDER}{folder}"], folder)
 
     # the folder is named after the settings, so that the same command finds it again and others do not
     settings = answer_settings(config)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    settings_text = json.dumps(settings, sort_keys=True)
+    digest = hashlib.sha256(settings_text.encode()).hexdigest()
     folder = _folder_of(target, digest[:8], overrides)
     arguments.append(f"{FOLDER}{folder}")
     earlier_metrics = finished_metrics(folder, settings)
@@ -136,7 +138,8 @@ def _evaluate_agent(arguments: list[str], folder: Path) -> tuple[int, dict[str, 
     metrics_by_step = read_metrics(folder / "metrics.jsonl")
     if not metrics_by_step:
         return 0, {}
-    return 0, list(metrics_by_step.values())[-1]
+    last_step = max(metrics_by_step)
+    return 0, metrics_by_step[last_step]
 
 
 def _read_results(run_dir: Path) -> dict[str, float]:
@@ -153,6 +156,8 @@ class Evaluation(AnsweringTrainer):
         result = super().fit()
         # the only validation is the one before the training, which does not follow
         results = {"step": self.steps.global_step, "metrics": result.before}
+        # default: numbers of NumPy, which json cannot write
+        text = json.dumps(results, indent=1, default=float)
         # atomically, because the file also tells that the evaluation is complete
-        write_atomically(self.run_dir / RESULTS, json.dumps(results, indent=1, default=float))
+        write_atomically(self.run_dir / RESULTS, text)
         return result

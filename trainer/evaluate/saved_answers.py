@@ -132,7 +132,10 @@ def _answers_of_row(row: Row, key: int, where: str, config: ScoreConfig, images:
         images: folder of the run's images.
     """
     # verl's main_generation writes a list of answers to one prompt
-    answer = _first_value(row.get("response"), row.get("output"), row.get("responses"))
+    answer = None
+    for name in ("response", "output", "responses"):
+        if answer is None:
+            answer = row.get(name)
     texts = answer if isinstance(answer, list) else [answer]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
@@ -168,6 +171,7 @@ def _scored_row(row: Row, where: str, config: ScoreConfig) -> Row:
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict):
         nested_truth = reward_model.get("ground_truth")
+    # `gts` last, because in samples it is only a text for display
     ground_truth = _first_value(row.get("ground_truth"), nested_truth, row.get("gts"))
 
     # another program may use the names of optional entries for something else

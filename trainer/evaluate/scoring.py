@@ -30,6 +30,17 @@ SHORT = "reward="
 _ONLY_TRAINING = ("overlong_buffer", "function_weight")
 # options that choose the reward, which reward=NAME replaces
 _REWARD_CHOICE = ("functions", "custom_reward_function", "remote", "reward_kwargs", "batch_size")
+_COUNTS_AND_MEANS = (
+    "answers",
+    "mean before",
+    "mean now",
+    "same",
+    "higher",
+    "lower",
+    "none before",
+    "failed now",
+)
+"""Columns of the table after the data source."""
 _TOLERANCE = 1e-6
 """Scores with a smaller difference count as equal, because scores are saved in single precision."""
 
@@ -60,11 +71,12 @@ def score(target: Path, overrides: list[str]) -> int:
     write_scores(path, answers, results)
     console.print(f"all scores: {path}")
 
-    failed = [result for result in results if result.failed]
-    if failed:
-        first = printable(str(failed[0].error))
-        print(f"\n{len(failed)} of {len(results)} rewards failed. The first one:\n{first}", file=sys.stderr)
-    return int(len(failed) > config.reward.max_error_rate * len(results))
+    errors = [result.error for result in results if result.failed]
+    if errors:
+        first = printable(str(errors[0]))
+        print(f"\n{len(errors)} of {len(results)} rewards failed. The first one:\n{first}", file=sys.stderr)
+    allowed = config.reward.max_error_rate * len(results)
+    return int(len(errors) > allowed)
 
 
 def run_config(target: Path) -> PPOConfig | None:
@@ -107,7 +119,8 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         OmegaConf.save(OmegaConf.create(run_settings), file)
-        config = load_schema(["--config", str(file), *options], ScoreConfig).config
+        arguments = ["--config", str(file), *options]
+        config = load_schema(arguments, ScoreConfig).config
     if config.recipe is not None:
         # importing it registers its rewards
         load_recipe(config.recipe)
@@ -121,14 +134,19 @@ def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:
 
 
 def _is_new_parquet(path: str) -> bool:
-    return path.endswith(".parquet") and not Path(path).expanduser().exists()
+    if not path.endswith(".parquet"):
+        return False
+    # an existing file is never overwritten
+    return not Path(path).expanduser().exists()
 
 
 def _reward_options(name: str) -> list[str]:
     """Returns the options for which reward=NAME, reward=FILE.py or reward=FILE.py:FUNCTION is short."""
     file = re.fullmatch(r"(pkg://[\w.]+|.*\.py)(?::(\w+))?", name)
     if file is None:
-        label = re.sub(r"\W+", "_", name.rpartition("/")[2])
+        # a label is a part of option keys and of names of metrics
+        _, _, last_part = name.rpartition("/")
+        label = re.sub(r"\W+", "_", last_part)
         return [f"reward.functions.{label}.reward={name}"]
     path, function = file.groups()
     options = [f"reward.custom_reward_function.path={path}"]
@@ -163,7 +181,9 @@ def _note_differences(console: Console, answers: Sequence[SavedAnswer], run: PPO
     for name, count in (("prompt as chat messages", without_prompt), ("ground truth", without_truth)):
         if count:
             console.note(f"{count} answers have no {name}: a reward that reads it gets None")
-    if run is not None and (run.reward_model.enable or run.reward.overlong_buffer.enable):
+    if run is None:
+        return
+    if run.reward_model.enable or run.reward.overlong_buffer.enable:
         console.note("saved scores include the reward model and the penalty for long answers; new scores do not")
 
 
@@ -208,7 +228,7 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
     """
     table = titled_table("Saved scores and new ones")
     table.add_column("data source", no_wrap=True)
-    for title in ("answers", "mean before", "mean now", "same", "higher", "lower", "none before", "failed now"):
+    for title in _COUNTS_AND_MEANS:
         table.add_column(title, justify="right")
 
     comparisons_by_source: dict[str, list[_Comparison]] = {}

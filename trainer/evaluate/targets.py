@@ -108,15 +108,18 @@ def titles(targets: Sequence[Target]) -> list[str]:
     """Returns a distinct title for each target: its name, or for equal names the differing part of its path."""
     paths_by_name: dict[str, set[str]] = {}
     for target in targets:
-        paths_by_name.setdefault(target.name, set()).add(os.path.abspath(target.path))
+        paths = paths_by_name.setdefault(target.name, set())
+        paths.add(os.path.abspath(target.path))
 
     distinct = []
     for target in targets:
+        title = target.name
         paths = paths_by_name[target.name]
-        if len(paths) == 1:
-            distinct.append(target.name)
-        else:
-            distinct.append(os.path.relpath(target.path, os.path.commonpath(paths)))
+        # checkpoints of several runs have equal names, such as global_step_20
+        if len(paths) > 1:
+            common_folder = os.path.commonpath(paths)
+            title = os.path.relpath(target.path, common_folder)
+        distinct.append(title)
     return distinct
 
 

@@ -82,6 +82,7 @@ class Console:
     def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
         self.verbosity = verbosity
         self._rich = Terminal(file=file)
+        # rich assumes 80 columns for a file or a pipe, in which a table of a run does not fit
         if not self._rich.is_terminal:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
@@ -113,6 +114,7 @@ class Console:
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
+            # None: all columns that the others leave
             BarColumn(None),
             TextColumn("{task.fields[left]}"),
             console=self._rich,

@@ -255,7 +255,8 @@ def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
     for means in columns:
         for mean in means:
             variables.add(mean.name + _suffix(mean.greedy))
-            sources_by_kind.setdefault(mean.greedy, set()).add(mean.source)
+            sources = sources_by_kind.setdefault(mean.greedy, set())
+            sources.add(mean.source)
             # training without a rollout validates metrics such as val/loss, which have no data source
             has_sources = has_sources or mean.metric.startswith("val-")
 
@@ -267,9 +268,11 @@ def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
     for greedy, sources in sorted(sources_by_kind.items()):
         suffix = _suffix(greedy)
         for source in sorted(sources):
-            table.add_row(source + suffix, *_cells(columns, greedy, source))
+            cells = _cells(columns, greedy, source)
+            table.add_row(source + suffix, *cells)
         if has_sources and len(sources) > 1:
-            table.add_row("mean of sources" + suffix, *_cells(columns, greedy), style="bold")
+            cells = _cells(columns, greedy)
+            table.add_row("mean of sources" + suffix, *cells, style="bold")
     return table
 
 
@@ -296,6 +299,7 @@ def _cell(means: Sequence[ValidationMean]) -> str:
     count = len(means)
     average = sum(mean.value for mean in means) / count
     half_widths = [mean.half_width for mean in means if mean.half_width is not None]
+    # a source with a single prompt has no interval, and then the average has none
     if len(half_widths) < count:
         return f"{average:.3f}"
     # the errors of the sources are independent

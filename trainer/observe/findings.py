@@ -43,7 +43,8 @@ def findings_table(findings: Sequence[Finding], most: int | None = None) -> Rend
         details += f"\nto do:  {problem.advice}"
         text = shortened(problem.text, _MOST_CHARACTERS)
         grade = Text(problem.grade, _STYLES[problem.grade])
-        table.add_row(grade, Text.assemble(text, (details, "dim")))
+        description = Text.assemble(text, (details, "dim"))
+        table.add_row(grade, description)
 
     passed = len(findings) - len(problems)
     summary = f"{passed} checks are fine"

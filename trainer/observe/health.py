@@ -103,7 +103,8 @@ class Rule:
             first, *others = findings
             text = first.text
             if others:
-                text += "; likewise " + ", ".join(finding.metric for finding in others[:3])
+                names = [finding.metric for finding in others[:3]]
+                text += f"; likewise {', '.join(names)}"
             if len(others) > 3:
                 text += " and more"
             shared_findings.append(replace(first, text=text))
@@ -151,10 +152,10 @@ def _has_agents(options: Options) -> bool:
 
 def _error_of(run: RecordedRun) -> Finding | None:
     """Returns the error that ended the run, or None if it is running or has continued since its last crash dump."""
-    logs = sorted(run.folder.glob("crash/step_*/error.txt"), key=lambda file: file.stat().st_mtime)
+    logs = list(run.folder.glob("crash/step_*/error.txt"))
     if not logs or run.is_running:
         return None
-    newest_log = logs[-1]
+    newest_log = max(logs, key=lambda file: file.stat().st_mtime)
     # a second of tolerance: the last metrics can be written while the dump is
     if newest_log.stat().st_mtime < run.modified - 1.0:
         return None
@@ -165,7 +166,7 @@ def _error_of(run: RecordedRun) -> Finding | None:
     # a traceback names the causes first, and the error that ended the run last
     error_lines = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*", log, re.MULTILINE)
     error_line = error_lines[-1] if error_lines else log[-200:]
-    replay = shlex.join(["python", "-m", "trainer.replay", str(dump)])
+    replay = f"python -m trainer.replay {shlex.quote(str(dump))}"
     return Finding(
         BAD,
         metric="",

@@ -122,7 +122,8 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
 
     # the last tenth decides how the run ends, by its median, which a single step cannot change
     num_last = max(3, round(LASTING * len(points)))
-    final_value = statistics.median(value for _, value in points[-num_last:])
+    last_points = points[-num_last:]
+    final_value = statistics.median(value for _, value in last_points)
     final_grade = healthy.judge(final_value / scale)
 
     last_outside = outside[-1][0]
@@ -155,13 +156,17 @@ def _text_outside(name: str, outside: Points, healthy: Range, scale: float, tota
         scale: The run's first value if the bounds are multiples of it, else 1.
         total: Number of all points.
     """
-    # by the ratio to the scale, because a metric that starts below 0 has its smallest value at the largest ratio
+
+    def ratio(point: tuple[int, float]) -> float:
+        # a metric that starts below 0 has its smallest value at the largest ratio
+        return point[1] / scale
+
     if math.isfinite(healthy.low):
         side = "below"
-        worst_step, worst = min(outside, key=lambda point: point[1] / scale)
+        worst_step, worst = min(outside, key=ratio)
     else:
         side = "above"
-        worst_step, worst = max(outside, key=lambda point: point[1] / scale)
+        worst_step, worst = max(outside, key=ratio)
 
     # without the sign of comparison
     bound = healthy.shown[3:]
@@ -199,9 +204,12 @@ def score_falls(series: Series) -> Finding | None:
     # with a loss, a larger value is worse: with the sign changed, the best value is always the largest
     values = sign * np.array([value for _, value in points])
     width = max(3, len(points) // 10)
-    running_means = np.convolve(values, np.full(width, 1 / width), "valid")
-    # differences of successive values, because a trend would enter the variance of the values
-    standard_error = math.sqrt(np.mean(np.diff(values) ** 2) / width)
+    weights = np.full(width, 1 / width)
+    running_means = np.convolve(values, weights, "valid")
+    # differences of successive values, because a trend would enter the variance of the values; their mean square is
+    # twice that variance, which is right for a fall, the difference of two means
+    squares = np.diff(values) ** 2
+    standard_error = math.sqrt(np.mean(squares) / width)
 
     best_index = int(running_means.argmax())
     best = running_means[best_index]
@@ -244,7 +252,7 @@ def score_stays(series: Series) -> Finding | None:
         # `score_falls` reports it
         return None
 
-    # the score cannot rise further
+    # near the best score of any answer so far, the mean cannot rise further
     best_scores = [value for _, value in series.get("critic/score/max", [])]
     if best_scores and end >= 0.95 * max(best_scores) > 0:
         return None
@@ -292,7 +300,9 @@ def validation_gain(series: Series) -> Finding | None:
     if len(validations) < 2:
         return None
 
-    last_means = {(mean.source, mean.name): mean for mean in validations[-1]}
+    last_means = {}
+    for mean in validations[-1]:
+        last_means[mean.source, mean.name] = mean
     texts: list[str] = []
     better = 0
     worse = 0
@@ -351,7 +361,8 @@ def mismatch(series: Series) -> Finding | None:
     for _, staleness in series.get("async/staleness/mean", ()):
         if staleness > 0:
             return None
-    return in_range(name, series[name], Range(high=0.005, alarm_high=0.01))
+    healthy = Range(high=0.005, alarm_high=0.01)
+    return in_range(name, series[name], healthy)
 
 
 def cut_off(series: Series) -> Finding | None:
@@ -364,7 +375,8 @@ def cut_off(series: Series) -> Finding | None:
     points = series.get(name, ())
     if not points:
         return None
-    finding = in_range(name, points, Range(high=0.1, alarm_high=0.5))
+    healthy = Range(high=0.1, alarm_high=0.5)
+    finding = in_range(name, points, healthy)
     if finding.grade == OK or len(points) < _TREND_STEPS:
         return finding
 

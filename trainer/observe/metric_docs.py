@@ -33,14 +33,14 @@ class DocumentedMetric:
     def names(self) -> list[str]:
         """The names that result from the alternatives; placeholders are kept."""
         # split with a group: texts at even positions, and between them the alternatives
-        parts = _ALTERNATIVES.split(self.name)
-        names = [parts[0]]
-        for alternatives, text in zip(parts[1::2], parts[2::2], strict=True):
+        names = [""]
+        for index, part in enumerate(_ALTERNATIVES.split(self.name)):
+            words = part.split(",") if index % 2 else [part]
             beginnings = names
             names = []
             for beginning in beginnings:
-                for alternative in alternatives.split(","):
-                    names.append(beginning + alternative + text)
+                for word in words:
+                    names.append(beginning + word)
         return names
 
     def matches(self, logged: str) -> bool:

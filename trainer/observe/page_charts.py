@@ -194,7 +194,12 @@ def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel
                 legend = label or metric
             line = {"color": color, "width": _LINE_WIDTH, "dash": dash}
             # the page takes the values from the run's series, so that a metric is stored once
-            trace = {"run": run_number, "metric": metric, "line": line, "name": legend}
+            trace = {
+                "run": run_number,
+                "metric": metric,
+                "line": line,
+                "name": legend,
+            }
             traces.append(trace)
 
     y_axis = {"rangemode": "tozero" if _starts_at_zero(runs, panel) else "normal"}
@@ -224,9 +229,13 @@ def _time_chart(run: RecordedRun, title: str) -> Json:
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
     for stage, seconds in seconds_by_stage.items():
-        bar: Json = {"type": "bar", "name": stage, "hovertemplate": "%{y:.3~g} s"}
-        bar["x"] = positions
-        bar["y"] = compact(seconds)
+        bar: Json = {
+            "type": "bar",
+            "x": positions,
+            "y": compact(seconds),
+            "name": stage,
+            "hovertemplate": "%{y:.3~g} s",
+        }
         bars.append(bar)
     layout = {"barmode": "stack", "bargap": 0.1}
     return chart(f"Time of a step by stage, {title}", "seconds", bars, wide=True, layout=layout)
@@ -274,9 +283,11 @@ def _compared_means(means_by_run: Mapping[int, Mapping[str, ValidationMean]]) ->
     common_variables = set.intersection(*variables_by_run)
     compared = {}
     for run_number, means in means_by_run.items():
-        # acc is the core variable; without it, all runs take the same one
         variables = common_variables or set(means)
-        variable = "acc" if "acc" in variables else min(variables)
+        # acc is the core variable; without it, all runs take the same one
+        variable = min(variables)
+        if "acc" in variables:
+            variable = "acc"
         compared[run_number] = means[variable]
     return compared
 

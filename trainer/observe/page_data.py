@@ -58,8 +58,10 @@ def page_data(runs: Sequence[RecordedRun], study: Json | None = None, sample_byt
     run_entries: list[Json] = []
     # the runs share the limits equally, so that a comparison shows samples of all of them
     run_count = len(runs)
+    most_bytes = sample_bytes // run_count
+    most_samples = MAX_SAMPLES // run_count
     for run, title in zip(runs, run_titles(runs), strict=True):
-        total_answers, answers = _samples(run.folder, sample_bytes // run_count, MAX_SAMPLES // run_count)
+        total_answers, answers = _samples(run.folder, most_bytes, most_samples)
         images, total_images = _images(run.folder, answers, IMAGE_BYTES // run_count)
         samples.add(len(run_entries), answers)
 
@@ -222,8 +224,9 @@ def _series_values(value_by_step: Mapping[int, float], steps: Sequence[int]) -> 
     """
     # with fewer values than gaps, the steps of the values take less room than a None for each gap
     if len(value_by_step) <= len(steps) // 2:
+        logged_steps = list(value_by_step)
         logged_values = list(value_by_step.values())
-        return [list(value_by_step), compact(logged_values)]
+        return [logged_steps, compact(logged_values)]
     values = [value_by_step.get(step) for step in steps]
     return [compact(values)]
 
@@ -252,17 +255,18 @@ def without_folders(value: object, folders: Sequence[str] = ()) -> object:
 
 def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the folders of the runs, of the user and of all absolute paths in their options, longest first."""
-    folders = {Path.home()}
+    folders = {str(Path.home())}
     for run in runs:
-        folders.add(run.folder.absolute().parent)
+        run_dir = run.folder.absolute()
+        folders.add(str(run_dir.parent))
         for option in run.config.values():
             if option.value.startswith("/"):
-                folders.add(Path(option.value).parent)
-    names = {str(folder) for folder in folders}
+                path = Path(option.value)
+                folders.add(str(path.parent))
     # every path begins with it
-    names.discard("/")
+    folders.discard("/")
     # a folder within another one must be replaced before it
-    return sorted(names, key=len, reverse=True)
+    return sorted(folders, key=len, reverse=True)
 
 
 def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[RecordedAnswer]]:
@@ -336,7 +340,8 @@ def _rows_by_interest(group: RecordedGroup) -> list[int]:
 
     # the order by checksum is the same in all steps, so that the page shows the same prompts over the training
     checksums = [zlib.crc32(uid.encode()) for uid in group.uids]
-    rows += sorted(range(len(checksums)), key=checksums.__getitem__)
+    rows_by_prompt = sorted(range(len(checksums)), key=checksums.__getitem__)
+    rows += rows_by_prompt
     # a row is already in the list if it is the best, the worst or the failed one
     return list(dict.fromkeys(rows))
 

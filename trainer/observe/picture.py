@@ -98,15 +98,23 @@ def _draw_series(panel: Axes, steps: Steps, title: str, y_label: str, labels: Ma
                 logged_steps.append(step)
                 values.append(metrics[metric])
 
-        if len(values) > 20 and len(labels) == 1:
+        is_long = len(values) > 20
+        if is_long and len(labels) == 1:
             window = max(5, len(values) // 20)
             label = f"mean of the last {window} steps"
             panel.plot(logged_steps, values, alpha=0.3, linewidth=1)
             values = _running_means(values, window)
         # a single step has no line, so a short series has markers
-        marker = "o" if len(values) <= 20 else ""
-        # matplotlib leaves a line without a label out of the legend
-        panel.plot(logged_steps, values, linewidth=2, label=label or None, marker=marker, markersize=3)
+        marker = "" if is_long else "o"
+        panel.plot(
+            logged_steps,
+            values,
+            linewidth=2,
+            # matplotlib leaves a line without a label out of the legend
+            label=label or None,
+            marker=marker,
+            markersize=3,
+        )
 
 
 def _running_means(values: Sequence[float], window: int) -> list[float]:
@@ -114,7 +122,8 @@ def _running_means(values: Sequence[float], window: int) -> list[float]:
     means = []
     for end in range(1, len(values) + 1):
         start = max(0, end - window)
-        means.append(float(np.mean(values[start:end])))
+        mean = np.mean(values[start:end])
+        means.append(float(mean))
     return means
 
 
@@ -144,7 +153,15 @@ def _draw_validation(panel: Axes, steps: Steps) -> None:
             label += " (greedy)"
         validated_steps = [step for step, _ in points]
         values = [value for _, value in points]
-        panel.plot(validated_steps, values, style, marker="o", markersize=4, linewidth=2, label=label)
+        panel.plot(
+            validated_steps,
+            values,
+            style,
+            marker="o",
+            markersize=4,
+            linewidth=2,
+            label=label,
+        )
     # the whole range of a share, with room for the markers at 0 and 1
     if are_shares:
         panel.set_ylim(-0.02, 1.02)
@@ -159,12 +176,20 @@ def _draw_time(panel: Axes, steps: Steps) -> None:
 
     # bars touch; a single bar has the width 1
     gaps = max(1, len(positions) - 1)
-    width = (positions[-1] - positions[0]) / gaps or 1.0
+    distance = (positions[-1] - positions[0]) / gaps
     total = np.zeros(len(positions))
     for stage, seconds in seconds_by_stage.items():
-        if stage not in OUTSIDE:
-            panel.bar(positions, seconds, width, bottom=total, label=stage, linewidth=0)
-            total += seconds
+        if stage in OUTSIDE:
+            continue
+        panel.bar(
+            positions,
+            seconds,
+            width=distance or 1.0,
+            bottom=total,
+            label=stage,
+            linewidth=0,
+        )
+        total += seconds
     # a percentile, because the first step is often much longer than the others
     usual_maximum = float(np.percentile(total, 98))
     # None if all times are 0: matplotlib warns about an axis from 0 to 0

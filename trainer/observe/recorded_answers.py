@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -145,18 +145,29 @@ def chosen(folder: Path, order: str, text: str, count: int) -> tuple[list[Record
         text: Required part of the prompt, answer, ground truth or uid; upper and lower case are equal.
         count: Maximum number of answers.
     """
-    matches: list[tuple[float, int, int, RecordedGroup]] = []
+    word = text.lower()
+    matches: list[_Match] = []
     for group in groups(folder):
-        for row in _matching_rows(group, text.lower()):
+        for row in _matching_rows(group, word):
             rank = _rank(group.scores[row], order)
-            matches.append((rank, -group.step, row, group))
+            match = _Match(rank, -group.step, row, group)
+            matches.append(match)
 
     # a group has no order, and the sort keeps the order of groups with the same step
     matches.sort(key=lambda match: match[:3])
     answers: list[RecordedAnswer] = []
-    for *_, row, group in matches[:count]:
-        answers += group.read([row])
+    for match in matches[:count]:
+        answers += match.group.read([match.row])
     return answers, len(matches)
+
+
+class _Match(NamedTuple):
+    """An answer that matches, with its sort keys: the rank by score, then the latest step, then the row."""
+
+    rank: float
+    negative_step: int
+    row: int
+    group: RecordedGroup
 
 
 def _rank(score: float | None, order: str) -> float:
@@ -198,7 +209,9 @@ def _table(file: Path, columns: list[str] | None = None) -> pyarrow.Table | None
 
 def _answer(row: JsonObject, kind: str, step: int, run_dir: Path) -> RecordedAnswer:
     """Returns a row of a samples file as an answer for display."""
-    prompt = [(message["role"], message["content"]) for message in row["prompt"]]
+    prompt = []
+    for message in row["prompt"]:
+        prompt.append((message["role"], message["content"]))
     # a sample can lack the messages; it always has the text of the last one
     if not prompt:
         prompt = [("user", row["input"])]
@@ -267,10 +280,13 @@ def request_tree(text: str | None) -> tuple[tuple[RecordedRequest, ...], int]:
 
     # depth first, without recursion, because a conversation can be longer than Python's stack
     requests: list[RecordedRequest] = []
-    waiting = [(number, 0, "new conversation") for number in reversed(roots)]
+    waiting: list[tuple[int, int, str]] = []
+    for root in reversed(roots):
+        waiting.append((root, 0, "new conversation"))
     while waiting:
         number, depth, start = waiting.pop()
-        requests.append(_request(number, depth, start, entries[number], most_characters))
+        request = _request(number, depth, start, entries[number], most_characters)
+        requests.append(request)
         child_depth = depth
         child_start = ""
         if len(children[number]) > 1:
@@ -311,26 +327,32 @@ def _request(number: int, depth: int, start: str, entry: Mapping[str, object], m
     discarded = as_text(entry.get("discarded") or "")
     if not discarded and row is None:
         discarded = "no reason is recorded"
+    facts = _request_facts(entry, messages, row)
 
-    contents: list[tuple[object, object]] = []
+    short_messages = []
     for message in messages[:MAX_MESSAGES]:
         if isinstance(message, dict):
-            contents.append((message.get("role"), message.get("content")))
-    contents.append(("answer", entry.get("text")))
-    short_messages = []
-    for role, content in contents:
-        short_role = as_text(role or "")[:40]
-        short_content = shortened(as_text(content or ""), most_characters)
-        short_messages.append((short_role, short_content))
+            role = message.get("role")
+            content = message.get("content")
+            short_messages.append(_short_message(role, content, most_characters))
+    answer = _short_message("answer", entry.get("text"), most_characters)
+    short_messages.append(answer)
 
     return RecordedRequest(
         number=number,
         depth=depth,
         start=start,
-        facts=shortened(_request_facts(entry, messages, row), MAX_FACTS),
+        facts=shortened(facts, MAX_FACTS),
         discarded=shortened(discarded, MAX_FACTS),
         messages=tuple(short_messages),
     )
+
+
+def _short_message(role: object, content: object, most_characters: int) -> tuple[str, str]:
+    """Returns role and content of a message as text, and cut."""
+    role_text = as_text(role or "")
+    content_text = as_text(content or "")
+    return role_text[:40], shortened(content_text, most_characters)
 
 
 def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row: int | None) -> str:
@@ -342,7 +364,8 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
     versions: list[str] = []
     for version in _typed(entry, "versions", list, []):
         # -1: no token
-        if type(version) is int and version >= 0 and str(version) not in versions:
+        is_version = type(version) is int and version >= 0
+        if is_version and str(version) not in versions:
             versions.append(str(version))
     if versions:
         facts.append("weights " + " to ".join(versions))
@@ -364,6 +387,7 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
 def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
     """Returns an entry of this type, else the default. A bool does not count as an int."""
     value = entry.get(name)
+    # `isinstance` for the type checker; the type of True is bool, an instance of int
     if isinstance(value, kind) and type(value) is kind:
         return value
     return default

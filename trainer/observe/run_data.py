@@ -21,10 +21,21 @@ Point = tuple[int, float]
 Points = list[Point]
 Steps = Mapping[int, Mapping[str, float]]
 
-STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+STAGES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+)
 """The stages of a training step, in order."""
 OUTSIDE = ("testing", "save_checkpoint")
 """Stages that timing_s/step does not include."""
+# the source stands after the last #, because a value can contain others
 _OPTION = re.compile(r"(?P<indent> *)(?P<key>[^\s#:][^:]*):(?: (?P<value>.*?)(?: +# (?P<source>[^#]*))?)?")
 
 
@@ -86,7 +97,8 @@ class RecordedRun:
         points_by_metric: dict[str, Points] = {}
         for step, metrics in self.steps.items():
             for name, value in metrics.items():
-                points_by_metric.setdefault(name, []).append((step, value))
+                points = points_by_metric.setdefault(name, [])
+                points.append((step, value))
         return points_by_metric
 
     def seconds(self) -> float:
@@ -142,7 +154,9 @@ def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:
     options: dict[str, ConfigValue] = {}
     notes = []
     keys_above: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        # the comments at the beginning of a line are the loader's notes
         if line.startswith("# "):
             notes.append(line.removeprefix("# "))
             continue
@@ -211,7 +225,8 @@ def stage_seconds(steps: Steps, most: int) -> tuple[list[float], dict[str, list[
     seconds_by_stage["other"] = (step_seconds - measured_seconds).clip(min=0.0)
 
     bar_count = min(most, len(timed_steps))
-    positions = _means_of_parts(np.array(list(timed_steps), dtype=float), bar_count)
+    step_numbers = np.array(list(timed_steps), dtype=float)
+    positions = _means_of_parts(step_numbers, bar_count)
     bars = {}
     for stage, seconds in seconds_by_stage.items():
         if seconds.sum() > 0.005 * step_seconds.sum():

@@ -29,6 +29,9 @@ OWN = ("console", "jsonl")
 
 _COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
 _GENERATIONS = "val/generations"
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]")
+_MLFLOW_BATCH = 1000
+"""Largest number of metrics that MLflow takes in one call."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ def check_trackers(names: Iterable[str]) -> None:
         if problems:
             raise UserError(problems[0])
         factory = TRACKERS.get_fn(name)
-        if factory.__module__ == __name__ and importlib.util.find_spec(name) is None:
+        # a tracker of this file is named after its package; a user's can have any name
+        is_package = factory.__module__ == __name__
+        if is_package and importlib.util.find_spec(name) is None:
             raise UserError(f"trainer.logger={name}: needs the package {name}: pip install {name}; or leave {name} out")
 
 
@@ -176,16 +181,19 @@ def _mlflow(run: TrackedRun) -> Tracker:
         milliseconds = int(time.time() * 1000)
         entries = []
         for name, value in metrics.items():
-            name = name.replace("@", "_at_")
-            allowed_name = re.sub(r"[^\w\-. :/]", "_", name)
-            entries.append(Metric(allowed_name, float(value), milliseconds, step))
-        # the maximum of one call
-        for start in range(0, len(entries), 1000):
-            client.log_batch(run_id, metrics=entries[start : start + 1000])
+            readable_name = name.replace("@", "_at_")
+            # MLflow refuses all other characters, which names of data sources can contain
+            allowed_name = _REFUSED_BY_MLFLOW.sub("_", readable_name)
+            entry = Metric(allowed_name, float(value), milliseconds, step)
+            entries.append(entry)
+        for start in range(0, len(entries), _MLFLOW_BATCH):
+            batch = entries[start : start + _MLFLOW_BATCH]
+            client.log_batch(run_id, metrics=batch)
 
     def log_samples(samples: Sequence[Sample], step: int) -> None:
         records = [record_of(sample) for sample in samples]
-        client.log_dict(run_id, {"step": step, "samples": records}, f"generations/step_{step}.json")
+        content = {"step": step, "samples": records}
+        client.log_dict(run_id, content, f"generations/step_{step}.json")
 
     def finish() -> None:
         client.set_terminated(run_id)
@@ -217,8 +225,10 @@ def _wandb(run: TrackedRun) -> Tracker:
 
     mode = os.environ.get("WANDB_MODE")
     if mode is None:
+        # without a question to the user, and without asking the server whether the key is valid
         has_account = wandb.login(prompt=False, verify=False)
         mode = "online" if has_account else "offline"
+    # console: wandb would otherwise copy what the run prints, the progress bar included
     settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
     options: JsonObject = {
         "project": run.project,
@@ -253,7 +263,8 @@ def _wandb(run: TrackedRun) -> Tracker:
         rows = []
         for sample in samples:
             rows.append([getattr(sample, name) for name in _COLUMNS])
-        log({_GENERATIONS: wandb.Table(list(_COLUMNS), rows)}, step)
+        table = wandb.Table(list(_COLUMNS), rows)
+        log({_GENERATIONS: table}, step)
 
     return Adapter(log, log_samples, finish)
 
@@ -264,18 +275,27 @@ def _swanlab(run: TrackedRun) -> Tracker:
     overrides this choice."""
     import swanlab
 
-    folder = run.run_dir / "swanlab"
-    folder.mkdir(exist_ok=True)
     mode = os.environ.get("SWANLAB_MODE")
     if not mode:
-        mode = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
-    options: JsonObject = {"mode": mode, "log_dir": str(folder)}
+        mode = "offline"
+        if os.environ.get("SWANLAB_API_KEY"):
+            mode = "online"
+    folder = run.run_dir / "swanlab"
+    folder.mkdir(exist_ok=True)
+    options: JsonObject = {
+        "project": run.project,
+        "name": run.name,
+        "config": dict(run.options),
+        "mode": mode,
+        "log_dir": str(folder),
+    }
     # SwanLab continues runs on its server only
     if mode == "online":
         options["id"] = run.kept_id("swanlab")
         options["resume"] = "allow"
-    swanlab_run = swanlab.init(project=run.project, name=run.name, config=dict(run.options), **options)
+    swanlab_run = swanlab.init(**options)
     if mode == "offline":
+        # the names of the folders contain the time of their start
         newest_log = max(folder.iterdir(), default=folder)
         _tell_offline(run, "swanlab", "swanlab sync", newest_log)
 
@@ -286,7 +306,8 @@ def _swanlab(run: TrackedRun) -> Tracker:
         texts = []
         for sample in samples:
             text = f"{sample.input}\n---\n{sample.output}"
-            texts.append(swanlab.Text(text, caption=f"score {sample.score}"))
+            caption = f"score {sample.score}"
+            texts.append(swanlab.Text(text, caption=caption))
         swanlab_run.log({_GENERATIONS: texts}, step=step)
 
     return Adapter(log, log_samples, swanlab_run.finish)

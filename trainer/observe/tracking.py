@@ -60,7 +60,8 @@ class Tracking:
         # the last logged step, and all metrics that were logged for it
         self._newest: tuple[int, dict[str, float]] = (-1, {})
         # the last step that an earlier process of this run logged
-        self._last_before = max(read_metrics(run_dir / METRICS), default=-1)
+        earlier_steps = read_metrics(run_dir / METRICS)
+        self._last_before = max(earlier_steps, default=-1)
         self._trackers = []
         for name in trainer.logger:
             if name not in OWN:
@@ -83,7 +84,8 @@ class Tracking:
         """
         if self.before_log is not None:
             self.before_log()
-        self._newest = (step, self.logged_at(step) | dict(metrics))
+        logged = self.logged_at(step) | dict(metrics)
+        self._newest = (step, logged)
         self._console.advance(step)
         if self._shows:
             self._console.log(metrics, step)
@@ -190,8 +192,9 @@ class Record:
             # json has no NaN and no infinity
             if isinstance(value, float) and not math.isfinite(value):
                 data[name] = None
+        row = {"step": step, "data": data}
         # default: numbers of NumPy, which json cannot write
-        line = json.dumps({"step": step, "data": data}, default=float)
+        line = json.dumps(row, default=float)
         try:
             self._append(line.encode() + b"\n")
         except OSError as error:
@@ -233,7 +236,8 @@ def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
         return {}
     steps: dict[int, dict[str, float]] = {}
     # the text after the last line end is a line that is being written
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
         row = _read_line(line)
         if row is None:
             continue

@@ -20,7 +20,9 @@ LEAST_REWARDS = 20
 """Smallest number of rewards for the share of failures, so that one failure among four answers does not stop a run."""
 
 _LOGGED_PER_BATCH = 100
+"""Largest number of failures of a batch in the file, which could otherwise grow by all answers of every step."""
 _SHOWN_CHARACTERS = 1000
+"""Characters of an answer in a message."""
 
 
 class RewardFailure(RuntimeError):
@@ -149,7 +151,6 @@ def note_failed_rewards(
     for row, result in enumerate(results):
         if result.failed:
             num_failed += 1
-            # if all rewards of a large batch fail, the first ones say enough
             if num_failed <= _LOGGED_PER_BATCH:
                 entries.append(_entry(batch, row, result, decode))
     first = None
@@ -171,8 +172,9 @@ def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[l
     ground_truth = None
     if "reward_model" in columns:
         ground_truth = columns["reward_model"][row].get("ground_truth")
+    answer = batch.batch["responses"][row]
     is_answer = batch.batch["response_mask"][row].bool()
-    ids = batch.batch["responses"][row][is_answer].tolist()
+    ids = answer[is_answer].tolist()
     return {
         "sample_id": columns["sample_id"][row],
         "data_source": columns["data_source"][row],

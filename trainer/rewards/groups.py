@@ -14,7 +14,8 @@ from verl_lite.algos.masked import group_ids
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
-SCORE, ACCURACY = "score", "acc"
+SCORE = "score"
+ACCURACY = "acc"
 KINDS = ("kept", "all_right", "all_wrong", "unjudged")
 
 
@@ -50,7 +51,8 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
     """
     outcomes, counted = outcomes_of(batch, metric)
     of_row, num_groups = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
-    num_counted = of_row.new_zeros(num_groups).index_add(0, of_row, counted.long())
+    zeros = of_row.new_zeros(num_groups)
+    num_counted = zeros.index_add(0, of_row, counted.long())
 
     # an infinite outcome of answers that do not count leaves minimum and maximum of the others unchanged
     infinity = outcomes.new_full((num_groups,), torch.inf)
@@ -82,26 +84,28 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
         scores = outcome_scores(batch.batch["token_level_scores"], mask).double()
 
     is_accuracy = metric in (None, ACCURACY)
-    name = f"reward/{ACCURACY}" if is_accuracy else f"reward/{metric}"
-    if metric == SCORE or (is_accuracy and name not in batch):
+    column = f"reward/{ACCURACY if is_accuracy else metric}"
+    # a reward function that returns a plain number has no acc
+    lacks_accuracy = is_accuracy and column not in batch
+    if metric == SCORE or lacks_accuracy:
         return scores, is_answered
 
-    if name in batch:
-        entries = batch.non_tensor_batch[name]
-    else:
-        entries = np.full(len(batch), None)
-    values = torch.tensor([_number(entry) for entry in entries], dtype=torch.float64)
+    values = _entries_as_numbers(batch, column)
     # rewards of several data sources may return acc only in some
     if is_accuracy:
         values = torch.where(values.isnan(), scores, values)
     return values, is_answered & ~values.isnan()
 
 
-def _number(entry: object) -> float:
-    """Returns an entry of a reward's result as a number, NaN if it is none."""
-    if isinstance(entry, bool | int | float | np.number | np.bool_):
-        return float(entry)
-    return np.nan
+def _entries_as_numbers(batch: DataProto, column: str) -> torch.Tensor:
+    """Returns (B,) fp64 entries of a reward's result, NaN where an entry is missing or no number."""
+    numbers = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    if column not in batch:
+        return numbers
+    for row, entry in enumerate(batch.non_tensor_batch[column]):
+        if isinstance(entry, bool | int | float | np.number | np.bool_):
+            numbers[row] = float(entry)
+    return numbers
 
 
 def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
@@ -114,5 +118,6 @@ def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:
     shares = {}
     groups = groups_of(batch, metric)
     for kind, is_kind in groups.kinds.items():
-        shares[f"groups/{kind}"] = Metric.mean(int(is_kind.sum()), len(is_kind))
+        count = int(is_kind.sum())
+        shares[f"groups/{kind}"] = Metric.mean(count, len(is_kind))
     return shares

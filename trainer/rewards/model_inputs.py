@@ -126,29 +126,33 @@ class Retokenizer:
         Rows are right-padded. They have no separate prompt: `responses` equals input_ids, and response_mask is 1 on
         every token of a row that can be scored. A row longer than the limit is cut and not scored.
         """
+        texts = self.texts(batch)
         # without special tokens, because the chat template writes them
-        tokens = self._reward_tokenizer(self.texts(batch), add_special_tokens=False)["input_ids"]
+        tokens = self._reward_tokenizer(texts, add_special_tokens=False)["input_ids"]
         errors = []
         rows = []
         for row in tokens:
             errors.append(self._length_error(len(row)))
             # cut, because a row that is too long must also fit into the model and a micro-batch
-            rows.append(torch.tensor(row[: self._longest], dtype=torch.long))
+            readable = row[: self._longest]
+            rows.append(torch.tensor(readable, dtype=torch.long))
+
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
-        positions = torch.arange(ids.shape[1])
-        attention_mask = (positions < lengths[:, None]).long()
+        columns = torch.arange(ids.shape[1])
+        attention_mask = (columns < lengths[:, None]).long()
+        positions = attention_mask.cumsum(1) - 1
 
         is_readable = torch.tensor([error is None for error in errors])
         is_scored = batch.batch["response_mask"].any(1) & is_readable
-        columns = {
+        tensors = {
             "input_ids": ids,
             "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+            "position_ids": positions.clamp(min=0),
             "responses": ids,
             "response_mask": attention_mask * is_scored[:, None],
         }
-        return DataProto.from_dict(tensors=columns), errors
+        return DataProto.from_dict(tensors=tensors), errors
 
     def _length_error(self, length: int) -> str | None:
         """Returns the error of a row that is too long, None for other rows."""
@@ -162,7 +166,8 @@ class Retokenizer:
     def texts(self, batch: DataProto) -> list[str]:
         """Renders each chat, with the answer as assistant message, by the chat template of the reward model."""
         answers = batch.batch["responses"]
-        answer_mask = batch.batch["attention_mask"][:, -answers.shape[1] :]
+        width = answers.shape[1]
+        answer_mask = batch.batch["attention_mask"][:, -width:]
         lengths = answer_mask.sum(1).tolist()
         answer_ids = []
         for padded_ids, length in zip(answers.tolist(), lengths, strict=True):
@@ -193,7 +198,10 @@ def check_same_vocabulary(
     policy_ids = tokenizer.get_vocab()
     other_ids = other.get_vocab()
     # the other model may have further tokens, which the policy never writes
-    differing = [token for token, number in policy_ids.items() if other_ids.get(token) != number]
+    differing = []
+    for token, number in policy_ids.items():
+        if other_ids.get(token) != number:
+            differing.append(token)
     if not differing:
         return
     first = min(differing, key=lambda token: policy_ids[token])

@@ -84,28 +84,33 @@ class RewardManager:
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True where `score` would not wait. A reward model scores only when it has the devices."""
+        is_ready = np.zeros(len(batch), dtype=bool)
         if self.pool is None or self.model is not None:
-            return np.zeros(len(batch), dtype=bool)
+            return is_ready
         keys = list(batch.non_tensor_batch["sample_id"])
         ready_keys = self.pool.call("ready", keys)
-        return np.array([key in ready_keys for key in keys], dtype=bool)
+        for row, key in enumerate(keys):
+            is_ready[row] = key in ready_keys
+        return is_ready
 
     def submit(self, batch: DataProto) -> None:
         """Sends sampled answers to the reward functions, as workers do when an answer is complete."""
         if self.pool is None:
             return
         columns = batch.non_tensor_batch
+        answers = batch.batch["responses"]
+        is_answer = batch.batch["response_mask"].bool()
         image_inputs = columns.get(MULTI_MODAL_INPUTS)
         items = []
         for number, key in enumerate(columns["sample_id"]):
-            is_answer = batch.batch["response_mask"][number].bool()
-            answer_ids = batch.batch["responses"][number][is_answer].tolist()
+            answer_ids = answers[number][is_answer[number]].tolist()
+            answer = self.decode(answer_ids)
             row = {name: columns[name][number] for name in READ_BY_REWARDS}
             images: Sequence[bytes] = ()
             # None in rows without images
             if image_inputs is not None and image_inputs[number] is not None:
                 images = image_inputs[number].files
-            items.append(RewardItem.of_row(key, row, self.decode(answer_ids), images))
+            items.append(RewardItem.of_row(key, row, answer, images))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:
@@ -138,11 +143,12 @@ class RewardManager:
         failed = np.array([result.failed for result in results], dtype=bool)
         timed_out = np.array([result.timed_out for result in results], dtype=bool)
         metrics = {
-            "reward/error_rate": Metric.mean(int(failed.sum()), len(results)),
-            "reward/timeout_rate": Metric.mean(int(timed_out.sum()), len(results)),
+            "reward/error_rate": _share(failed),
+            "reward/timeout_rate": _share(timed_out),
         }
         if self.pool is not None:
-            metrics["reward/processes_replaced"] = Metric.last(self.pool.call("processes_replaced"))
+            num_replaced = self.pool.call("processes_replaced")
+            metrics["reward/processes_replaced"] = Metric.last(num_replaced)
 
         counted = _counted_rows(batch)
         entries = _entries_as_columns(results)
@@ -165,13 +171,13 @@ class RewardManager:
         sources = []
         # the model first, because the pool continues in parallel while the model scores
         if self.model is not None:
-            model_results = self.model.score(batch)
-            sources.append(_SourceResults("model", self.model.weight, model_results))
+            results = self.model.score(batch)
+            sources.append(_SourceResults("model", self.model.weight, results))
         if self.pool is not None:
             keys = list(batch.non_tensor_batch["sample_id"])
             results_by_key = self.pool.call("collect", keys)
-            function_results = [results_by_key[key] for key in keys]
-            sources.append(_SourceResults("function", self.config.function_weight, function_results))
+            results = [results_by_key[key] for key in keys]
+            sources.append(_SourceResults("function", self.config.function_weight, results))
         return sources
 
 
@@ -195,6 +201,11 @@ class _SourceResults:
         for result in self.results:
             scores.append(None if result.failed else result.score)
         return as_column(scores)
+
+
+def _share(is_counted: np.ndarray) -> Metric:
+    """Returns the share of True in (B,) bool."""
+    return Metric.mean(int(is_counted.sum()), len(is_counted))
 
 
 def _weighted_sums(sources: Sequence[_SourceResults], size: int) -> list[RewardResult]:
@@ -254,8 +265,10 @@ def _entries_as_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray
     for result in results:
         names.update(result.extra)
     columns = {}
+    # sorted, so that batches have the same order of columns
     for name in sorted(names):
-        columns[f"reward/{name}"] = as_column([result.extra.get(name) for result in results])
+        entries = [result.extra.get(name) for result in results]
+        columns[f"reward/{name}"] = as_column(entries)
     return columns
 
 
@@ -271,10 +284,10 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
     """
     metrics = {}
     for name, column in columns.items():
+        entry = name.removeprefix("reward/")
         values = [value for value in column[counted] if value is not None]
-        if not values or any(isinstance(value, str) for value in values):
-            continue
-        if is_prediction(name.removeprefix("reward/")):
+        has_text = any(isinstance(value, str) for value in values)
+        if not values or has_text or is_prediction(entry):
             continue
         metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
         if with_extremes:
@@ -288,12 +301,14 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
 
 def mask_failed(batch: DataProto) -> DataProto:
     """Returns the batch with an empty response_mask, and so no weight, for samples whose reward failed."""
-    failed = torch.from_numpy(batch.non_tensor_batch["reward_failed"].astype(bool))
+    column = batch.non_tensor_batch["reward_failed"]
+    failed = torch.from_numpy(column.astype(bool))
     if not failed.any():
         return batch
     # `select` copies the table of columns, so the caller's batch keeps its mask
     result = batch.select()
-    result.batch["response_mask"] = batch.batch["response_mask"] * ~failed[:, None]
+    mask = batch.batch["response_mask"]
+    result.batch["response_mask"] = mask * ~failed[:, None]
     return result
 
 
@@ -317,15 +332,15 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
     if not options.enable:
         return batch, {}
     lengths = (batch.batch["response_mask"] != 0).sum(1)
-    is_answered = lengths > 0
     penalty = _overlong_penalty(lengths, config)
 
-    result = batch.select()
-    scores = batch.batch["token_level_scores"].clone()
-    result.batch["outcomes"] = scores.sum(1)
     # the score of an answer is on its last token; an empty answer gets the penalty 0 on its first position
     last_tokens = (lengths - 1).clamp(min=0)
     rows = torch.arange(len(batch))
+    # a copy, because the caller's batch keeps its scores
+    scores = batch.batch["token_level_scores"].clone()
+    result = batch.select()
+    result.batch["outcomes"] = scores.sum(1)
     scores[rows, last_tokens] += penalty
     result.batch["token_level_scores"] = scores
     if not options.log:
@@ -333,11 +348,13 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
 
     check_no_such_entry(OVERLONG, batch.non_tensor_batch, OVERLONG_TAKEN)
     is_punished = (penalty < 0).float()
-    counted = int(is_answered.sum())
+    counted = int((lengths > 0).sum())
     metrics = {}
     for name, values in zip(OVERLONG, (penalty, is_punished), strict=True):
-        result.non_tensor_batch[f"reward/{name}"] = as_column(values.tolist())
-        metrics[f"reward/{name}/mean"] = Metric.mean(float(values.sum()), counted)
+        column = f"reward/{name}"
+        total = float(values.sum())
+        result.non_tensor_batch[column] = as_column(values.tolist())
+        metrics[f"{column}/mean"] = Metric.mean(total, counted)
     return result, metrics
 
 
@@ -345,9 +362,11 @@ def _overlong_penalty(lengths: torch.Tensor, config: PPOConfig) -> torch.Tensor:
     """Returns the (B,) penalties of answers with these numbers of tokens, which are 0 or negative."""
     options = config.reward.overlong_buffer
     longest_unpunished = config.data.max_response_length - options.len
-    # negative for answers that end before the buffer; the clamp then gives no penalty
     exceeding = lengths.float() - longest_unpunished
-    penalty = (-exceeding / options.len * options.penalty_factor).clamp(max=0.0)
+    penalty = -exceeding / options.len * options.penalty_factor
+    # positive for answers that end before the buffer
+    penalty = penalty.clamp(max=0.0)
+    # an empty answer, such as that of a failed reward, has no penalty
     return torch.where(lengths > 0, penalty, 0)
 
 
@@ -374,10 +393,14 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     has_baseline = (greedy_mask != 0).any(-1)
     baselines = outcome_scores(greedy.batch["token_level_scores"], greedy_mask)
 
-    greedy_row_by_uid = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
-    greedy_rows = torch.tensor([greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]])
+    # each prompt has one greedy answer
+    greedy_row_by_uid = {}
+    for row, uid in enumerate(greedy.non_tensor_batch["uid"]):
+        greedy_row_by_uid[uid] = row
+    greedy_rows = [greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]]
+    mask = result.batch["response_mask"]
     result.batch["reward_baselines"] = baselines[greedy_rows]
-    result.batch["response_mask"] = result.batch["response_mask"] * has_baseline[greedy_rows, None]
+    result.batch["response_mask"] = mask * has_baseline[greedy_rows, None]
 
     num_prompts = len(has_baseline)
     num_baselines = int(has_baseline.sum())

@@ -32,7 +32,12 @@ from verl_lite.json_types import JsonObject
 COMMAND = ("-m", "trainer.main_ppo")
 """The command of a run, after `python`."""
 
-DESCRIPTION, _LOG = "study.json", "log.jsonl"
+DESCRIPTION = "study.json"
+_LOG = "log.jsonl"
+
+# columns of trials.csv before and after those of the parameters
+_FIRST_COLUMNS = ("trial", "state", "value", "half_width")
+_LAST_COLUMNS = ("steps", "seconds", "error", "runs", "command")
 
 
 @dataclass
@@ -183,7 +188,8 @@ class Study:
         """Writes the specification into the study's folder, which must be locked."""
         description = dataclasses.asdict(self.spec)
         description["search"] = dataclasses.asdict(self.search)
-        write_atomically(self.folder / DESCRIPTION, json.dumps(description, indent=1))
+        text = json.dumps(description, indent=1)
+        write_atomically(self.folder / DESCRIPTION, text)
 
     def refuse_another(self, spec: StudySpec) -> None:
         """Raises UserError if the study was started with another specification. The message lists the differences and
@@ -203,13 +209,20 @@ class Study:
     def begin(self, parameters: Mapping[str, Value]) -> Trial:
         """Adds a trial and returns it."""
         number = len(self.trials)
-        self._log({"trial": number, "parameters": dict(parameters)})
+        event = {"trial": number, "parameters": dict(parameters)}
+        self._log(event)
         return self.trials[number]
 
     def judge(self, trial: Trial, step: int, mean: float, prune: bool) -> None:
         """Records the mean of a trial's runs at a step. With `prune=True` the trial is pruned, and its runs are asked
         to end."""
-        self._log({"trial": trial.number, "step": step, "mean": mean, "prune": prune})
+        event = {
+            "trial": trial.number,
+            "step": step,
+            "mean": mean,
+            "prune": prune,
+        }
+        self._log(event)
 
     def end(self, trial: Trial, run: TrialRun, state: str, **details: object) -> None:
         """Records the end of a run. After a failure the other runs of the trial are asked to end.
@@ -220,8 +233,13 @@ class Study:
             state: done | failed | stopped.
             details: value, error, seconds and steps of the run, as far as they are known; see `TrialRun`.
         """
-        event = {"trial": trial.number, "seed": run.seed, "state": state}
-        self._log(event | details)
+        event = {
+            "trial": trial.number,
+            "seed": run.seed,
+            "state": state,
+            **details,
+        }
+        self._log(event)
 
     def _log(self, event: JsonObject) -> None:
         """Writes an event to the log, and then applies it."""
@@ -250,7 +268,8 @@ class Study:
         number = event["trial"]
         # an event of `begin`
         if "parameters" in event:
-            self.trials.append(self._new_trial(number, event["parameters"]))
+            new_trial = self._new_trial(number, event["parameters"])
+            self.trials.append(new_trial)
             return
 
         trial = self.trials[number]
@@ -272,10 +291,13 @@ class Study:
     def _new_trial(self, number: int, parameters: dict[str, Value]) -> Trial:
         """Returns a trial whose runs are waiting."""
         folder = self.folder / "trials" / f"{number:04}"
+        # without --seeds, the single run has the seed of the settings
         seeds: Sequence[int | None] = self.spec.seeds or [None]
         runs = []
         for seed in seeds:
-            name = "run" if seed is None else f"seed-{seed}"
+            name = "run"
+            if seed is not None:
+                name = f"seed-{seed}"
             arguments = self.spec.command(parameters, seed)
             run = TrialRun(seed, folder / name, [*COMMAND, *arguments])
             runs.append(run)
@@ -284,25 +306,32 @@ class Study:
     def finished(self) -> list[Trial]:
         """Returns the complete trials, the best first."""
         complete_trials = [trial for trial in self.trials if trial.state == "complete"]
-        is_descending = self.spec.mode == "max"
-        return sorted(complete_trials, key=lambda trial: trial.value or 0.0, reverse=is_descending)
+        complete_trials.sort(key=lambda trial: trial.value or 0.0, reverse=self.spec.mode == "max")
+        return complete_trials
 
     def write_csv(self) -> None:
         """Writes trials.csv, with one line for each trial."""
         names = [parameter.name for parameter in self.spec.space]
-        columns = ["trial", "state", "value", "half_width", *names, "steps", "seconds", "error", "runs", "command"]
         text = io.StringIO(newline="")
         writer = csv.writer(text)
-        writer.writerow(columns)
+        writer.writerow([*_FIRST_COLUMNS, *names, *_LAST_COLUMNS])
         for trial in self.trials:
             cells: list[object] = [trial.number, trial.state]
-            cells += [_as_cell(trial.value), _as_cell(trial.half_width)]
+            cells.append(_as_cell(trial.value))
+            cells.append(_as_cell(trial.half_width))
             for name in names:
                 cells.append(trial.parameters[name])
+
+            folders = []
+            for run in trial.runs:
+                folder = run.folder.relative_to(self.folder)
+                folders.append(str(folder))
             first_line_of_error, _, _ = trial.error.partition("\n")
-            cells += [trial.steps, f"{trial.seconds:.1f}", first_line_of_error]
-            folders = [str(run.folder.relative_to(self.folder)) for run in trial.runs]
-            cells += [";".join(folders), "\n".join(trial.commands)]
+            cells.append(trial.steps)
+            cells.append(f"{trial.seconds:.1f}")
+            cells.append(first_line_of_error)
+            cells.append(";".join(folders))
+            cells.append("\n".join(trial.commands))
             writer.writerow(cells)
         write_atomically(self.folder / "trials.csv", text.getvalue())
 

@@ -27,19 +27,24 @@ def read_study(folder: Path) -> Json:
     parameters = [parameter.name for parameter in study.spec.space]
     best_trials = study.finished()
 
+    best = []
+    for trial in best_trials[:MAX_BEST]:
+        best.append([_trial_text(trial), trial.commands])
     best_runs = []
+    # the other tabs of the page compare four runs
     for trial in best_trials[:4]:
         run_folder = trial.runs[0].folder
         if (run_folder / METRICS).is_file():
             best_runs.append(run_folder)
+
     facts: Json = {"trials": len(study.trials)}
     facts |= Counter(trial.state for trial in study.trials)
     facts[study.spec.mode] = study.spec.metric
     return {
         "facts": facts,
-        "best": [[_trial_text(trial), trial.commands] for trial in best_trials[:MAX_BEST]],
+        "best": best,
         "columns": ["trial", "state", "value", "half width", *parameters, "steps", "seconds", "error"],
-        "trials": [compact(_row(trial, parameters)) for trial in study.trials],
+        "trials": [_row(trial, parameters) for trial in study.trials],
         "charts": _charts(study, parameters),
         "runs": best_runs,
     }
@@ -52,30 +57,32 @@ def _charts(study: Study, parameters: Sequence[str]) -> list[Json]:
     are_shares = True
     for trial in study.trials:
         for run in trial.runs:
-            metrics_by_step = read_metrics(run.folder / METRICS)
-            are_shares = are_shares and is_share(metric, metrics_by_step)
-            curve = _curve(trial, metric_by_step(metrics_by_step, metric))
+            metrics = read_metrics(run.folder / METRICS)
+            are_shares = are_shares and is_share(metric, metrics)
+            curve = _curve(trial, metric_by_step(metrics, metric))
             # the legend has one entry for all runs of a trial
             curve["showlegend"] = run is trial.runs[0]
             curves.append(curve)
-    layout = {"hovermode": "closest", "showlegend": len(study.trials) <= MAX_LEGEND}
+    has_legend = len(study.trials) <= MAX_LEGEND
+    layout = {"hovermode": "closest", "showlegend": has_legend}
     charts = [chart(metric, "one line per run", curves, wide=True, layout=layout)]
 
     for name in parameters:
         values = {trial.parameters[name] for trial in study.trials}
         # a parameter that has had one value so far would be a single column of points
         if len(values) > 1:
-            charts.append(_parameter_chart(study.trials, name, metric, is_share_metric=are_shares))
+            charts.append(_parameter_chart(study, name, are_shares))
     return charts
 
 
-def _row(trial: Trial, parameters: Sequence[str]) -> list[object]:
+def _row(trial: Trial, parameters: Sequence[str]) -> object:
     """Returns the trial's row of the table. parameters: names of the columns of parameters."""
-    row: list[object] = [trial.number, trial.state, trial.value, trial.half_width]
+    row: list[object] = [trial.number, trial.state]
+    row += [trial.value, trial.half_width]
     for name in parameters:
         row.append(_as_number(trial.parameters[name]))
     row += [trial.steps, trial.seconds, trial.error]
-    return row
+    return compact(row)
 
 
 def _curve(trial: Trial, points: Mapping[int, float]) -> Json:
@@ -109,7 +116,9 @@ class _Axis:
 
     def layout(self) -> Json:
         """Returns plotly's layout, with a tick for each value if there are few."""
-        axis: Json = {"type": "log" if self.is_log else "linear", "exponentformat": "e"}
+        axis: Json = {"type": "linear", "exponentformat": "e"}
+        if self.is_log:
+            axis["type"] = "log"
         if self.words:
             axis["tickvals"] = list(range(len(self.words)))
             axis["ticktext"] = [without_tags(word) for word in self.words]
@@ -125,25 +134,40 @@ def _axis_of(name: str, values: Sequence[str | float]) -> _Axis:
     numbers = [value for value in values if isinstance(value, float)]
     # a single word among numbers, such as null, makes all of them words: an axis has either numbers or ticks
     if not numbers or len(numbers) < len(values):
-        texts = [str(value) for value in values]
-        words = list(dict.fromkeys(texts))
-        positions = [float(words.index(text)) for text in texts]
-        return _Axis(positions, words, numbers=[], is_log=False)
+        return _axis_of_words(values)
 
     distinct = list(dict.fromkeys(numbers))
     smallest = min(distinct)
     largest = max(distinct)
-    is_rate = name.rpartition(".")[2] in ("lr", "learning_rate")
+    last_part = name.rpartition(".")[2]
+    is_rate = last_part in ("lr", "learning_rate")
     is_log = smallest > 0 and (is_rate or largest >= 10 * smallest)
     if is_log:
         numbers = [log10(value) for value in numbers]
-    return _Axis(numbers, [], distinct, is_log)
+    return _Axis(numbers, words=[], numbers=distinct, is_log=is_log)
 
 
-def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_share_metric: bool) -> Json:
+def _axis_of_words(values: Sequence[str | float]) -> _Axis:
+    """Returns an axis with one position for each distinct value, in order of first appearance."""
+    position_by_word: dict[str, float] = {}
+    positions = []
+    for value in values:
+        next_position = float(len(position_by_word))
+        position = position_by_word.setdefault(str(value), next_position)
+        positions.append(position)
+    return _Axis(positions, words=list(position_by_word), numbers=[], is_log=False)
+
+
+def _parameter_chart(study: Study, name: str, are_shares: bool) -> Json:
     """Returns a chart of the trials' values over one parameter, with a trace for each trial. Trials with the same value
-    of the parameter are drawn side by side."""
-    finished = [trial for trial in trials if trial.value is not None]
+    of the parameter are drawn side by side.
+
+    Args:
+        study: The study.
+        name: Name of the parameter.
+        are_shares: True if the values of the metric are between 0 and 1.
+    """
+    finished = [trial for trial in study.trials if trial.value is not None]
     values = [_as_number(trial.parameters[name]) for trial in finished]
     axis = _axis_of(name, values)
     positions = _side_by_side(axis.positions)
@@ -160,10 +184,12 @@ def _parameter_chart(trials: Sequence[Trial], name: str, metric: str, *, is_shar
             "marker": {"size": 8, "color": color_of(trial.number)},
         }
         if trial.half_width and trial.value is not None:
-            trace["error_y"] = interval([trial.value], [trial.half_width], are_shares=is_share_metric)
+            trace["error_y"] = interval([trial.value], [trial.half_width], are_shares=are_shares)
         traces.append(trace)
-    layout = {"hovermode": "closest", "showlegend": False, "xaxis": axis.layout()}
-    return chart(name, metric, traces, layout=layout)
+
+    layout: Json = {"hovermode": "closest", "showlegend": False}
+    layout["xaxis"] = axis.layout()
+    return chart(name, study.spec.metric, traces, layout=layout)
 
 
 def _side_by_side(positions: Sequence[float]) -> list[float]:
@@ -191,7 +217,9 @@ def _as_number(value: str | int | float) -> str | float:
 
 def _trial_text(trial: Trial) -> str:
     """Returns one line about a trial: its number, state, value and parameters."""
-    value = "-" if trial.value is None else f"{trial.value:.4g}"
+    value = "-"
+    if trial.value is not None:
+        value = f"{trial.value:.4g}"
     if trial.half_width:
         value += f" ±{trial.half_width:.3g}"
     text = f"trial {trial.number} ({trial.state}): {value}"

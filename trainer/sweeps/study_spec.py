@@ -244,12 +244,14 @@ def read_parameter(word: str) -> Parameter | None:
     call = _CALL.fullmatch(text)
     if call is not None:
         kind, ends = call.groups()
-        return Parameter(key, _range(kind, ends.split(","), word))
+        distribution = _range(kind, ends.split(","), word)
+        return Parameter(key, distribution)
 
     labels = split_choices(text)
     if len(labels) < 2:
         return None
-    if "" in labels or len(set(labels)) < len(labels):
+    has_repetitions = len(set(labels)) < len(labels)
+    if "" in labels or has_repetitions:
         raise UserError(f"{word}: a choice is empty or occurs twice; for repetitions use --seeds 3")
     return Parameter(key, CategoricalDistribution(labels))
 
@@ -258,8 +260,10 @@ def _parameter_of_settings(name: str, values_by_label: Mapping[str, Mapping[str,
     """Returns the parameter of a word `@name={...}`, whose choices set several keys at once."""
     settings = {}
     for label, values_by_key in values_by_label.items():
-        settings[label] = [f"{key}={as_text(value)}" for key, value in values_by_key.items()]
-    return Parameter(name, CategoricalDistribution(list(settings)), settings)
+        words = [f"{key}={as_text(value)}" for key, value in values_by_key.items()]
+        settings[label] = words
+    labels = list(settings)
+    return Parameter(name, CategoricalDistribution(labels), settings)
 
 
 def as_text(value: object) -> str:
@@ -295,8 +299,9 @@ def read_files(names: Iterable[str]) -> dict[str, str]:
     """Reads text files by name. Raises UserError."""
     texts = {}
     for name in names:
+        file = Path(name).expanduser()
         try:
-            texts[name] = Path(name).expanduser().read_text(encoding="utf-8")
+            texts[name] = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--config, --file: cannot be read: {error}") from None
     return texts
@@ -387,7 +392,9 @@ def _file_words(name: str) -> Iterator[str]:
         else:
             option = str(entry).replace("_", "-")
             # --config is repeated for several files; other lists, such as the seeds, are one value
-            repetitions = value if entry == "config" and isinstance(value, list) else [value]
+            repetitions = [value]
+            if entry == "config" and isinstance(value, list):
+                repetitions = value
             for repetition in repetitions:
                 yield f"--{option}={as_text(repetition)}"
 

@@ -92,7 +92,9 @@ def _check_words(spec: StudySpec, search: Search) -> None:
             problems.append(f"{key}: the sweep sets this key for each run; remove it")
     if spec.seeds is not None and "trainer.seed" in keys:
         problems.append("trainer.seed is given, but --seeds sets it for each run: remove one of them")
-    if not spec.space and (spec.seeds is None or search.kind != "grid"):
+    # seeds alone are a grid of one trial; a search has nothing to choose
+    repeats_one_trial = spec.seeds is not None and search.kind == "grid"
+    if not spec.space and not repeats_one_trial:
         problems.append("there is nothing to vary: give a key several values (KEY=A,B), a range, or --seeds 3")
     if not spec.metric:
         problems.append("--metric is not given: name the metric to compare, such as val-core/gsm8k/acc/mean@1")
@@ -148,9 +150,11 @@ def _check_metric(metric: str, config: PPOConfig) -> None:
     if config.trainer.test_freq == 0 or not has_validation_data:
         raise UserError(f"--metric {metric}: nothing is validated: set data.val_files and trainer.test_freq=20")
 
-    number = metric.rpartition("@")[2]
+    _, _, number = metric.rpartition("@")
     answers = config.rollout.val_kwargs.n
-    if metric.startswith("val-core/") and number.isdigit() and int(number) != answers:
+    # the headline metrics are those of all answers; val-aux also has smaller numbers
+    is_headline = metric.startswith("val-core/")
+    if is_headline and number.isdigit() and int(number) != answers:
         raise UserError(f"--metric {metric}: rollout.val_kwargs.n={answers}, so a run logs ...@{answers}")
 
 

@@ -34,8 +34,11 @@ _WAITING_POLL_S = 1.0  # interval between looks at whether a run can start
 _TAIL_BYTES = 64 << 10
 _POLL_S = 0.1
 _LINE_CHARACTERS = 300
+# a restart can help after these errors; after any other it would fail again
 _MACHINE_FAULT = re.compile(
+    # of this library's processes, and of a full disk
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
+    # of the NVIDIA driver, NCCL and CUDA
     r"uncorrectable ECC|GPU is lost|fallen off the bus|\bXid\b|NCCL.*(remote error|unhandled (cuda|system) error)|"
     r"CUDA error: (unspecified launch failure|an illegal memory access|unknown error|hardware)|"
     # another process took the device in between
@@ -240,6 +243,7 @@ def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -
     if status == WRONG_INPUT and NOTHING_LEFT in output:
         return {"state": "done"}
     is_machines, error = diagnose(status, output)
+    # Tune starts a trial again that ends with an exception
     if is_machines:
         raise MachineFault(error)
     return {"state": "failed", "error": error}
@@ -247,7 +251,9 @@ def _end_of_run(status: int, log: Path, start_of_output: int, was_asked: bool) -
 
 def clean(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment that a run inherits, without the variables of the sweep's Ray."""
+    # a run has a cluster of its own, with other marks and settings
     of_the_sweep = (RUN_MARK, CLUSTER_MARK, "TUNE_", "RAY_")
+    # one thread, unless the user sets another number: several runs share the cores
     inherited = {"OMP_NUM_THREADS": "1"}
     for name, value in environment.items():
         if not name.startswith(of_the_sweep):

@@ -46,6 +46,7 @@ from verl_lite.single_controller.ray_cluster import current_umask, machines, ray
 Tell = Callable[[str], None]
 _CONNECT_TIMEOUT_S = 20.0
 _QUIET = {
+    # no csv, json and TensorBoard files of Tune's own
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     # `stopping_on_signal` handles it
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -91,16 +92,21 @@ def places(options: StudyOptions, device: str, tell: Tell) -> Iterator[Place]:
                 devices: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)}
                 stack.callback(set_environment, set_environment(devices))
             stack.enter_context(guarded())
-            slots = options.slots or max(1, len(free_tokens) // options.per_trial)
+            # one run on a CPU, and on GPUs as many as fit
+            runs_that_fit = len(free_tokens) // options.per_trial
+            slots = options.slots or max(1, runs_that_fit)
         # Ray accepts no store below 75 MiB; this one carries only reports, because runs have a Ray of their own
         ray_init = RayInitConfig(
             address=address, num_cpus=slots, wait_for_nodes_s=_CONNECT_TIMEOUT_S, object_store_memory_mb=80
         )
         name = f"sweep-{os.getpid()}"
-        stack.enter_context(ray_running(ray_init, name, num_gpus=len(free_tokens), tell=tell))
+        cluster = ray_running(ray_init, name, num_gpus=len(free_tokens), tell=tell)
+        stack.enter_context(cluster)
 
         present = machines()
-        if device == "auto" and not any("GPU" in machine.resources for machine in present):
+        # on a cluster, the devices of the machines decide
+        has_gpus = any("GPU" in machine.resources for machine in present)
+        if device == "auto" and not has_gpus:
             on_cpu = True
         gpus = None if on_cpu else options.per_trial
         needed = {"CPU": 1.0}
@@ -119,6 +125,7 @@ def _watch_ray() -> None:
         loss = ray_loss()
         if loss is not None:
             print(f"ClusterLostError: {loss}. The same command continues the sweep", file=sys.stderr, flush=True)
+            # sys.exit would end this thread alone
             os._exit(1)
         time.sleep(1.0)
 
@@ -240,8 +247,8 @@ class Sweep(Searcher):
         has_started = not waits and ended is None
         if has_started and trial_id not in self._announced:
             self._announced.add(trial_id)
-            parameters = ", ".join(f"{name}={value}" for name, value in trial.parameters.items())
-            self._tell(f"{_name(trial, run)} starts: {parameters}")
+            parameters = [f"{name}={value}" for name, value in trial.parameters.items()]
+            self._tell(f"{_name(trial, run)} starts: {', '.join(parameters)}")
 
         self._judge_means(trial)
         if ended is not None:
@@ -266,12 +273,16 @@ class Sweep(Searcher):
         values_of_runs = [run.values for run in trial.runs if run.values]
         if not values_of_runs:
             return
-        steps_of_runs = [set(values) for values in values_of_runs]
-        common_steps = set.intersection(*steps_of_runs)
+        common_steps = set(values_of_runs[0])
+        for values in values_of_runs:
+            common_steps &= values.keys()
+
         for step in sorted(common_steps - trial.means.keys()):
+            # a trial that has just been pruned gets no further means
             if self._asha is None or trial.is_over:
                 return
-            mean = sum(values[step] for values in values_of_runs) / len(values_of_runs)
+            values_at_step = [values[step] for values in values_of_runs]
+            mean = sum(values_at_step) / len(values_at_step)
             is_stopped = self._is_stopped(trial, step, mean)
             self._study.judge(trial, step, mean, prune=is_stopped)
             if trial.is_pruned:
@@ -303,6 +314,7 @@ class Sweep(Searcher):
         """
         trial, run = self._running.pop(trial_id)
         if state == "done":
+            # the last value of a run counts
             last_step = max(run.values, default=0)
             value = run.values.get(last_step, math.nan)
             if math.isnan(value):
@@ -346,17 +358,19 @@ def _numpy_seed(seed: int) -> Iterator[None]:
 
 def _remaining_trials(study: Study) -> tuple[list[dict[str, Value]], int]:
     """Returns the planned combinations that no trial has taken yet, and the number of trials that are to be drawn."""
-    plan = planned(study.spec, study.search)
+    search = study.search
+    plan = planned(study.spec, search)
     if plan is None:
-        trials = study.search.trials or 0
+        trials = search.trials or 0
         return [], max(0, trials - len(study.trials))
 
     # always the same order, so that a continued sweep takes the combinations that are left
-    if study.search.kind == "random":
+    if search.kind == "random":
         random.Random(0).shuffle(plan)
-        plan = plan[: study.search.trials]
+        plan = plan[: search.trials]
     taken = [trial.parameters for trial in study.trials]
-    return [values for values in plan if values not in taken], 0
+    remaining = [values for values in plan if values not in taken]
+    return remaining, 0
 
 
 def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandScheduler:
@@ -365,9 +379,14 @@ def _make_asha(parameters: Mapping[str, float], mode: str) -> AsyncHyperBandSche
     for name, value in parameters.items():
         # only the factor need not be a whole number
         arguments[name] = value if name == "reduction_factor" else int(value)
-    # max_t: no run is so long that ASHA ends it for its length, which trainer.total_training_steps decides
     return AsyncHyperBandScheduler(
-        time_attr="step", metric="value", mode=mode, max_t=10**9, stop_last_trials=False, **arguments
+        time_attr="step",
+        metric="value",
+        mode=mode,
+        # no run is so long that ASHA ends it for its length, which trainer.total_training_steps decides
+        max_t=10**9,
+        stop_last_trials=False,
+        **arguments,
     )
 
 
@@ -388,15 +407,16 @@ def draw(study: Study) -> dict[str, Value]:
     Running trials count as bad ones, so that trials at the same time differ; failed trials count as the worst.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # `multivariate` and `constant_liar` are experimental in Optuna
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     # the draws depend on the log alone, not on the process that continues the sweep
     seed = len(study.trials)
-    sampler: optuna.samplers.BaseSampler
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed)
     if study.search.kind == "optuna":
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-    else:
-        sampler = optuna.samplers.RandomSampler(seed)
-    direction = "maximize" if study.spec.mode == "max" else "minimize"
+    direction = "minimize"
+    if study.spec.mode == "max":
+        direction = "maximize"
     results = optuna.create_study(sampler=sampler, direction=direction)
 
     space: dict[str, optuna.distributions.BaseDistribution] = {}
@@ -404,7 +424,8 @@ def draw(study: Study) -> dict[str, Value]:
         space[parameter.name] = parameter.distribution
     for trial in study.trials:
         results.add_trial(_frozen_trial(trial, space))
-    return dict(results.ask(space).params)
+    new_trial = results.ask(space)
+    return dict(new_trial.params)
 
 
 def _frozen_trial(trial: Trial, space: Mapping[str, optuna.distributions.BaseDistribution]) -> optuna.trial.FrozenTrial:
@@ -477,6 +498,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
                     num_samples=-1,
                     max_concurrent_trials=options.slots,
                     reuse_actors=True,
+                    # Tune's own name of a folder would contain the order
                     trial_dirname_creator=lambda trial: trial.trial_id,
                 ),
                 run_config=tune.RunConfig(
@@ -487,6 +509,7 @@ def run_study(study: Study, place: Place, options: StudyOptions, tell: Tell) -> 
                 ),
             ).fit()
     finally:
+        # a continued sweep reads the study's log instead
         shutil.rmtree(study.folder / ".tune", ignore_errors=True)
     if sweep.problem is not None:
         raise sweep.problem

@@ -43,7 +43,8 @@ class ValSampling:
 def val_samplings(config: PPOConfig) -> list[ValSampling]:
     """Returns the samplings of rollout.val_kwargs: sampled or greedy answers, and optionally greedy ones as well."""
     options = config.rollout.val_kwargs
-    samplings = [_sampling(config, prefix="", is_greedy=not options.do_sample)]
+    is_greedy = not options.do_sample
+    samplings = [_sampling(config, prefix="", is_greedy=is_greedy)]
     if options.greedy_too:
         samplings.append(_sampling(config, prefix="greedy/", is_greedy=True))
     return samplings
@@ -208,9 +209,14 @@ class _Answers:
 
     def by_sampling(self) -> dict[ValSampling, list[Sample]]:
         """Returns the samples by sampling, in the order of the dataset."""
+        samples_by_prefix: dict[str, list[Sample]] = {}
         # the sort is stable, so the answers to one prompt keep their order
         ordered = sorted(self._finished, key=lambda answer: answer.position)
-        samples = {}
+        for answer in ordered:
+            samples = samples_by_prefix.setdefault(answer.prefix, [])
+            samples.append(answer.row)
+
+        samples_by_sampling = {}
         for sampling in self._answered:
-            samples[sampling] = [answer.row for answer in ordered if answer.prefix == sampling.prefix]
-        return samples
+            samples_by_sampling[sampling] = samples_by_prefix.get(sampling.prefix, [])
+        return samples_by_sampling

@@ -68,10 +68,12 @@ def _variables(samples: Sequence[Sample]) -> dict[str, Sequence[object]]:
 
     None means that the sample has no value.
     """
-    variables: dict[str, Sequence[object]] = {"reward": [sample.score for sample in samples]}
+    variables: dict[str, Sequence[object]] = {}
+    variables["reward"] = [sample.score for sample in samples]
     names: set[str] = set()
     for sample in samples:
         names.update(sample.extra)
+    # sorted, so that the order of the metrics does not depend on that of the answers
     for name in sorted(names):
         entries = []
         for sample in samples:
@@ -140,7 +142,8 @@ def process_validation_metrics(
     """
     # the rows of each prompt, by source and uid: a prompt is identified by its row in the files, never by its text
     prompts_by_source: dict[str, dict[str, list[int]]] = {}
-    for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
+    sources_and_uids = zip(data_sources, sample_uids, strict=True)
+    for row, (source, uid) in enumerate(sources_and_uids):
         prompts = prompts_by_source.setdefault(source, {})
         prompts.setdefault(uid, []).append(row)
 
@@ -149,12 +152,14 @@ def process_validation_metrics(
     for variable, entries in infos_dict.items():
         if is_prediction(variable) or not _are_numbers(entries):
             continue
-        # NaN: the row has no value
-        values = np.array([np.nan if entry is None else float(entry) for entry in entries])
+        # None becomes NaN: the row has no value
+        values = np.array(entries, dtype=np.float64)
         for source, prompts in prompts_by_source.items():
-            means = _source_metrics(values, list(prompts.values()), votes, seed)
+            rows_of_prompts = list(prompts.values())
+            means = _source_metrics(values, rows_of_prompts, votes, seed)
             if means:
-                results.setdefault(source, {})[variable] = means
+                variables = results.setdefault(source, {})
+                variables[variable] = means
     return results
 
 
@@ -183,8 +188,9 @@ def _source_metrics(
     for all_rows in prompts:
         rows = [row for row in all_rows if not np.isnan(values[row])]
         rows_with_value.append(rows)
-        is_binary = is_binary and bool(np.isin(values[rows], (0.0, 1.0)).all())
         largest = max(largest, len(all_rows))
+        is_outcome = np.isin(values[rows], (0.0, 1.0))
+        is_binary = is_binary and bool(is_outcome.all())
 
     values_by_metric: dict[str, list[float]] = defaultdict(list)
     for all_rows, rows in zip(prompts, rows_with_value, strict=True):
@@ -228,6 +234,7 @@ def _prompt_metrics(
         power *= 2
     sizes.append(size)
     for n in sizes:
+        # exact, where verl draws 1000 times
         best_mean, best_std = best_of(ordered, n)
         metrics[f"best@{n}/mean"] = float(best_mean)
         metrics[f"best@{n}/std"] = float(best_std)
@@ -300,7 +307,7 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
         n: Number of drawn answers.
         seed: Seed of the draws.
     """
-    # sorted, because the sum of floats depends on their order
+    # sorted, because the sum of floats depends on their order; stable, so that equal values keep theirs
     ascending = np.argsort(values, kind="stable")
     values = values[ascending]
     ordered_ballots = [str(ballots[position]) for position in ascending]
@@ -334,6 +341,7 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
     """
     # n independent draws of answers have multinomial numbers of votes, so no single answer has to be drawn
     shares = np.array(sizes) / sum(sizes)
+    # a generator for each call, so that no result depends on the order of prompts
     generator = np.random.default_rng([seed, n])
     counts = generator.multinomial(n, shares, size=RESAMPLES)
 
@@ -366,6 +374,7 @@ def pass_at_k(right: int, count: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {count} answers: expected k between 1 and {count}")
     num_draws = math.comb(count, k)
     num_all_wrong = math.comb(count - right, k)
+    # two integers, because the numbers of many answers are too large for floats
     return (num_draws - num_all_wrong) / num_draws
 
 

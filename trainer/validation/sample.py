@@ -99,24 +99,32 @@ def samples_of(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) 
     tensors = batch.batch
     # from attention_mask, because the response_mask of a sample whose reward failed may already be empty
     prompt_width = tensors["prompts"].shape[1]
-    lengths = tensors["attention_mask"][:, prompt_width:].sum(1).tolist()
+    answer_mask = tensors["attention_mask"][:, prompt_width:]
+    lengths = answer_mask.sum(1).tolist()
     scores = None
     if "token_level_scores" in tensors.keys():
         scores = tensors["token_level_scores"].sum(1).tolist()
 
+    is_padding = [False] * len(batch)
+    if "is_padding" in tensors.keys():
+        is_padding = tensors["is_padding"].tolist()
+
     samples = []
     for row in range(len(batch)):
         # rows that only fill a batch up have no answer
-        if "is_padding" in tensors.keys() and tensors["is_padding"][row]:
+        if is_padding[row]:
             continue
-        columns: Row = {name: values[row] for name, values in batch.non_tensor_batch.items()}
+        columns: Row = {}
+        for name, values in batch.non_tensor_batch.items():
+            columns[name] = values[row]
         score = None
         if scores is not None and not columns["reward_failed"]:
             score = scores[row]
         answer_ids = tensors["responses"][row, : lengths[row]]
         answer = str(tokenizer.decode(answer_ids, skip_special_tokens=True))
         version = int(tensors["policy_version"][row])
-        samples.append(_sample(columns, answer, lengths[row], score, version, step))
+        sample = _sample(columns, answer, lengths[row], score, version, step)
+        samples.append(sample)
     return samples
 
 
@@ -161,8 +169,10 @@ def _entries(columns: Mapping[str, object]) -> dict[str, float | str]:
         if not column.startswith("reward/") or value is None:
             continue
         name = column.removeprefix("reward/")
-        # a prediction is a vote, which is compared as text
-        if isinstance(value, int | float | np.number | np.bool_) and name != PREDICTION:
+        if name == PREDICTION:
+            # a prediction is a vote, which is compared as text
+            entries[name] = str(value)
+        elif isinstance(value, int | float | np.number | np.bool_):
             entries[name] = float(value)
         else:
             entries[name] = str(value)
@@ -173,6 +183,7 @@ def image_names(images: ImageInputs | None) -> list[str]:
     """Returns the file names of a prompt's images. All prompts with the same images have the same names."""
     if images is None:
         return []
+    # the digest is that of all images of the prompt, so each gets a number
     return [f"{images.digest:016x}-{number}.jpg" for number in range(len(images.files))]
 
 

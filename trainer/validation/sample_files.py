@@ -43,12 +43,14 @@ IMAGES = "images"
 IMAGE_SIDE = 512  # pixels; larger images are scaled down
 JSON = "_json"
 REWARD = "reward/"
-_KINDS: dict[object, pyarrow.DataType] = {  # the type of a column by that of the field
+_MESSAGE = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()})
+# the type of a column by that of the field
+_KINDS: dict[object, pyarrow.DataType] = {
     int: pyarrow.int64(),
     str: pyarrow.string(),
     bool: pyarrow.bool_(),
     float | None: pyarrow.float64(),
-    list[dict[str, str]]: pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()})),
+    list[dict[str, str]]: pyarrow.list_(_MESSAGE),
 }
 
 
@@ -77,8 +79,10 @@ class SampleFiles:
         self.validation_dir = validation_dir
         self._has_warned = False
         # the most recently used image is last; after a resume, the order of writing stands in for that of use
-        images = sorted((self.folder / IMAGES).glob("*.jpg"), key=lambda file: file.stat().st_mtime)
-        self._image_sizes = {file.name: file.stat().st_size for file in images}
+        images = (self.folder / IMAGES).glob("*.jpg")
+        self._image_sizes: dict[str, int] = {}
+        for file in sorted(images, key=lambda file: file.stat().st_mtime):
+            self._image_sizes[file.name] = file.stat().st_size
 
     @property
     def keeps_training(self) -> bool:
@@ -110,7 +114,8 @@ class SampleFiles:
         images: dict[str, bytes] = {}
         for inputs in batch.non_tensor_batch.get("multi_modal_inputs", ()):
             if inputs is not None:
-                images.update(zip(image_names(inputs), inputs.files, strict=True))
+                names = image_names(inputs)
+                images.update(zip(names, inputs.files, strict=True))
         if not self.max_bytes or not images:
             return
 
@@ -126,6 +131,7 @@ class SampleFiles:
                 new_paths.append(folder / name)
                 new_images.append(image)
 
+        # threads, because Pillow decodes and encodes without holding the interpreter's lock
         with beside_training(folder, self.tell), ThreadPoolExecutor(4) as threads:
             folder.mkdir(parents=True, exist_ok=True)
             new_sizes = threads.map(_write_image, new_paths, new_images)
@@ -158,7 +164,8 @@ class SampleFiles:
             return
         folder = self.folder / kind
         with beside_training(folder, self.tell):
-            write_table(table_of(samples), folder / f"{name}.parquet")
+            table = table_of(samples)
+            write_table(table, folder / f"{name}.parquet")
             self._make_room()
 
     def _make_room(self) -> None:
@@ -168,7 +175,9 @@ class SampleFiles:
         """
         train_files = self._files(TRAIN)
         val_files = self._files(VAL)
-        sizes = {file: file.stat().st_size for file in train_files + val_files}
+        sizes = {}
+        for file in train_files + val_files:
+            sizes[file] = file.stat().st_size
         room = self.max_bytes - sum(self._image_sizes.values())
         while sum(sizes.values()) > room:
             files = train_files if len(train_files) > 1 else val_files
@@ -229,6 +238,7 @@ def step_of(file: Path) -> int:
 def write_table(table: pyarrow.Table, path: Path) -> None:
     """Writes a parquet file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # a reader, or a killed run, never sees a part of the file
     draft = path.with_name(f".{path.name}.draft")
     pyarrow.parquet.write_table(table, draft, compression="zstd")
     os.replace(draft, path)
@@ -252,10 +262,13 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     if any(sample.requests for sample in samples):
         json_names.append("requests")
     for name in json_names:
-        texts = [json.dumps(getattr(sample, name)) for sample in samples]
+        texts = []
+        for sample in samples:
+            value = getattr(sample, name)
+            texts.append(json.dumps(value))
         arrays[name + JSON] = pyarrow.array(texts, pyarrow.string())
-    if any(sample.images for sample in samples):
-        images = [sample.images for sample in samples]
+    images = [sample.images for sample in samples]
+    if any(images):
         arrays["images"] = pyarrow.array(images, pyarrow.list_(pyarrow.string()))
     extras = [sample.extra for sample in samples]
     return pyarrow.table(arrays | reward_columns(extras))
@@ -289,11 +302,18 @@ def reward_columns(extras: Sequence[Mapping[str, float | str]]) -> dict[str, pya
     for name in sorted(names):
         values = [extra.get(name) for extra in extras]
         kind = pyarrow.float64()
+        # a parquet column has one type, so a number among texts becomes a text
         if any(isinstance(value, str) for value in values):
             kind = pyarrow.string()
-            values = [None if value is None else as_text(str(value)) for value in values]
+            values = [_text_or_none(value) for value in values]
         columns[REWARD + name] = pyarrow.array(values, kind)
     return columns
+
+
+def _text_or_none(value: float | str | None) -> str | None:
+    if value is None:
+        return None
+    return as_text(str(value))
 
 
 def as_text(value: object) -> str:

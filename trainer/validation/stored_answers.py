@@ -48,7 +48,8 @@ class AnswerStore:
             for line in path.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
                 sample = Sample(**entry["row"])
-                answers.append(StoredAnswer(entry["prefix"], entry["position"], sample))
+                answer = StoredAnswer(entry["prefix"], entry["position"], sample)
+                answers.append(answer)
         return answers
 
     def add(self, answers: list[StoredAnswer]) -> None:
@@ -91,7 +92,8 @@ def claim_folder(folder: Path, settings: JsonObject) -> None:
     existing = read_settings(folder)
     if existing is None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1, sort_keys=True))
+        text = json.dumps(settings, indent=1, sort_keys=True)
+        write_atomically(folder / _SETTINGS, text)
         return
     # of both, because a setting that only one of them has differs, too
     lines = []
@@ -128,8 +130,10 @@ def content_of(path: str | Path) -> str:
     num_pieces = min(_PIECES, -(-size // _PIECE_BYTES))
     digest.update(str(size).encode())
     with path.open("rb") as opened:
+        # the last piece ends at the end of the file, and the others are evenly spaced before it
+        last_start = size - _PIECE_BYTES
+        gaps = max(1, num_pieces - 1)
         for piece in range(num_pieces):
-            # the last piece ends at the end of the file
-            opened.seek((size - _PIECE_BYTES) * piece // max(1, num_pieces - 1))
+            opened.seek(last_start * piece // gaps)
             digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()
