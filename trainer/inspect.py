@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _follow(run: RecordedRun, console: Terminal) -> None:
     """Redraws the overview until the run ends. Ctrl-C ends this command, not the run."""
-    # longer than the terminal, the overview could not be redrawn in place
+    # cropped, because rich cannot redraw lines that have left the terminal
     screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
     with suppress(KeyboardInterrupt), screen as live:
         live.update(overview(run, console.width), refresh=True)
