@@ -102,7 +102,8 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     # engines on devices of their own get the weights bucket by bucket
     if not config.hybrid_engine:
         sent = float(held["actor"].compute * networks.policy.parameters)
-        plan.engine = engine | {"bucket": min(sent, float(bucket_bytes))}
+        bucket_of_engine = min(sent, float(bucket_bytes))
+        plan.engine = engine | {"bucket": bucket_of_engine}
         if on_cpu:
             plan.engine["libraries of the engine"] = engine_libraries
     return plan
@@ -267,7 +268,11 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     # vLLM allocates its whole cache at once, hf only what the sequences fill
     if not is_vllm:
         cache_bytes = plan.sequences * kv_per_sequence
-    parts = {"engine: weights": weights, "engine: KV cache": cache_bytes, ENGINE_STEP: work}
+    parts = {
+        "engine: weights": weights,
+        "engine: KV cache": cache_bytes,
+        ENGINE_STEP: work,
+    }
     # the conditions of `lean_decoder`, which does not report the experts that router_replay needs
     is_lean = on_cpu and not is_vllm and not rollout.router_replay and size == FP32
     copies = copied_matrices(shape) if is_lean else 0.0

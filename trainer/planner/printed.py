@@ -154,7 +154,8 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     slots = config.trainer.n_gpus_per_node or 1
     element_bytes = FP32 if arguments.device == "cpu" else BF16
     expected = plan(config, shape, slots, size=element_bytes)
-    clip = " x ".join(map(str, clip_of(config)))
+    frames, height, width = clip_of(config)
+    clip = f"{frames} x {height} x {width}"
     memory_gib = arguments.memory_gb
     if memory_gib is None and arguments.device is not None:
         memory_gib = ACCELERATORS[arguments.device].memory_gib
