@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="Shows a run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     mode = parser.add_mutually_exclusive_group()

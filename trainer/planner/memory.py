@@ -48,7 +48,7 @@ from trainer.planner.pass_bytes import (
 )
 from trainer.ppo import requirements
 from trainer.ppo.requirements import distilled_tokens, needs_old_log_prob, needs_reference
-from verl_lite.config import DataConfig, NetworkConfig, PPOConfig
+from verl_lite.config import DataConfig, NetworkConfig, PPOConfig, RolloutConfig
 from workers.engine.packing import is_tree_cheaper
 from workers.engines.base import resolve_engine_name
 
@@ -241,20 +241,12 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
         images = shape.tower.prefill_bytes(prefilled_tokens, size)
 
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
-    if on_cpu:
-        cache_option = "kv_cache_memory_mb"
-        cache_bytes = float(rollout.kv_cache_memory_mb << 20)
-    else:
-        # the option is a share for everything that the engine needs, of which the cache gets the rest
-        cache_option = "gpu_memory_utilization"
-        share_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB
-        cache_bytes = share_bytes - weights - work - images
-
-    cache_bytes = max(0.0, cache_bytes)
+    cache_bytes = _cache_bytes(rollout, device, weights, work, images)
     plan.sequences = min(rollout.max_num_seqs, int(cache_bytes // kv_per_sequence))
     if plan.sequences < 1:
+        option = "kv_cache_memory_mb" if on_cpu else "gpu_memory_utilization"
         plan.notes.append(
-            f"rollout.{cache_option}={getattr(rollout, cache_option)}: leaves {cache_bytes / GIB:.2f} GiB "
+            f"rollout.{option}={getattr(rollout, option)}: leaves {cache_bytes / GIB:.2f} GiB "
             f"for the KV cache, but one sequence of {context} tokens needs {kv_per_sequence / GIB:.2f}"
         )
     if on_cpu:
@@ -281,6 +273,23 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     if images:
         parts[ENGINE_IMAGES] = images
     return parts
+
+
+def _cache_bytes(rollout: RolloutConfig, device: Accelerator, *other_bytes: float) -> float:
+    """Returns the bytes that an engine has for its KV cache.
+
+    Args:
+        rollout: Options of the engine.
+        device: Kind of the device.
+        other_bytes: What the engine needs besides the cache.
+    """
+    if device.name == "cpu":
+        return float(rollout.kv_cache_memory_mb << 20)
+    # the option is a share for everything that the engine needs, of which the cache gets the rest
+    cache_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB
+    for size in other_bytes:
+        cache_bytes -= size
+    return max(0.0, cache_bytes)
 
 
 # -- rows of a run -----------------------------------------------------------------------------------------------------

@@ -57,11 +57,7 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         _check(config, slots)
 
         if config.rollout.name == "auto" and device.name == "cpu":
-            longest_sample = config.rollout.max_model_len or config.longest_sample
-            engine, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
-            config.rollout.name = engine
-            print(f"rollout.name=auto chooses {engine}: {reason}")
-
+            _choose_engine(config)
         memory_gib = arguments.memory_gb or device.memory_gib
         if device.name != "cpu":
             # the engine takes a share of the planned device's memory
@@ -211,6 +207,14 @@ def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
             f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
             f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
         )
+
+
+def _choose_engine(config: PPOConfig) -> None:
+    """Sets the rollout engine that `rollout.name=auto` chooses on a CPU, and prints the reason."""
+    longest_sample = config.rollout.max_model_len or config.longest_sample
+    engine, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
+    config.rollout.name = engine
+    print(f"rollout.name=auto chooses {engine}: {reason}")
 
 
 def _make_room_for_longest_row(config: PPOConfig, longest: Lengths) -> list[str]:
