@@ -186,10 +186,12 @@ class TrainResult:
         from trainer.data.sources import read_rows
         from trainer.evaluate.generation import generate
 
+        # not isinstance, because a bool is an int, too
         if type(n) is not int:
             raise UserError(f"n: found {n!r:.100}; expected the number of answers to each prompt, such as n=4")
         rows = prompt_rows(prompts)
         sampling: Options = {"rollout.val_kwargs.n": n, "rollout.val_kwargs.do_sample": n > 1}
+        # greedy answers to one prompt would be equal
         if n > 1:
             sampling["rollout.val_kwargs.temperature"] = 1.0
         # without data.columns of the run: the prompts have the names of our columns
@@ -222,6 +224,7 @@ class TrainResult:
             files: Options = {}
             if data is not None:
                 files["data.val_files"] = data_files(data, inputs, "evaluate")
+            # of a run folder, this is the newest checkpoint
             [target] = find_targets(str(self.run_dir))
             status, metrics = evaluate(target, _words(files | _flat(keywords)))
             _require_success(status, "evaluate")
@@ -267,6 +270,7 @@ def train(
         raise UserError(f"options: found {options!r:.200}; expected a dictionary such as {{'rollout.n': 8}}")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
+    # a keyword has priority over the same option in `options`
     caller_options = _flat(options or {}) | _flat(keywords)
     try:
         # BaseException, because an interrupt before the start must leave no files either
@@ -340,7 +344,11 @@ def _settings(
         caller_options: options of the caller.
     """
     inputs = folder / "inputs"
-    settings: Options = {"trainer.default_local_dir": str(folder), "trainer.resume_mode": "auto"}
+    settings: Options = {
+        "trainer.default_local_dir": str(folder),
+        # continues a run that exists in the folder
+        "trainer.resume_mode": "auto",
+    }
     if model is not None:
         settings["model.path"] = str(model)
     if data is not None:

@@ -216,20 +216,20 @@ def _is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     return True
 
 
-def _not_a_prompt(place: str, prompt: object) -> str:
+def _not_a_prompt(where: str, prompt: object) -> str:
     return (
-        f"{place}: found {prompt!r:.100}; expected a text, a chat ([{{'role': 'user', 'content': ...}}]), or a list of "
+        f"{where}: found {prompt!r:.100}; expected a text, a chat ([{{'role': 'user', 'content': ...}}]), or a list of "
         "texts and chats"
     )
 
 
-def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
+def _as_json_row(row: Row, folder: Path, where: str) -> JsonObject:
     """Returns a row as JSON values, with a ground truth, and with its images as files.
 
     Args:
         row: the row.
         folder: folder of the images.
-        place: the row's name in messages.
+        where: the row's name, for messages.
     """
     from trainer.data.images import read_image
     from trainer.validation.sample import plain_value
@@ -239,7 +239,7 @@ def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
         images = [row["image"]]
     names = []
     for number, image in enumerate(images or []):
-        content = read_image(image, Path.cwd(), f"{place}, image {number}")
+        content = read_image(image, Path.cwd(), f"{where}, image {number}")
         digest = hashlib.blake2b(content, digest_size=8)
         # named after the content, so that other rows never overwrite an image that a run refers to
         name = f"{digest.hexdigest()}.image"
@@ -253,7 +253,7 @@ def _as_json_row(row: Row, folder: Path, place: str) -> JsonObject:
         ground_truth = values.setdefault("ground_truth", "")
         if ground_truth is None:
             raise UserError(
-                f"{place} has a column ground_truth without a value; give each row one, or no row such a column"
+                f"{where} has a column ground_truth without a value; give each row one, or no row such a column"
             )
     if names:
         values["images"] = names

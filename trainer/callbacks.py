@@ -344,6 +344,7 @@ class Callbacks:
             state = self.by_name[name].state_dict()
             if not isinstance(state, Mapping):
                 raise TypeError(f"{name}.state_dict() returned {state!r:.200}; expected a dictionary")
+            # a checkpoint contains only types that can be read without running code
             require_safe(state)
             # the checkpoint may be written while the callback continues to change its own lists
             return copy.deepcopy(dict(state))

@@ -16,9 +16,8 @@ from pathlib import Path
 from trainer.cli import command
 
 
-@command
-def main(argv: list[str]) -> int:
-    """Runs the command and returns its exit status."""
+def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a global_step_N folder")
     parser.add_argument(
@@ -31,7 +30,13 @@ def main(argv: list[str]) -> int:
     exported = parser.add_mutually_exclusive_group()
     exported.add_argument("--adapter", action="store_true", help="export only the adapter, in fp32 and peft's format")
     exported.add_argument("--critic", action="store_true", help="export the value function instead of the policy")
-    options = parser.parse_args(argv)
+    return parser
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    options = _parser().parse_args(argv)
     from trainer.checkpoint.files import STATE, damage_of, whole_steps
     from verl_lite.errors import UserError
     from workers.policy.export import export, export_adapter

@@ -69,6 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m trainer.inspect", description="Shows a run in the terminal.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     mode = parser.add_mutually_exclusive_group()
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _follow(run: RecordedRun, console: Terminal) -> None:
     """Redraws the overview until the run ends. Ctrl-C ends this command, not the run."""
-    # longer than the terminal, the overview could not be redrawn in place
+    # cropped, because rich cannot redraw lines that have left the terminal
     screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
     with suppress(KeyboardInterrupt), screen as live:
         live.update(overview(run, console.width), refresh=True)

@@ -25,9 +25,10 @@ def main(argv: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m trainer.plan", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
+    models = ", ".join(LIKE)
     commands = ("main_ppo", "main_sft", "main_rm", "main_reward_flow")
     add("--command", choices=commands, default="main_ppo", help="command to plan")
-    add("--like", type=str.lower, help=f"published model to plan for, instead of model.path: {', '.join(LIKE)}")
+    add("--like", type=str.lower, help=f"published model to plan for, instead of model.path: {models}")
     add("--device", type=str.lower, choices=ACCELERATORS, help="accelerator to plan for; default: h100")
     add("--memory_gb", type=float, help="memory of one device in GiB; default: that of --device")
     add("--mean_prompt", type=float, help="mean prompt tokens, for the time; default: data.max_prompt_length")
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     if arguments.command == "main_reward_flow":
         return printed.print_reward_flow_plan(arguments, words)
     if arguments.like is not None and arguments.like not in LIKE:
-        parser.error(f"argument --like: invalid choice: {arguments.like!r} (choose from {', '.join(LIKE)})")
+        parser.error(f"argument --like: invalid choice: {arguments.like!r} (choose from {models})")
     if arguments.command == "main_sft":
         return printed.print_supervised_plan(arguments, words, SFTConfig)
     if arguments.command == "main_rm":

@@ -37,15 +37,15 @@ def main(argv: list[str]) -> int:
     # imports Ray and Tune, which takes seconds, after the cheap checks
     from trainer.sweeps.tuning import places, run_study
 
-    with places(options, trainer.device, tell) as place:
-        check_sweep(study.spec, study.search, place.gpus)
+    with places(options, trainer.device, tell) as trial_devices:
+        check_sweep(study.spec, study.search, trial_devices.gpus)
         with locked(study.folder, trainer.umask):
             # another sweep may have changed the study before the lock was taken
             study = asked_study(options)
             study.save()
             tell(f"study {study.folder}; the same command continues it")
             try:
-                run_study(study, place, options, tell)
+                run_study(study, trial_devices, options, tell)
             finally:
                 study.write_csv()
                 same_command = shlex.join(["python", "-m", "trainer.sweep", *argv])

@@ -68,7 +68,8 @@ def read_image(entry: object, folder: Path | None, where: str) -> bytes:
     while isinstance(entry, dict):
         values = [entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None]
         if not values:
-            entry = f"a dict with {', '.join(map(str, entry))}"
+            keys = ", ".join(map(str, entry))
+            entry = f"a dict with {keys}"
             break
         entry = values[0]
 
@@ -99,6 +100,7 @@ def _encoded(image: Image, where: str) -> bytes:
     except (ValueError, OSError, SyntaxError) as error:
         raise UserError(f"{where}: {error}. Replace or remove it") from error
     file = io.BytesIO()
+    # without loss
     rgb.save(file, "PNG")
     return file.getvalue()
 
@@ -164,9 +166,13 @@ class ImageProcessor:
         # a limit below the model's smallest size lowers that, too; small images would be enlarged beyond the limit
         if data.max_pixels is not None:
             least_pixels = min(data.max_pixels, self._processor.size["shortest_edge"])
-            self._processor.size = {"shortest_edge": least_pixels, "longest_edge": data.max_pixels}
+            self._processor.size = {
+                "shortest_edge": least_pixels,
+                "longest_edge": data.max_pixels,
+            }
         self._network = empty_network(model)
-        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, cpu_count()), "images")
+        num_threads = min(_MOST_THREADS, cpu_count())
+        self._threads = ThreadPoolExecutor(num_threads, "images")
 
     def token_counts(self, rows: Sequence[Sequence[bytes]], locations: Sequence[str]) -> list[tuple[int, ...]]:
         """Decodes the images of several rows, and returns the number of tokens of each image.

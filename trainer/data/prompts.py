@@ -127,7 +127,8 @@ class PromptDataset:
         if a row of the dataset has images. Repeated prompts in a batch get different uids, so that the answers to each
         occurrence form their own group.
         """
-        index = self._index[np.asarray(positions, dtype=np.int64)]
+        position_array = np.asarray(positions, dtype=np.int64)
+        index = self._index[position_array]
         rows = self._rows(index)
 
         # all batches have the same width, as in verl
@@ -136,9 +137,9 @@ class PromptDataset:
         prompts = torch.full(shape, self._pad_token_id, dtype=torch.long)
         prompt_mask = torch.zeros_like(prompts)
         for line, row_number in enumerate(index):
-            tokens = torch.from_numpy(self._tokens[row_number].astype(np.int64))
+            tokens = self._tokens[row_number].astype(np.int64)
             start = width - len(tokens)
-            prompts[line, start:] = tokens
+            prompts[line, start:] = torch.from_numpy(tokens)
             prompt_mask[line, start:] = 1
         tensors = {"prompts": prompts, "prompt_mask": prompt_mask}
         if self._answers is not None:
@@ -255,7 +256,8 @@ class PromptDataset:
                 if image_tokens:
                     self._image_tokens[row_number] = image_tokens
                 source = row["data_source"]
-                source_of_row[row_number] = source_codes.setdefault(source, len(source_codes))
+                next_code = len(source_codes)
+                source_of_row[row_number] = source_codes.setdefault(source, next_code)
                 source_options = config.sources.get(source, {})
                 # the number of the row has priority, then that of its source; 0 without a default
                 answers_of_row[row_number] = row["n"] or source_options.get("n") or answers or 0
@@ -318,16 +320,18 @@ class PromptDataset:
         """
         limit = config.max_prompt_length
         lengths = np.array([len(tokens) for tokens in self._tokens])
-        shortest = int(lengths.argmin())
-        if not lengths[shortest]:
+        shortest = lengths.min()
+        longest = lengths.max()
+        if shortest == 0:
+            row = int(lengths.argmin())
             raise UserError(
-                f"data.{self.split}_files: {self._describe(shortest)} has a prompt that the chat template turns into "
+                f"data.{self.split}_files: {self._describe(row)} has a prompt that the chat template turns into "
                 "no tokens, so there is nothing to sample from; remove such rows"
             )
 
         index = np.arange(len(lengths))  # the numbers of the remaining rows
         overlong = np.flatnonzero(lengths > limit)
-        report = f"{self.split}: {len(lengths)} prompts of {lengths.min()} to {lengths.max()} tokens"
+        report = f"{self.split}: {len(lengths)} prompts of {shortest} to {longest} tokens"
         if not len(overlong):
             return index, report
         # as in verl, the filter has priority over data.truncation; it must leave at least one prompt
@@ -338,7 +342,7 @@ class PromptDataset:
             first = int(overlong[0])
             raise UserError(
                 f"{len(overlong)} of {len(lengths)} prompts are longer than data.max_prompt_length={limit} "
-                f"({self._describe(first)} has {lengths[first]} tokens, the longest {lengths.max()}). "
+                f"({self._describe(first)} has {lengths[first]} tokens, the longest {longest}). "
                 f"{self._remedies(overlong, config.filter_overlong_prompts)}"
             )
 
@@ -410,8 +414,9 @@ class PromptDataset:
     def _describe(self, row_number: int) -> str:
         """Names a row by its file and its number in that file."""
         file_number = int(np.searchsorted(self._starts, row_number, side="right")) - 1
+        file = self._files[file_number]
         row_in_file = row_number - self._starts[file_number]
-        return f"row {row_in_file} of {self._files[file_number].path}"
+        return f"row {row_in_file} of {file.path}"
 
 
 def _prompt_of(row: PromptRow, *, has_images: bool) -> Prompt:

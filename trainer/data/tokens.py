@@ -185,6 +185,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments) -> l
 
     backend = getattr(tokenizer, "backend_tokenizer", None)  # of fast tokenizers
     if backend is not None:
+        # the whole tokenizer.json: also the normal form and the division into words change the tokens
         vocabulary = backend.to_str()
     else:
         vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -478,7 +478,7 @@ def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: in
 
     peaks = step.peaks
     # what the steps keep stays until their backward pass, whose own peak includes it
-    kept_by_steps = {"kept by the steps": step.kept}
+    kept_by_steps = {"kept by the steps": step.kept_by_steps}
     phases = {
         "prompts": {"text encoder": host.get("text encoder", 0.0)},
         "first frame": {"VAE": peaks["first frame"]},
@@ -506,7 +506,7 @@ class _StepBytes:
 
     Attributes:
         peaks: Peak of live bytes by phase.
-        kept: Bytes that the denoising steps keep for the backward pass.
+        kept_by_steps: Bytes that the denoising steps keep for the backward pass.
         frozen_elements: Number of the expert's frozen parameters.
         trainable_elements: Number of its trainable parameters.
         gathered_elements: Number of frozen parameters in its root and in two blocks.
@@ -514,7 +514,7 @@ class _StepBytes:
     """
 
     peaks: dict[str, float]
-    kept: float
+    kept_by_steps: float
     frozen_elements: float
     trainable_elements: float
     gathered_elements: float
@@ -572,7 +572,7 @@ def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dty
         steps[name] = value + more_blocks * per_block
     return _StepBytes(
         peaks=coding_peaks | steps,
-        kept=steps["kept"],
+        kept_by_steps=steps["kept"],
         frozen_elements=steps["numbers"],
         trainable_elements=steps["learn"],
         gathered_elements=two_blocks["numbers"],

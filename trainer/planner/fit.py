@@ -123,7 +123,8 @@ def _decide_recomputed(
         ("critic.model", config.critic.model, networks.critic),
     ]
     for key, model, shape in trained_networks:
-        is_decided = not model.enable_gradient_checkpointing or model.gradient_checkpointing_layers is not None
+        has_number = model.gradient_checkpointing_layers is not None
+        is_decided = has_number or not model.enable_gradient_checkpointing
         # offload would fill the host's memory
         if shape is None or is_decided or model.enable_activation_offload:
             continue
@@ -337,14 +338,14 @@ def fit_table(
     slots: int,
     device: Accelerator,
     memory_gib: float,
-    given: Sequence[str],
+    words: Sequence[str],
 ) -> tuple[bool, list[str]]:
     """Finds the cheapest changes for several sizes of a device.
 
     Args:
         config, networks, slots, device: See `find_fit`.
         memory_gib: Memory of the planned device.
-        given: Options of the plan's command line.
+        words: Options of the plan's command line.
 
     Returns:
         True if a set of changes fits `memory_gib`, and lines with the changes for each size and the command line for
@@ -364,7 +365,7 @@ def fit_table(
             text = " ".join(options) or "none"
             if size == memory_gib:
                 devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"
-                command = _command_line([*given, devices, *options])
+                command = _command_line([*words, devices, *options])
         device_gib = max(plan.device_bytes, plan.engine_bytes) / GIB
         host_gib = sum(plan.host.values()) / GIB
         device_name = f"a device of {size:g} GiB"

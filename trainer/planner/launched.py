@@ -154,6 +154,7 @@ def memory_rows(
     contents = "no checkpoints (trainer.save_freq)"
     if count:
         contents = f"{count} checkpoint{'s' * (count > 1)} of {checkpoint_gib:.2f} (trainer.save_freq)"
+    # supervised runs write no samples
     if isinstance(config, PPOConfig):
         contents += f", samples {samples_gib:.2f} (trainer.samples_max_mb)"
 

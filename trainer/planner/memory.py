@@ -48,7 +48,7 @@ from trainer.planner.pass_bytes import (
 )
 from trainer.ppo import requirements
 from trainer.ppo.requirements import distilled_tokens, needs_old_log_prob, needs_reference
-from verl_lite.config import DataConfig, NetworkConfig, PPOConfig
+from verl_lite.config import DataConfig, NetworkConfig, PPOConfig, RolloutConfig
 from workers.engine.packing import is_tree_cheaper
 from workers.engines.base import resolve_engine_name
 
@@ -102,7 +102,8 @@ def memory_plan(config: PPOConfig, networks: Networks, slots: int, device: Accel
     # engines on devices of their own get the weights bucket by bucket
     if not config.hybrid_engine:
         sent = float(held["actor"].compute * networks.policy.parameters)
-        plan.engine = engine | {"bucket": min(sent, float(bucket_bytes))}
+        bucket_of_engine = min(sent, float(bucket_bytes))
+        plan.engine = engine | {"bucket": bucket_of_engine}
         if on_cpu:
             plan.engine["libraries of the engine"] = engine_libraries
     return plan
@@ -240,20 +241,12 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
         images = shape.tower.prefill_bytes(prefilled_tokens, size)
 
     work = engine_work(shape, size, rollout.max_num_batched_tokens, rollout.max_num_seqs, parallel)
-    if on_cpu:
-        cache_option = "kv_cache_memory_mb"
-        cache_bytes = float(rollout.kv_cache_memory_mb << 20)
-    else:
-        # the option is a share for everything that the engine needs, of which the cache gets the rest
-        cache_option = "gpu_memory_utilization"
-        share_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB
-        cache_bytes = share_bytes - weights - work - images
-
-    cache_bytes = max(0.0, cache_bytes)
+    cache_bytes = _cache_bytes(rollout, device, weights, work, images)
     plan.sequences = min(rollout.max_num_seqs, int(cache_bytes // kv_per_sequence))
     if plan.sequences < 1:
+        option = "kv_cache_memory_mb" if on_cpu else "gpu_memory_utilization"
         plan.notes.append(
-            f"rollout.{cache_option}={getattr(rollout, cache_option)}: leaves {cache_bytes / GIB:.2f} GiB "
+            f"rollout.{option}={getattr(rollout, option)}: leaves {cache_bytes / GIB:.2f} GiB "
             f"for the KV cache, but one sequence of {context} tokens needs {kv_per_sequence / GIB:.2f}"
         )
     if on_cpu:
@@ -267,7 +260,11 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     # vLLM allocates its whole cache at once, hf only what the sequences fill
     if not is_vllm:
         cache_bytes = plan.sequences * kv_per_sequence
-    parts = {"engine: weights": weights, "engine: KV cache": cache_bytes, ENGINE_STEP: work}
+    parts = {
+        "engine: weights": weights,
+        "engine: KV cache": cache_bytes,
+        ENGINE_STEP: work,
+    }
     # the conditions of `lean_decoder`, which does not report the experts that router_replay needs
     is_lean = on_cpu and not is_vllm and not rollout.router_replay and size == FP32
     copies = copied_matrices(shape) if is_lean else 0.0
@@ -276,6 +273,23 @@ def _engine_parts(config: PPOConfig, shape: ModelShape, device: Accelerator, pla
     if images:
         parts[ENGINE_IMAGES] = images
     return parts
+
+
+def _cache_bytes(rollout: RolloutConfig, device: Accelerator, *other_bytes: float) -> float:
+    """Returns the bytes that an engine has for its KV cache.
+
+    Args:
+        rollout: Options of the engine.
+        device: Kind of the device.
+        other_bytes: What the engine needs besides the cache.
+    """
+    if device.name == "cpu":
+        return float(rollout.kv_cache_memory_mb << 20)
+    # the option is a share for everything that the engine needs, of which the cache gets the rest
+    cache_bytes = rollout.gpu_memory_utilization * (device.memory_gib or 0) * GIB
+    for size in other_bytes:
+        cache_bytes -= size
+    return max(0.0, cache_bytes)
 
 
 # -- rows of a run -----------------------------------------------------------------------------------------------------

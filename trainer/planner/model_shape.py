@@ -188,10 +188,24 @@ def _config(
 
 # entries of config.json on the Hugging Face hub that the counts depend on
 _POSITIONS = "max_position_embeddings"
-_QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, _POSITIONS: 32768}
+_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    _POSITIONS: 32768,
+}
 _LARGE_QWEN2 = _QWEN2 | {"vocab_size": 152064, _POSITIONS: 131072}
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, _POSITIONS: 131072}
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, _POSITIONS: 40960}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    _POSITIONS: 131072,
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    _POSITIONS: 40960,
+}
 _128_EXPERTS = {
     "model_type": "qwen3_moe",
     "num_experts": 128,

@@ -62,6 +62,7 @@ def read_networks(config: PPOConfig) -> Networks:
 
     teachers = {}
     for teacher in config.distillation.named_teachers():
+        # others are the policy itself, or behind a URL
         if teacher.path:
             key = f"distillation.teachers.{teacher.name}.path"
             teachers[teacher.name] = read_shape(teacher_network(config, teacher), key)
@@ -70,6 +71,7 @@ def read_networks(config: PPOConfig) -> Networks:
 
 def checkpoint_bytes(config: PPOConfig | SupervisedConfig) -> int:
     """Returns the estimated size of one checkpoint: fp32 weights of the trained models, and AdamW's two moments."""
+    # frozen networks are not part of a checkpoint
     trained = count_trained(config.model)
     if isinstance(config, PPOConfig) and needs_critic(config):
         trained += count_parameters(critic_network(config))

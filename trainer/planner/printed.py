@@ -57,11 +57,7 @@ def print_ppo_plan(arguments: argparse.Namespace, words: list[str]) -> int:
         _check(config, slots)
 
         if config.rollout.name == "auto" and device.name == "cpu":
-            longest_sample = config.rollout.max_model_len or config.longest_sample
-            engine, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
-            config.rollout.name = engine
-            print(f"rollout.name=auto chooses {engine}: {reason}")
-
+            _choose_engine(config)
         memory_gib = arguments.memory_gb or device.memory_gib
         if device.name != "cpu":
             # the engine takes a share of the planned device's memory
@@ -154,7 +150,8 @@ def print_reward_flow_plan(arguments: argparse.Namespace, words: list[str]) -> i
     slots = config.trainer.n_gpus_per_node or 1
     element_bytes = FP32 if arguments.device == "cpu" else BF16
     expected = plan(config, shape, slots, size=element_bytes)
-    clip = " x ".join(map(str, clip_of(config)))
+    frames, height, width = clip_of(config)
+    clip = f"{frames} x {height} x {width}"
     memory_gib = arguments.memory_gb
     if memory_gib is None and arguments.device is not None:
         memory_gib = ACCELERATORS[arguments.device].memory_gib
@@ -210,6 +207,14 @@ def _choose_model(config: PPOConfig, like: str | None, folder: str) -> None:
             f"model.path={path!r} does not exist yet: recipe={recipe} creates it in its first run. To create it "
             f"and plan: python -m trainer.main_ppo recipe={recipe} trainer.dry_run=true; or plan with --like NAME"
         )
+
+
+def _choose_engine(config: PPOConfig) -> None:
+    """Sets the rollout engine that `rollout.name=auto` chooses on a CPU, and prints the reason."""
+    longest_sample = config.rollout.max_model_len or config.longest_sample
+    engine, reason = choose_engine(config.model, config.rollout, longest_sample, "cpu")
+    config.rollout.name = engine
+    print(f"rollout.name=auto chooses {engine}: {reason}")
 
 
 def _make_room_for_longest_row(config: PPOConfig, longest: Lengths) -> list[str]:

@@ -100,7 +100,8 @@ class DPOWorker(SupervisedWorker):
         self.reference = self.engine
         self.initial_adapter: dict[str, torch.Tensor] | None = None
         if not has_adapter(model):
-            self.reference = self.new_engine(self.network(), self.config.fsdp_config)
+            network = self.network()
+            self.reference = self.new_engine(network, self.config.fsdp_config)
         elif model.lora_adapter_path is not None:
             # here, because a resumed run later loads the adapter of its checkpoint
             self.initial_adapter = self.engine.copy_trained()
