@@ -79,6 +79,7 @@ def main() -> None:
     """Trains and writes the files."""
     options = _options()
     questions = _read_questions(options.questions)
+    # here, because `runs.py` imports this module where TRL need not be installed
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback
