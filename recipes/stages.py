@@ -19,7 +19,8 @@ def call(module: str, *words: str, environment: Mapping[str, str] | None = None)
     """
     print("python -m", module, *words, flush=True)
     command = [sys.executable, "-m", module, *words]
-    variables = {**os.environ, **(environment or {})}
+    variables = dict(os.environ)
+    variables.update(environment or {})
     finished = subprocess.run(command, check=False, env=variables)
     if finished.returncode:
         raise SystemExit(finished.returncode)

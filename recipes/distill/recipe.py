@@ -41,6 +41,7 @@ def overrides() -> dict[str, object]:
         "distillation.teachers.big.path": str(TEACHER.folder / "model"),
         "distillation.distillation_loss.loss_mode": "reverse_kl_topk",
         "distillation.distillation_loss.topk": 16,
+        # with the teacher alone; True adds the rewards
         "distillation.distillation_loss.use_task_rewards": False,
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": 10,

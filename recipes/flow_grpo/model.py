@@ -99,16 +99,18 @@ class TinyFlow(nn.Module):
         dtype = latents.dtype
         waves = _waves(sigma).to(dtype)
         words = condition.to(dtype) @ self.words.weight
-        embedding = nn.functional.silu(words + self.time(waves))
+        time = self.time(waves)
+        embedding = nn.functional.silu(words + time)
 
         x = self.pixels(latents.flatten(1))
         for block in self.blocks:
             x = block(x, embedding)
-        image = self.image(self.norm(x)).view_as(latents)
+        pixels = self.image(self.norm(x))
+        image = pixels.view_as(latents)
 
         # from x = (1 - sigma) x_0 + sigma x_1 follows v = x_1 - x_0 = (x - x_0) / sigma
-        divisor = sigma.clamp(min=LEAST_SIGMA).view(-1, 1, 1, 1)
-        return (latents - image) / divisor.to(dtype)
+        divisor = sigma.clamp(min=LEAST_SIGMA).to(dtype)
+        return (latents - image) / divisor.view(-1, 1, 1, 1)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Converts latents to frames (n, 1, 3, SIZE, SIZE) in [0, 1]."""

@@ -193,9 +193,11 @@ class FlowGRPOTrainer(DiffusionTrainer):
     def evaluate(self) -> tuple[dict[str, float], DataProto]:
         """Samples with the ODE from the same noise in each call. face_score is NaN if a sample cannot be scored."""
         prompts = list(enumerate(self.val_prompts))
-        rows = self.rows_of(prompts, self.config.rollout.val_kwargs.n, EVALUATION)
+        samples = self.config.rollout.val_kwargs.n
+        rows = self.rows_of(prompts, samples, EVALUATION)
         # without noise in the steps, the sampler is the ODE
-        images = self.actor.generate(rows, self.config.sampler.num_inference_steps, noise_level=0.0)
+        steps = self.config.sampler.num_inference_steps
+        images = self.actor.generate(rows, steps, noise_level=0.0)
         batch = rows | images
         scores = self._scores(batch)
         # `draw_before_and_after` reads the scores under the name that reward flow gives them

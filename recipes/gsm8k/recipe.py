@@ -55,6 +55,7 @@ def overrides() -> dict[str, object]:
 def prepare(config: PPOConfig) -> None:
     """Builds the missing files of the run in the cache. The user's own model and data are not changed."""
     path = Path(config.model.path or "")
+    # not for the user's own model
     if path.is_relative_to(START.folder):
         print(REAL, flush=True)
     START.prepare(config)

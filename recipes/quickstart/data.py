@@ -83,6 +83,7 @@ def _question(source: str, ability: str, prompt: str, answer: str, entry: str = 
         answer: The right answer.
         entry: JSON of reasoning-gym's entry, which its scorer reads; empty for other sources.
     """
+    # partial scores for words made the greedy answers worse
     extra = {"entry": entry, "full_marks_only": True}
     return Question(source, ability, prompt, answer, extra)
 

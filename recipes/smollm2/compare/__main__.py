@@ -111,6 +111,7 @@ def own_answers(ours: Sequence[float], theirs: Sequence[float]) -> str:
         differences_of_questions.append(our_mean - their_mean)
     mean, half = interval(differences_of_questions)
     means = f"{OURS} {statistics.fmean(ours):.3f}, {TRL} {statistics.fmean(theirs):.3f}"
+    # one question has no interval
     if half is None:
         return means
     verdict = "they agree" if abs(mean) <= half else "they do not agree"
@@ -139,6 +140,7 @@ def _read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--check", action="store_true")
+    # options may stand before and after the key=value words
     arguments = parser.parse_intermixed_args(argv)
     for word in arguments.options:
         if "=" not in word:

@@ -79,6 +79,7 @@ def main() -> None:
     """Trains and writes the files."""
     options = _options()
     questions = _read_questions(options.questions)
+    # here, because `runs.py` imports this module where TRL need not be installed
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback
@@ -114,9 +115,10 @@ def _recording_trainer(last_step: LastStep) -> type[GRPOTrainer]:
         # TRL divides the result of this method into micro-batches, so that here a step is still whole
         def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
             batch: dict[str, torch.Tensor] = super()._generate_and_score_completions(inputs)
-            rewards = self._logs["rewards"]
             last_step["prompts"] = _unpadded(batch["prompt_ids"], batch["prompt_mask"])
             last_step["answers"] = _unpadded(batch["completion_ids"], batch["completion_mask"])
+            # TRL keeps the rewards of the last step under the names of their functions
+            rewards = self._logs["rewards"]
             last_step["rewards"] = list(rewards[text_reward.__name__])
             last_step["right"] = list(rewards[addition_reward.__name__])
             return batch
