@@ -84,8 +84,10 @@ class RewardManager:
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True where `score` would not wait. A reward model scores only when it has the devices."""
-        if self.pool is None or self.model is not None:
+        if self.model is not None:
             return np.zeros(len(batch), dtype=bool)
+        if self.pool is None:
+            return np.ones(len(batch), dtype=bool)
         keys = list(batch.non_tensor_batch["sample_id"])
         ready_keys = self.pool.call("ready", keys)
         return np.array([key in ready_keys for key in keys], dtype=bool)

@@ -232,6 +232,8 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
         values: list[object] = [getattr(sample, name) for sample in samples]
         if name == "prompt":
             values = [_messages_as_text(sample.prompt) for sample in samples]
+        elif field_type is str:
+            values = list(map(as_text, values))
         arrays[name] = pyarrow.array(values, _KINDS[field_type])
 
     # json text, because the values can have another type in each row
