@@ -5,6 +5,7 @@ message names the file, row and column, and shows the value found.
 """
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ _TEXT_MODEL = (
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of message parts with text, each with the key of its text."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_MOST_ANSWERS = 1_000_000
 _ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at a time
 
 
@@ -214,8 +216,7 @@ class RowSchema:
         location = f"{where}, column {column!r}"
         for name in names:
             value = value_at(raw, name)
-            # null counts as missing, because the rows of a parquet file have the columns of all rows
-            if value is not None:
+            if not _is_missing(value):
                 return value, location
         return None, location
 
@@ -336,6 +337,8 @@ class RowSchema:
         if own is not None and not isinstance(own, dict):
             raise _wrong(f"{where}, column 'reward_model'", own, f"a dict like {EXAMPLE_ROW['reward_model']}")
         reward_model = dict(own or {})
+        if _is_missing(reward_model.get("ground_truth")):
+            reward_model.pop("ground_truth", None)
 
         truth, column = self._value("ground_truth", raw, where)
         match truth:
@@ -370,9 +373,15 @@ class RowSchema:
         if value is None:
             return None
         # not isinstance, because a bool is an int, but no number of answers
-        if type(value) is not int or value < 1:
-            raise _wrong(column, value, "a number of answers, at least 1; data.columns.n=null ignores the column")
+        if type(value) is not int or not 1 <= value <= _MOST_ANSWERS:
+            expected = f"a number of answers, from 1 to {_MOST_ANSWERS}"
+            raise _wrong(column, value, f"{expected}; data.columns.n=null ignores the column")
         return value
+
+
+def _is_missing(value: object) -> bool:
+    """Returns True for null, which parquet gives rows without a column, and for NaN, which pandas writes instead."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:

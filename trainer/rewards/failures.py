@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.validation.sample import plain_value
 from verl_lite.errors import add_circumstances, printable
 from verl_lite.json_types import JsonMapping, JsonObject
 from verl_lite.protocol import DataProto
@@ -178,7 +179,7 @@ def _entry(batch: DataProto, row: int, result: RewardResult, decode: Callable[[l
     return {
         "sample_id": columns["sample_id"][row],
         "data_source": columns["data_source"][row],
-        "ground_truth": ground_truth,
+        "ground_truth": plain_value(ground_truth),
         "response": decode(ids),
         "response_ids": ids,
         "timed_out": result.timed_out,

@@ -84,9 +84,12 @@ class RewardManager:
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True where `score` would not wait. A reward model scores only when it has the devices."""
+        if self.model is not None:
+            return np.zeros(len(batch), dtype=bool)
+        if self.pool is None:
+            return np.ones(len(batch), dtype=bool)
+
         is_ready = np.zeros(len(batch), dtype=bool)
-        if self.pool is None or self.model is not None:
-            return is_ready
         keys = list(batch.non_tensor_batch["sample_id"])
         ready_keys = self.pool.call("ready", keys)
         for row, key in enumerate(keys):

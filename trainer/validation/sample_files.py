@@ -254,7 +254,11 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
         values: list[object] = []
         for sample in samples:
             value = getattr(sample, name)
-            values.append(_messages_as_text(value) if name == "prompt" else value)
+            if name == "prompt":
+                value = _messages_as_text(value)
+            elif field_type is str:
+                value = as_text(value)
+            values.append(value)
         arrays[name] = pyarrow.array(values, _KINDS[field_type])
 
     # json text, because the values can have another type in each row

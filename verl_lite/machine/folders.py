@@ -18,11 +18,25 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     What cannot be removed stays and raises nothing, because an error there would replace the result of the code that
     used the folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    folder = new_folder(prefix)
     try:
         yield folder
     finally:
         remove_folder(folder)
+
+
+def new_folder(prefix: str) -> Path:
+    """Creates a temporary folder."""
+    restore_base_folder()
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def restore_base_folder() -> None:
+    """Creates the folder for temporary files again if it was removed.
+
+    A run can outlive it: machines remove old entries of /tmp.
+    """
+    os.makedirs(tempfile.gettempdir(), mode=0o700, exist_ok=True)
 
 
 def remove_folder(folder: Path) -> bool:

@@ -213,7 +213,8 @@ class _Parser:
             return None
         mark = self._rest[-1]
         number = self._rest[-2]
-        if mark.text != "/" or not number.text.isdigit():
+        # a mark such as ① is a digit too, but no number
+        if mark.text != "/" or number.kind != "number" or not number.text.isdigit():
             return None
         del self._rest[-2:]
         return number.text

@@ -134,13 +134,15 @@ def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
 
     extra: dict[str, float | str] = {}
     for key, value in entries.items():
+        # a name of a column and of a metric: files cannot hold half a surrogate pair
+        name = str(key).encode(errors="replace").decode()
         if isinstance(value, str):
-            extra[str(key)] = value[:_EXTRA_CHARACTERS]
+            extra[name] = value[:_EXTRA_CHARACTERS]
             continue
         # entries of other types cannot become a column or a metric
         number = number_of(value)
         if key != "score" and is_score(number):
-            extra[str(key)] = number
+            extra[name] = number
     return score, extra
 
 

@@ -19,11 +19,11 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 
+from verl_lite.machine.folders import new_folder
 from verl_lite.machine.process_tree import ForkedProcess
 from verl_lite.sandbox import programs
 from verl_lite.sandbox.confine import Limits, confine
@@ -141,7 +141,7 @@ class _Process:
         self._limits = limits
         self._wall_s = limits.wall_s + grace_s
         _, *self._output_files = files[:3]
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
+        self._folder = str(new_folder(_PREFIX))
         run = functools.partial(_run_confined, program, files, limits, self._folder, readable)
         self._process = ForkedProcess(run)
         self.begin_test()
@@ -181,7 +181,9 @@ class _Process:
         exit_code = self._process.wait()
         if not self.met and self._has_printed_too_much():
             self.met = "output"
-        shutil.rmtree(self._folder)
+        # the machine may have removed it, with other old entries of /tmp
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._folder)
         return {"met": self.met, "exit": exit_code}
 
     def _kill(self) -> None:
@@ -196,7 +198,11 @@ class _Process:
     def _folder_bytes(self) -> int:
         """Returns the size of the files in the folder, which has no subfolders. Small and empty files count 4 KiB."""
         size = 0
-        with os.scandir(self._folder) as entries:
+        try:
+            entries = os.scandir(self._folder)
+        except FileNotFoundError:
+            return 0
+        with entries:
             for entry in entries:
                 # the process may remove files meanwhile
                 with contextlib.suppress(FileNotFoundError):

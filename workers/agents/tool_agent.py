@@ -25,7 +25,7 @@ from openai import AsyncOpenAI, BadRequestError
 from verl_lite.errors import UserError, printable
 from verl_lite.json_types import ChatMessage, DatasetRow, JsonMapping, JsonObject
 from verl_lite.machine import process_tree
-from verl_lite.machine.folders import temporary_folder
+from verl_lite.machine.folders import restore_base_folder, temporary_folder
 from workers.agents.endpoint.limited import COMMAND, base_environment
 
 if TYPE_CHECKING:  # the package is an extra
@@ -215,6 +215,7 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager in which the server is connected. Raises UserError if the server fails."""
+        restore_base_folder()
         with tempfile.TemporaryFile() as self._log:
             self._task = asyncio.create_task(self._run())
             opened = asyncio.create_task(self._is_open.wait())

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_lite.machine.folders import remove_folder
+from verl_lite.machine.folders import new_folder, remove_folder
 from verl_lite.machine.process_tree import ProcessTree
 from workers.pool.channel import CONTROL, PoolEnd, Reply
 from workers.pool.child_main import STACK_SIGNAL
@@ -67,8 +67,8 @@ class Process:
     ) -> None:
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
+        self._folder = new_folder("pool-")
         self._stacks = tempfile.TemporaryFile(buffering=0)
-        self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
         variables = os.environ if environment is None else environment
         # the pool closes its copies of the process's ends, so that they close when the process ends
         with theirs, open(printed, "wb") as stdout:
@@ -220,7 +220,11 @@ class Process:
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         mode = "wb" if is_long else "ab"
         left = PRINTED_BYTES_MAX
-        with open(output, "rb", buffering=0) as pipe, open(path, mode, buffering=0) as log:
+        try:
+            log_file = open(path, mode, buffering=0)
+        except OSError:
+            log_file = open(os.devnull, mode, buffering=0)
+        with open(output, "rb", buffering=0) as pipe, log_file as log:
             # read to the end also when the log is full: the process would wait for room in the pipe
             while chunk := pipe.read(1 << 16):
                 self._printed_tail = (self._printed_tail + chunk)[-_MESSAGE_CHARS:]

@@ -11,6 +11,7 @@ environment), or a single call (a reward). Calls of many sessions run at the sam
   outside therefore costs no result.
 """
 
+import contextlib
 import math
 import pickle
 import socket
@@ -220,7 +221,9 @@ class ProcessPool(Generic[Payload, Value]):
 
     def _free_log_path(self, folder: Path) -> str:
         """Returns the first log that no running process writes to. Creates the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
+        # without the folder, on a full disk, the output is dropped
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
         used = {process.log_path for process in self._processes}
         number = 0
         while True:

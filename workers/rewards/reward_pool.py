@@ -234,7 +234,6 @@ class RewardPool:
     # ------------------------------------------------------------------------ the thread that uses the processes
 
     def _serve(self) -> None:
-        reason = "The reward pool's thread died."
         try:
             pool = ProcessPool(self._spec)
             self._pool = pool
@@ -245,6 +244,11 @@ class RewardPool:
             reason = "The reward pool is closed."
         except RewardError as error:
             reason = printable(str(error))
+        except OSError as error:  # such as a full process table, too many open files or a full disk
+            reason = f"The rewards' processes cannot be started or reached on this machine: {printable(str(error))}"
+        except BaseException as error:
+            reason = f"The reward pool's thread died: {type(error).__name__}: {printable(str(error))}"
+            raise
         finally:  # also after an unexpected error, so that no thread waits forever
             if self._pool is not None:
                 self._pool.close()

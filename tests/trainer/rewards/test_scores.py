@@ -82,6 +82,7 @@ def test_answers_whose_rewards_are_available_and_answers_that_are_submitted_agai
     assert rewards.are_ready(batch()).tolist() == [False, False, True, False]
     model: Any = Model([])
     assert not manager(tmp_path, pool, model).are_ready(batch()).any(), "the model scores at the end"
+    assert manager(tmp_path).are_ready(batch()).all(), "nothing to wait for"
     columns = {"raw_prompt": [[]] * 4, "extra_info": [{"a": 1}] * 4, "reward_model": [{"ground_truth": "4"}] * 4}
     rewards.submit(batch() | DataProto.from_dict({}, {name: as_column(each) for name, each in columns.items()}))
     first = RewardItem("train/1/p/0", "task", "[7, 7, 7]", "4", {"a": 1}, [])

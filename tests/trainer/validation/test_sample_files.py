@@ -41,6 +41,16 @@ def test_a_file_has_a_row_for_each_sample_with_the_parts_of_its_reward(tmp_path:
     assert rows[0]["prompt"] == PROMPT and json.loads(rows[0]["extra_info_json"]) == {"index": 0, "tags": ["easy"]}
 
 
+def test_half_a_surrogate_pair_in_the_data_costs_no_file(tmp_path: Path) -> None:
+    """JSON can contain one, where a text was cut inside an emoji."""
+    half = "a\udfff"
+    sample = replace(SAMPLE, gts=half, input=half, output=half, ground_truth=half, extra={"pred": half})
+    SampleFiles(tmp_path, 1 << 20, print).write_training([sample], 1)
+    [row] = pyarrow.parquet.read_table(tmp_path / "samples" / "train" / "000001.parquet").to_pylist()
+    assert row["gts"] == row["input"] == row["output"] == row["reward/pred"] == "a?"
+    assert json.loads(row["ground_truth_json"]) == half
+
+
 def test_only_files_with_an_episode_of_a_program_have_its_requests(tmp_path: Path) -> None:
     requests = [
         {"parent": None, "row": 0, "text": "a \ud800 </script>", "messages": [{"role": "user", "content": "x"}]}

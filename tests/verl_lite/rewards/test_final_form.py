@@ -69,6 +69,9 @@ x | x;\text{}x | \sqrt[0]{x};\sqrt[00]{x};\frac{1}{\sqrt[0]{x}}
 \text{(1, 2)}, 12345 | \text{(1, 2)}, 12,345 | \text{(1, 2)}, 12,346
 \lim_{x\to 10} -0.5x | \lim_{x\to 10} -0.5x | [1,0.0];f(\lim_{x\to 0.0} 99)
 [1,2) | [1,2) | [\frac{0}{0},2);(0/0,0/0)
+2^{100} | 2^{100} | 0 2/①;2 1/②
+\int_{-x}^{-1}\sqrt{abc}dx | \int_{-x}^{-1}\sqrt{abc}dx | 3
+\begin{pmatrix}f(3)\\\text{1/0}\end{pmatrix}^{abc} | \begin{pmatrix}f(3)\\\text{1/0}\end{pmatrix}^{abc} | -3
 5 | \underline{5};\color{red}{5};\textcolor{red}{5};\large 5;5^{\text{th}} | \underline{2+3};\color{red}{6};\exp(\ln 5)
 """
 CASES = []

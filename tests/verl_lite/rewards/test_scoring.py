@@ -152,6 +152,7 @@ def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
 def test_extras_are_numbers_and_strings_of_bounded_length() -> None:
     returned = {"score": 1, "acc": True, "length": np.int64(3), "pred": "4", "x": math.nan, "y": 1e39, "z": [1]}
     assert read_score(returned) == (1.0, {"acc": 1.0, "length": 3.0, "pred": "4"})
+    assert read_score({"score": 1, "a\udfff": 2}) == (1.0, {"a?": 2.0}), "the name of a column"
     assert len(read_score({"score": 1, "pred": "x" * 10_000_000})[1]["pred"]) == 10_000  # type: ignore[arg-type]
 
 

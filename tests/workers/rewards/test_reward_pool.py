@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from tests.workers.processes import gone
 from tests.workers.rewards.conftest import ASYNC, LISTS, MakePool, failed, items, score
 from verl_lite.config import RemoteRewardConfig
 from verl_lite.rewards import RewardItem
+from workers.pool import process_pool
 from workers.rewards import reward_pool
 from workers.rewards.reward_pool import RateLimit, RewardError
 
@@ -44,6 +46,37 @@ def test_a_log_that_is_deleted_is_begun_anew(make_pool: MakePool, tmp_path: Path
             assert time.monotonic() < deadline
             time.sleep(0.01)
         shutil.rmtree(log)
+
+
+def test_a_temporary_folder_that_is_removed_is_created_again(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines remove old entries of /tmp under a run of many days."""
+    base = tmp_path / "of the run" / "tmp"
+    base.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    code = "import os\ndef compute_score(solution_str, **given):\n"
+    code += "    if solution_str == 'exit': os._exit(1)\n    return 1.0"
+    pool = make_pool(code)
+    assert failed(score(pool, "fine")) == []
+    shutil.rmtree(base.parent)
+    assert failed(score(pool, "exit", "fine")) == [0]
+    assert failed(score(pool, "fine")) == []
+
+
+def test_a_log_that_cannot_be_written_costs_no_score(make_pool: MakePool, tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    code = "def compute_score(solution_str, **given): print('x' * 100_000); return 1.0"
+    assert failed(score(make_pool(code), "a", "b")) == []
+
+
+def test_a_machine_without_processes_left_is_named(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(*given: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(process_pool, "Process", no_more)
+    with pytest.raises(RewardError, match="on this machine: .*Resource temporarily unavailable"):
+        score(make_pool(), "a")
 
 
 def test_a_hanging_sample_does_not_hold_up_those_in_other_processes(make_pool: MakePool) -> None:
