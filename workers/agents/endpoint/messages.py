@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Literal, TypedDict
 
 from workers.agents.conversation import Message, MessageCall
+from workers.agents.endpoint.answer_parts import arguments_of
 from workers.agents.endpoint.replies import Event, Reply
 from workers.agents.endpoint.request_fields import (
     Body,
@@ -22,7 +23,7 @@ from workers.agents.endpoint.request_fields import (
     shortened,
     tool_call,
 )
-from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal, arguments_of
+from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal
 
 ERROR_KINDS = {
     401: "authentication_error",
@@ -86,12 +87,12 @@ class Messages:
     def read(self, body: Body, settings: Settings) -> Conversation:
         check_fields(body, settings)
         messages: list[Message] = []
-        if body.get("system"):
-            system = read_text(body["system"], "system", settings)
-            if system:
-                messages.append({"role": "system", "content": system})
-        for place, message in enumerate(read_list(body, "messages")):
-            messages += _read_messages(message, f"messages.{place}", settings)
+        system = read_text(body.get("system") or None, "system", settings)
+        # the removed blocks may have been all of it
+        if system:
+            messages.append({"role": "system", "content": system})
+        for number, message in enumerate(read_list(body, "messages")):
+            messages += _read_messages(message, f"messages.{number}", settings)
 
         tools = []
         for tool in read_tools(body, "custom"):
@@ -101,13 +102,8 @@ class Messages:
                 "parameters": tool.get("input_schema"),
             }
             tools.append(read_function({"type": "function", "function": function}))
-        return Conversation(
-            messages,
-            tools,
-            allows_calls(body),
-            read_integer(body, "max_tokens"),
-            read_stops(body, "stop_sequences"),
-        )
+        max_tokens = read_integer(body, "max_tokens")
+        return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
 
     def reply(self, answer: Answer, body: Body, name: str) -> MessageReply:
         stop_reason = STOP_REASONS.get(answer.finish_reason, "end_turn")
@@ -126,8 +122,14 @@ class Messages:
 
     def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
         reply = self.reply(answer, body, name)
-        no_output = {**reply["usage"], "output_tokens": 0}
-        begun = {**reply, "content": [], "stop_reason": None, "stop_sequence": None, "usage": no_output}
+        # a stream begins with the reply without its content, which follows block by block
+        begun = {
+            **reply,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**reply["usage"], "output_tokens": 0},
+        }
         yield _event({"type": "message_start", "message": begun})
         for index, block in enumerate(reply["content"]):
             yield _event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
@@ -139,9 +141,11 @@ class Messages:
         yield _event({"type": "message_stop"})
 
     def error(self, refusal: Refusal) -> Reply:
-        kind = ERROR_KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-        message = refusal.anthropic_message if isinstance(refusal, ContextOverflow) else refusal.message
-        error = {"type": kind, "message": message}
+        other_kind = "invalid_request_error" if refusal.status < 500 else "api_error"
+        error = {"type": ERROR_KINDS.get(refusal.status, other_kind), "message": refusal.message}
+        # clients recognize a prompt that is too long by words of this API
+        if isinstance(refusal, ContextOverflow):
+            error["message"] = refusal.anthropic_message
         if refusal.code is not None:
             error["code"] = refusal.code
         return {"type": "error", "error": error}
@@ -156,7 +160,13 @@ def _event(data: Reply) -> Event:
 
 
 def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Message]:
-    """Yields the messages of a message with content blocks: results of tools, and the message itself."""
+    """Yields the messages of a message with content blocks: results of tools, and the message itself.
+
+    Args:
+        value: The message.
+        where: Its place in the request, for messages of errors.
+        settings: Settings of the endpoint.
+    """
     message = as_object(value, where)
     role = message.get("role")
     content = message.get("content")
@@ -170,10 +180,12 @@ def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Me
         block = as_object(entry, where)
         kind = block.get("type")
         if kind == "tool_result":
-            text = read_text(block.get("content") or "", where, settings, "tool")
-            yield {"role": "tool", "tool_call_id": read_identifier(block.get("tool_use_id"), where), "content": text}
+            result = read_text(block.get("content") or "", where, settings, "tool")
+            identifier = read_identifier(block.get("tool_use_id"), where)
+            yield {"role": "tool", "tool_call_id": identifier, "content": result}
         elif kind == "tool_use":
             calls.append(tool_call(block.get("id"), block.get("name"), block.get("input"), where))
+        # the trace has the thinking of its answers, and does not compare what a client sends back
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
 
@@ -186,9 +198,11 @@ def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Me
 
 
 def _blocks(answer: Answer, name: str) -> Iterator[Block]:
-    """Yields the content blocks of an answer: thinking, text and tool calls."""
+    """Yields the content blocks of an answer: thinking, text and tool calls. name: of the reply."""
     if answer.thinking:
+        # clients expect a signature, which nobody checks here
         yield {"type": "thinking", "thinking": answer.thinking, "signature": name}
+    # an empty answer has a block, too
     if answer.text or not answer.tool_calls:
         yield {"type": "text", "text": answer.text}
     for call in answer.tool_calls:

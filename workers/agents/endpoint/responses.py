@@ -122,22 +122,24 @@ class Responses:
             # this API has name and parameters beside the type, chat completions have them in an object `function`
             function = {name: value for name, value in tool.items() if name != "type"}
             tools.append(read_function({"type": "function", "function": function}))
-        return Conversation(messages, tools, allows_calls(body), read_integer(body, "max_output_tokens"))
+        max_tokens = read_integer(body, "max_output_tokens")
+        return Conversation(messages, tools, allows_calls(body), max_tokens)
 
     def instructions(self, body: Body, settings: Settings) -> list[Message]:
         """Returns the system message of a request, if it has one."""
         text = read_text(body.get("instructions"), "instructions", settings)
-        return [{"role": "system", "content": text}] if text else []
+        if not text:
+            return []
+        return [{"role": "system", "content": text}]
 
     def reply(self, answer: Answer, body: Body, name: str) -> ResponseReply:
-        is_cut = answer.finish_reason == "length"
         usage = usage_of(answer)
-        return {
+        reply: ResponseReply = {
             "id": f"resp_{name}",
             "object": "response",
             "created_at": unix_time(),
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "status": "completed",
+            "incomplete_details": None,
             "error": None,
             "model": str(body.get("model", "")),
             "output": list(_output_items(answer, name)),
@@ -158,17 +160,26 @@ class Responses:
             "top_p": body.get("top_p"),
             "store": False,
         }
+        # this API has no finish reasons; an answer that a limit has cut off is incomplete
+        if answer.finish_reason == "length":
+            reply["status"] = "incomplete"
+            reply["incomplete_details"] = {"reason": "max_output_tokens"}
+        return reply
 
     def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
         response = self.reply(answer, body, name)
+        # a stream begins with the response without its content, and ends with the complete one
         begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        entries: list[tuple[str, Reply]] = [("created", {"response": begun}), ("in_progress", {"response": begun})]
+        entries: list[tuple[str, Reply]] = []
+        for kind in ("created", "in_progress"):
+            entries.append((kind, {"response": begun}))
         for index, item in enumerate(response["output"]):
             entries += _item_events(item, index)
         entries.append((response["status"], {"response": response}))
-        for number, (kind, data) in enumerate(entries):
-            head = {"type": f"response.{kind}", "sequence_number": number}
-            yield Event(f"response.{kind}", {**head, **data})
+
+        for number, (kind, fields) in enumerate(entries):
+            event_name = f"response.{kind}"
+            yield Event(event_name, {"type": event_name, "sequence_number": number, **fields})
 
     def error(self, refusal: Refusal) -> Reply:
         return openai_error(refusal)
@@ -192,6 +203,7 @@ def _add_item(messages: list[Message], value: object, settings: Settings) -> Non
     kind = item.get("type", "message")
     if kind == "function_call":
         call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")
+        # an answer without text has no item of the type message
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
@@ -201,6 +213,7 @@ def _add_item(messages: list[Message], value: object, settings: Settings) -> Non
         messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
     elif kind == "message":
         messages.append(read_chat_message(item, len(messages), settings))
+    # the trace has the thinking of its answers, and does not compare what a client sends back
     elif kind != "reasoning":
         raise Refusal(f"input: items of the type {shortened(kind)} are not supported", field="input")
 
