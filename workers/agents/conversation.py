@@ -196,9 +196,7 @@ class ChatJoins:
         text = self._text_after_turn(self._accepted(messages, calls), calls, has_results=bool(results))
         return self._without_end(response_ids, text)
 
-    def _text_after_turn(
-        self, accepted: Sequence[Message], calls: Sequence[MessageCall], *, has_results: bool
-    ) -> str:
+    def _text_after_turn(self, accepted: Sequence[Message], calls: Sequence[MessageCall], *, has_results: bool) -> str:
         """Returns the template's text after a turn: end of turn, messages and generation prompt.
 
         Args:

@@ -242,7 +242,7 @@ class RewardPool:
     # ------------------------------------------------------------------------ the thread that uses the processes
 
     def _serve(self) -> None:
-        """Runs the processes until the pool is closed. They end with the thread that starts them."""
+        """Runs the processes until the pool is closed. The thread that starts them must outlive them."""
         reason = "The reward pool's thread died."
         try:
             pool = ProcessPool(self._spec)
@@ -334,7 +334,7 @@ class RewardPool:
 
 def _row_error(row: JsonMapping, result: RewardResult) -> RewardError:
     """Returns the error of a row of the dataset on which the reward function fails."""
-    # images are long, and their number is enough to find the row
+    # the number of its images instead of their data
     row_without_images = {**row, "images": len(row.get("images", ()))}
     row_text = json.dumps(row_without_images, indent=2, default=str)[:_ROW_CHARACTERS]
     return RewardError(
