@@ -261,16 +261,16 @@ class ChatJoins:
         """Returns the message of an assistant with these calls as the template takes it."""
         if self._takes_tools:
             return {**message, "tool_calls": [_with_values(call) for call in calls]}
-        lines = "\n".join(_written_call(call) for call in calls)
         text = message["content"] or ""
-        return {"role": message["role"], "content": f"{text}{lines}"}
+        lines = "\n".join(_written_call(call) for call in calls)
+        return _message(message["role"], text + lines)
 
     def _accepted_result(self, message: Message, names: Mapping[str, str]) -> Message:
         """Returns the result of a tool as the template takes it. names: of the functions, by the id of their call."""
         identifier = str(message.get("tool_call_id") or "")
         takes_identity = self._takes_called_results or self.tool_role == "tool"
         if not identifier or not takes_identity:
-            return {"role": self.tool_role, "content": message["content"]}
+            return _message(self.tool_role, message["content"])
         # some templates print the name of the function, which clients need not repeat
         if identifier in names and not message.get("name"):
             return {**message, "name": names[identifier]}
@@ -295,15 +295,14 @@ class ChatJoins:
         """
 
         def rendered(content: str) -> str:
-            message: Message = {"role": role, "content": content}
-            return self._after_answer([*_SHORT_CHAT, message])
+            return self._after_answer([*_SHORT_CHAT, _message(role, content)])
 
         before, _, after = rendered(_PROBE).partition(_PROBE)
         # a template may trim, escape or wrap contents, which the probe alone does not show
-        odd = rendered(_ODD_CONTENT)
-        if odd == before + _ODD_CONTENT + after:
+        odd_text = rendered(_ODD_CONTENT)
+        if odd_text == before + _ODD_CONTENT + after:
             return lambda content: before + content + after
-        if odd == before + _ODD_CONTENT.strip() + after:
+        if odd_text == before + _ODD_CONTENT.strip() + after:
             return lambda content: before + content.strip() + after
         return rendered
 
@@ -316,10 +315,11 @@ class ChatJoins:
 
     def _prints_tool_message(self) -> bool:
         """Returns True if the template shows a message of the role tool after an answer."""
-        message: Message = {"role": "tool", "content": _PROBE}
+        chat = [*_SHORT_CHAT, _message("tool", _PROBE)]
         try:
-            return _PROBE in self._after_answer([*_SHORT_CHAT, message])
-        except UserError:  # the template rejects the role or omits the answer before the message
+            return _PROBE in self._after_answer(chat)
+        except UserError:
+            # the template rejects the role or omits the answer before the message
             return False
 
     def _prints_tools(self) -> bool:
@@ -411,16 +411,15 @@ class ChatJoins:
 
         The arguments of the calls are replaced: what the policy sampled must not decide where the turn ends.
         """
-        *earlier_calls, last_call = calls
         probes = []
-        for call in earlier_calls:
+        for call in calls:
             probes.append(_probe_call(call["function"]["name"], str(call.get("id")), {}))
         # only the last call has the argument that marks its place
-        identifier = str(last_call.get("id"))
-        probes.append(_probe_call(last_call["function"]["name"], identifier))
+        last_call = probes[-1]
+        last_call["function"]["arguments"] = {_PROBE_KEY: _PROBE_ARGUMENT}
 
         # the id of a call may follow its arguments
-        after_arguments = self._after_arguments.replace(_PROBE_ID, identifier)
+        after_arguments = self._after_arguments.replace(_PROBE_ID, last_call["id"])
         text = self._render([_SHORT_CHAT[0], _probe_turn(probes), *messages])
         _, argument, rest = text.partition(_PROBE_ARGUMENT)
         if not argument or not rest.startswith(after_arguments):
@@ -433,19 +432,18 @@ class ChatJoins:
         One difference is allowed: the generation prompt and the head of an answered turn may differ by a suffix, such
         as a think block or a space.
         """
-        beginning: list[Message] = [{"role": "user", "content": "q1"}]
+        beginning = [_message("user", "q1")]
         if system:
-            beginning = [{"role": "system", "content": "s"}, *beginning]
-        first_answer: Message = {"role": "assistant", "content": _ANSWER}
-        second: Message = {"role": "user", "content": "q2"}
-        second_answer: Message = {"role": "assistant", "content": _OTHER_ANSWER}
-        third: Message = {"role": "user", "content": "q3"}
+            beginning.insert(0, _message("system", "s"))
+        second = _message("user", "q2")
+        third = _message("user", "q3")
 
         # the texts that `prompt` and `join` write
         prompt = self._rendered_or_refused(beginning, system)
         self._rendered_or_refused([*_SHORT_CHAT, second], False)
         # the same conversation in one text
-        whole = self._rendered_or_refused([*beginning, first_answer, second, second_answer, third], system)
+        chat = [*beginning, _message("assistant", _ANSWER), second, _message("assistant", _OTHER_ANSWER), third]
+        whole = self._rendered_or_refused(chat, system)
         head, first_text, rest = whole.partition(_ANSWER)
         middle, second_text, tail = rest.partition(_OTHER_ANSWER)
         if not first_text or not second_text:
@@ -454,7 +452,8 @@ class ChatJoins:
         second_join = self._after_answer([*_SHORT_CHAT, second])
         third_join = self._after_answer([*_SHORT_CHAT, third])
         for part, expected in ((head, prompt), (middle, second_join)):
-            if not part.startswith(expected) and not expected.startswith(part):
+            differs_by_suffix = part.startswith(expected) or expected.startswith(part)
+            if not differs_by_suffix:
                 raise self._unstable_text_error(part, expected)
         # no answer follows the last join, so that its text has no such difference
         if tail != third_join:
@@ -488,14 +487,18 @@ class ChatJoins:
         )
 
 
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
 def _with_described_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Returns the messages with a description of the tools at the end of their system message, or in a new one."""
     functions = [json.dumps(tool["function"]) for tool in tools]
-    system = TOOLS.format("\n".join(functions))
-    if messages[0]["role"] == "system":
-        system = f"{messages[0]['content']}\n\n{system}"
-        messages = messages[1:]
-    return [{"role": "system", "content": system}, *messages]
+    description = TOOLS.format("\n".join(functions))
+    first, *others = messages
+    if first["role"] != "system":
+        return [_message("system", description), *messages]
+    return [_message("system", f"{first['content']}\n\n{description}"), *others]
 
 
 def _written_call(call: MessageCall) -> str:
@@ -507,8 +510,10 @@ def _written_call(call: MessageCall) -> str:
 
 def _probe_call(name: str, identifier: str, arguments: JsonObject | None = None) -> MessageCall:
     """Returns a tool call whose arguments mark its place in a rendered text."""
-    values = {_PROBE_KEY: _PROBE_ARGUMENT} if arguments is None else arguments
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": values}}
+    if arguments is None:
+        arguments = {_PROBE_KEY: _PROBE_ARGUMENT}
+    function: CalledFunction = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
 
 
 def _probe_turn(calls: list[MessageCall]) -> Message:
@@ -536,9 +541,8 @@ def _with_values(call: MessageCall) -> MessageCall:
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: KeywordArguments) -> int | None:
     """Returns the token that ends an assistant's turn in the chat template, or None if the template writes none."""
-    following: Message = {"role": "user", "content": _PROBE}
     # some templates write the end of a turn only before the next message
-    for messages in (_SHORT_CHAT, [*_SHORT_CHAT, following]):
+    for messages in (_SHORT_CHAT, [*_SHORT_CHAT, _message("user", _PROBE)]):
         token = _end_after_answer(tokenizer, messages, template_arguments)
         if token is not None:
             return token

@@ -74,7 +74,8 @@ class AsyncCalls:
             Overdue: the coroutine took longer than the limit and was cancelled.
         """
         limited = self._awaited(work, timeout_s, subject, option)
-        return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(limited, self._loop)
+        return future.result()
 
     def _serve(self) -> None:
         while True:
@@ -193,8 +194,10 @@ class Child:
 
     def serve(self, handler: Handler[object, object], threads: int) -> None:
         """Serves calls until the pool closes its end."""
+        # the first message tells the pool that calls can be sent, and how they run
         self.deliver(Reply(CONTROL, handler.style))
-        threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True).start()
+        reader = threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True)
+        reader.start()
         self._work(handler)
 
     def deliver(self, reply: Reply[object]) -> None:
@@ -218,10 +221,12 @@ class Child:
                 elif not message:
                     handler.end(session)
                 else:
-                    self._calls.put((session, pickle.loads(message)))
+                    payload = pickle.loads(message)
+                    self._calls.put((session, payload))
                     if num_threads < threads:
                         num_threads += 1
-                        threading.Thread(target=self._work, args=(handler,), daemon=True).start()
+                        worker = threading.Thread(target=self._work, args=(handler,), daemon=True)
+                        worker.start()
         except EOFError:
             # the pool is gone, and nobody waits for running calls
             os._exit(0)

@@ -135,16 +135,18 @@ class AnswerRunner:
         for number, spec in enumerate(group.samples):
             owner = (plan.key, number)
             request_id = _request_id(plan.key, number)
+            if spec.is_padding:
+                continue
+            # complete before the checkpoint from which the run resumes
             if spec.finish_reason is not None:
-                # complete before the checkpoint from which the run resumes
                 tokens, log_probs, versions = spec.sampled.lists()
                 completion = Completion(request_id, tokens, log_probs, spec.finish_reason, versions)
                 complete_answers.append((owner, completion))
-            elif not spec.is_padding:
-                params = greedy_sampling if spec.is_greedy else random_sampling
-                params = replace(params, seed=spec.seed)
-                request = Request(request_id, spec.prompt_ids, params, spec.sampled, images=spec.images)
-                self._runner.submit(request, owner)
+                continue
+            params = greedy_sampling if spec.is_greedy else random_sampling
+            params = replace(params, seed=spec.seed)
+            request = Request(request_id, spec.prompt_ids, params, spec.sampled, images=spec.images)
+            self._runner.submit(request, owner)
         # rewards that were not collected have ended with the processes of the earlier run
         self._store(complete_answers)
 
@@ -209,9 +211,11 @@ class AnswerRunner:
 
         responses = []
         for number in range(len(group.samples)):
-            completion = group.completions.get(number)
             # rows of padding have no completion, but the columns need a row for each sample
-            responses.append(EMPTY if completion is None else _response(completion))
+            response = EMPTY
+            if number in group.completions:
+                response = _response(group.completions[number])
+            responses.append(response)
         outputs = self._runner.engine.extra_outputs
         rows = write_rows(prompts, mask, responses, self._response_length, self._pad_token_id, outputs)
         return CompleteGroup(rows)

@@ -11,12 +11,12 @@ from workers.agents.conversation import CalledFunction, Message, MessageCall, To
 def split_thinking(text: str) -> tuple[str, str]:
     """Splits the text of an answer into its thinking and the rest. The generation prompt may contain <think> already;
     thinking that is not closed extends to the end."""
-    if "</think>" in text:
-        thinking, _, text = text.partition("</think>")
-        return thinking.replace("<think>", "", 1).strip(), text.lstrip("\n")
-    if text.lstrip().startswith("<think>"):
-        return text.replace("<think>", "", 1).strip(), ""
-    return "", text
+    before, end_tag, after = text.partition("</think>")
+    is_thinking = bool(end_tag) or text.lstrip().startswith("<think>")
+    if not is_thinking:
+        return "", text
+    thinking = before.replace("<think>", "", 1).strip()
+    return thinking, after.lstrip("\n")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,15 @@ def split_tool_calls(
     if not parsed.calls or not is_valid:
         return SplitAnswer(text)
 
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    schemas: dict[str, object] = {}
+    for tool in tools:
+        schemas[tool["function"]["name"]] = tool["function"]["parameters"]
     calls: list[MessageCall] = []
     for index, call in enumerate(parsed.calls):
         # some notations write every argument as text
-        typed = with_types(call, schemas.get(call.name))
-        function: CalledFunction = {"name": call.name, "arguments": json.dumps(typed.arguments)}
+        typed_call = with_types(call, schemas.get(call.name))
+        arguments = json.dumps(typed_call.arguments)
+        function: CalledFunction = {"name": call.name, "arguments": arguments}
         calls.append({"id": _call_id(number, index), "type": "function", "function": function})
     text_before = text[: parsed.start].rstrip()
     text_behind = text[parsed.end :]

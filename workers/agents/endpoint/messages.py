@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Literal, TypedDict
 
-from workers.agents.conversation import Message, MessageCall
+from workers.agents.conversation import Message, MessageCall, Tool
 from workers.agents.endpoint.answer_parts import arguments_of
 from workers.agents.endpoint.replies import Event, Reply
 from workers.agents.endpoint.request_fields import (
@@ -93,15 +93,7 @@ class Messages:
             messages.append({"role": "system", "content": system})
         for number, message in enumerate(read_list(body, "messages")):
             messages += _read_messages(message, f"messages.{number}", settings)
-
-        tools = []
-        for tool in read_tools(body, "custom"):
-            function = {
-                "name": tool.get("name"),
-                "description": tool.get("description"),
-                "parameters": tool.get("input_schema"),
-            }
-            tools.append(read_function({"type": "function", "function": function}))
+        tools = [_read_tool(tool) for tool in read_tools(body, "custom")]
         max_tokens = read_integer(body, "max_tokens")
         return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
 
@@ -159,6 +151,16 @@ def _event(data: Reply) -> Event:
     return Event(str(data["type"]), data)
 
 
+def _read_tool(tool: Body) -> Tool:
+    """Returns a tool in OpenAI's format, which has other names for its fields."""
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    return read_function({"type": "function", "function": function})
+
+
 def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Message]:
     """Yields the messages of a message with content blocks: results of tools, and the message itself.
 
@@ -169,14 +171,12 @@ def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Me
     """
     message = as_object(value, where)
     role = message.get("role")
-    content = message.get("content")
     if not isinstance(role, str) or role not in ("system", "user", "assistant"):
         raise Refusal(f"{where}.role={shortened(role)}: expected user, assistant or system", field=where)
 
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_list(message, "content")
     texts: list[Body] = []
     calls: list[MessageCall] = []
-    for entry in blocks:
+    for entry in _content_blocks(message):
         block = as_object(entry, where)
         kind = block.get("type")
         if kind == "tool_result":
@@ -184,7 +184,8 @@ def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Me
             identifier = read_identifier(block.get("tool_use_id"), where)
             yield {"role": "tool", "tool_call_id": identifier, "content": result}
         elif kind == "tool_use":
-            calls.append(tool_call(block.get("id"), block.get("name"), block.get("input"), where))
+            call = tool_call(block.get("id"), block.get("name"), block.get("input"), where)
+            calls.append(call)
         # the trace has the thinking of its answers, and does not compare what a client sends back
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
@@ -195,6 +196,14 @@ def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Me
     # a user's message that consists of results only has no text of its own
     elif text or role != "user":
         yield {"role": role, "content": text}
+
+
+def _content_blocks(message: Body) -> list[object]:
+    """Returns the blocks of a message, whose content may also be a text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return read_list(message, "content")
 
 
 def _blocks(answer: Answer, name: str) -> Iterator[Block]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from verl_lite.envs.tool_calls import strict_json
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
-from workers.agents.conversation import CalledFunction, MessageCall, Tool
+from workers.agents.conversation import CalledFunction, MessageCall, Tool, ToolFunction
 from workers.agents.endpoint.trace import Refusal
 from workers.engines.base import SamplingParams
 
@@ -301,9 +301,12 @@ def read_function(value: object) -> Tool:
     if tool.get("type", "function") != "function" or not isinstance(name, str):
         raise Refusal(f"tools={shortened(tool)}: expected functions with a name", field="tools")
     # templates read both fields, which clients may leave out
-    description = function.get("description") or ""
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    declared: ToolFunction = {
+        "name": name,
+        "description": function.get("description") or "",
+        "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": declared}
 
 
 def allows_calls(body: Body) -> bool:

@@ -169,7 +169,13 @@ class Responses:
     def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
         response = self.reply(answer, body, name)
         # a stream begins with the response without its content, and ends with the complete one
-        begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        begun: Reply = {
+            **response,
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "incomplete_details": None,
+        }
         entries: list[tuple[str, Reply]] = []
         for kind in ("created", "in_progress"):
             entries.append((kind, {"response": begun}))
@@ -201,18 +207,19 @@ def _add_item(messages: list[Message], value: object, settings: Settings) -> Non
     """Appends an item of a response's input. The message and the calls of one answer become one message."""
     item = as_object(value, "input")
     kind = item.get("type", "message")
-    if kind == "function_call":
+    if kind == "message":
+        messages.append(read_chat_message(item, len(messages), settings))
+    elif kind == "function_call":
         call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")
         # an answer without text has no item of the type message
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
+        answer = messages[-1]
+        answer.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         text = read_text(item.get("output"), "input", settings, "tool")
         identifier = read_identifier(item.get("call_id"), "input")
         messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
-    elif kind == "message":
-        messages.append(read_chat_message(item, len(messages), settings))
     # the trace has the thinking of its answers, and does not compare what a client sends back
     elif kind != "reasoning":
         raise Refusal(f"input: items of the type {shortened(kind)} are not supported", field="input")
@@ -246,21 +253,37 @@ def _output_items(answer: Answer, name: str) -> Iterator[OutputItem]:
 
 def _item_events(item: OutputItem, index: int) -> Iterator[tuple[str, Reply]]:
     """Yields the events of one item of a streamed response: names without their prefix, and data."""
-    at: Reply = {"item_id": item["id"], "output_index": index}
-    if item["type"] == "reasoning":
-        yield "output_item.added", {"output_index": index, "item": {**item, "content": []}}
-    elif item["type"] == "function_call":
-        empty_call = {**item, "status": "in_progress", "arguments": ""}
-        yield "output_item.added", {"output_index": index, "item": empty_call}
-        yield "function_call_arguments.delta", {**at, "delta": item["arguments"]}
-        yield "function_call_arguments.done", {**at, "arguments": item["arguments"], "name": item["name"]}
-    else:
-        empty_message = {**item, "status": "in_progress", "content": []}
-        yield "output_item.added", {"output_index": index, "item": empty_message}
-        [part] = item["content"]
-        at_part = {**at, "content_index": 0}
-        yield "content_part.added", {**at_part, "part": {**part, "text": ""}}
-        yield "output_text.delta", {**at_part, "delta": part["text"], "logprobs": []}
-        yield "output_text.done", {**at_part, "text": part["text"], "logprobs": []}
-        yield "content_part.done", {**at_part, "part": part}
+    yield "output_item.added", {"output_index": index, "item": _empty(item)}
+    if item["type"] == "function_call":
+        yield from _call_events(item, index)
+    elif item["type"] == "message":
+        yield from _text_events(item, index)
     yield "output_item.done", {"output_index": index, "item": item}
+
+
+def _empty(item: OutputItem) -> Reply:
+    """Returns the item with which a stream announces this one, before its content."""
+    if item["type"] == "reasoning":
+        return {**item, "content": []}
+    if item["type"] == "function_call":
+        return {**item, "status": "in_progress", "arguments": ""}
+    return {**item, "status": "in_progress", "content": []}
+
+
+def _call_events(item: CallItem, index: int) -> Iterator[tuple[str, Reply]]:
+    """Yields the events with the arguments of a tool call, which are complete at once."""
+    arguments = item["arguments"]
+    head: Reply = {"item_id": item["id"], "output_index": index}
+    yield "function_call_arguments.delta", {**head, "delta": arguments}
+    yield "function_call_arguments.done", {**head, "arguments": arguments, "name": item["name"]}
+
+
+def _text_events(item: MessageItem, index: int) -> Iterator[tuple[str, Reply]]:
+    """Yields the events with the text of a message, which is complete at once."""
+    [part] = item["content"]
+    text = part["text"]
+    head: Reply = {"item_id": item["id"], "output_index": index, "content_index": 0}
+    yield "content_part.added", {**head, "part": {**part, "text": ""}}
+    yield "output_text.delta", {**head, "delta": text, "logprobs": []}
+    yield "output_text.done", {**head, "text": text, "logprobs": []}
+    yield "content_part.done", {**head, "part": part}

@@ -449,7 +449,7 @@ class Endpoint:
             return
         verdicts = self._verdicts.setdefault(request.transport, {})
         if key not in verdicts:
-            client_port = request.transport.get_extra_info("peername")[1]
+            _, client_port, *_ = request.transport.get_extra_info("peername")
             # reading the table of processes would keep other clients waiting
             verdicts[key] = await asyncio.to_thread(self.callers.verdict, key, client_port, self.port)
         if verdicts[key] == "foreign":
@@ -486,11 +486,14 @@ class Endpoint:
     async def _count_tokens(self, request: web.Request, api: Api) -> web.Response:
         read = await self._read(request)
         conversation = api.read(read.body, read.episode.settings)
-        return web.json_response({"input_tokens": read.episode.trace.count_tokens(conversation)})
+        num_tokens = read.episode.trace.count_tokens(conversation)
+        return web.json_response({"input_tokens": num_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
+        """Lists one model. This route needs no key."""
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "verl_lite"}
-        return web.json_response({"object": "list", "data": [model], "has_more": False})
+        models = {"object": "list", "data": [model], "has_more": False}
+        return web.json_response(models)
 
     async def _unknown_route(self, request: web.Request) -> web.Response:
         paths = [api.path for api in APIS]
