@@ -155,6 +155,7 @@ class ProgramRunner:
         return all(episode.is_ended for episode in self._groups[key])
 
     def take(self, key: str) -> CompleteGroup:
+        """Removes a group whose episodes have ended, checks their counts of tokens, and returns its rows."""
         episodes = self._groups.pop(key)
         for episode in episodes:
             counts = episode.counts + episode.trace.counts
@@ -326,6 +327,7 @@ class ProgramRunner:
         self._abort_calls(aborted_calls)
 
     def _abort_calls(self, calls: Sequence[Call]) -> None:
+        """Aborts requests that the engine has, and forgets them."""
         # some may have ended since the endpoint asked to abort them
         running_calls = [call for call in calls if call in self._calls]
         self._calls.difference_update(running_calls)

@@ -219,6 +219,7 @@ class ProcessPool(Generic[Payload, Value]):
             self._start(self._spec.threads)
 
     def _start(self, threads: int, *, is_alone: bool = False) -> Process:
+        """Starts a process, which accepts calls when it has reported its start."""
         log_path = None
         if self._spec.log_dir is not None:
             log_path = self._free_log_path(Path(self._spec.log_dir))
@@ -240,6 +241,7 @@ class ProcessPool(Generic[Payload, Value]):
             number += 1
 
     def _dispose(self, process: Process) -> None:
+        """Kills a process, removes it and closes its files."""
         process.kill()
         self._processes.remove(process)
         process.close()
@@ -270,6 +272,7 @@ class ProcessPool(Generic[Payload, Value]):
             self._forget(session)
 
     def _forget(self, session: _Session[Payload]) -> None:
+        """Ends a session, and its process if this ran only suspects and has none left."""
         process = session.process
         del self._sessions[session.number]
         process.sessions.discard(session.number)
@@ -326,6 +329,7 @@ class ProcessPool(Generic[Payload, Value]):
         self.wake()
 
     def _take_reply(self, process: Process, reply: Reply[Value]) -> None:
+        """Processes the reply of a call, which may repeat one that another process has run."""
         session = self._sessions.get(reply.session)
         # a session that has failed, or that continues in another process
         if session is None or session.process is not process:

@@ -126,6 +126,7 @@ class AnswerRunner:
         self._groups: dict[str, _Group] = {}
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
+        """Submits the answers of a group that are not complete yet."""
         group = _Group(plan.samples_of(AnswerSpec))
         self._groups[plan.key] = group
         random_sampling = replace(sampling, stop_token_ids=self._stop_token_ids)
@@ -151,6 +152,7 @@ class AnswerRunner:
         self._store(complete_answers)
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
+        """Makes engine steps and stores the answers that end. There are no other processes to wait for."""
         if not self._runner.is_decoding:
             return
         self._store(self._runner.step(until_completion))
@@ -171,6 +173,7 @@ class AnswerRunner:
         return not self._groups[key].unfinished()
 
     def snapshot(self, key: str) -> GroupPlan:
+        """Returns a plan with the tokens that were sampled so far, from which an engine continues the group."""
         group = self._groups[key]
         requests = dict(zip(group.unfinished(), self._unfinished_requests(key), strict=True))
         samples = []
@@ -192,6 +195,7 @@ class AnswerRunner:
         return self._runner.engine.snapshot(request_ids)
 
     def abort(self, key: str) -> int:
+        """Ends a group without rows. Returns the number of tokens that it had sampled, complete answers included."""
         # before the requests are aborted, because the engine then forgets their tokens
         running = self._unfinished_requests(key)
         self._runner.abort([request.request_id for request in running])
@@ -204,6 +208,7 @@ class AnswerRunner:
         return num_tokens
 
     def take(self, key: str) -> CompleteGroup:
+        """Removes a complete group and returns its rows."""
         group = self._groups.pop(key)
         prompt_ids = [spec.prompt_ids for spec in group.samples]
         prompt_length = group.samples[0].prompt_length
@@ -245,6 +250,7 @@ def _complete_spec(spec: AnswerSpec, completion: Completion) -> AnswerSpec:
 
 
 def _response(completion: Completion) -> Response:
+    """Returns the response of a row in which the policy sampled every token."""
     return Response(
         token_ids=completion.token_ids,
         mask=[1] * len(completion.token_ids),

@@ -42,7 +42,7 @@ class SampleRunner(Protocol):
         """Starts the samples of a group. Raises TypeError if they are of another kind."""
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
-        """Makes at most one engine step.
+        """Makes at most one engine step, or steps until a request finishes.
 
         Args:
             wait_s: Seconds to wait for other processes if there is nothing to decode.
@@ -147,6 +147,7 @@ class GroupRun:
 
         reports = [report for report, _ in complete]
         rows = DataProto.concat([group_rows for _, group_rows in complete])
+        # the driver gets them over Ray
         for column in rows.batch.values():
             if isinstance(column, torch.Tensor):
                 count_moved(column.nbytes)
@@ -202,6 +203,7 @@ class GroupRun:
         self._runner.close()
 
     def _take_metrics(self) -> dict[str, Metric]:
+        """Returns the durations since the last call, and the metrics of the runner in this time."""
         active_s = self._active_s
         beside_s = self._beside_s
         self._active_s = 0.0

@@ -95,6 +95,7 @@ class Runner(Generic[Owner]):
 
     def submit(self, request: Request, owner: Owner) -> None:
         """Submits a request. Raises ValueError as `RolloutEngine.submit`."""
+        # engines take less time for requests that nobody interrupts
         request = replace(request, is_interruptible=self._interrupts)
         self.engine.submit(request)
         self._owners[request.request_id] = owner

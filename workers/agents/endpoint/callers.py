@@ -54,6 +54,7 @@ class Callers:
         return verdict
 
     def _verdict(self, key: str, client_port: int, server_port: int) -> Verdict:
+        """Returns the verdict on a connection. Only processes that a pool has started are looked at."""
         sockets = {f"socket:[{number}]" for number in socket_numbers(client_port, server_port)}
         if not sockets:
             return "unknown"

@@ -49,7 +49,7 @@ class TextBlock(TypedDict):
 
 
 class ToolUseBlock(TypedDict):
-    """A tool call. input: its arguments."""
+    """A tool call. The key `input` has its arguments."""
 
     type: Literal["tool_use"]
     id: str

@@ -256,6 +256,7 @@ class Endpoint:
         self._refused[kind] += 1
 
     async def _close_episode(self, digest: bytes) -> list[Call]:
+        """Refuses the running requests of an episode. Returns those that the engine has to abort."""
         episode = self._episodes.pop(digest)
         episode.is_open = False
         self._connections.release(episode)
@@ -272,6 +273,7 @@ class Endpoint:
         return running
 
     def _fail_running(self, refusal: Refusal) -> None:
+        """Refuses all running requests."""
         for episode in self._episodes.values():
             for call in list(episode.running):
                 _fail(call, refusal)
@@ -315,6 +317,7 @@ class Endpoint:
         return reply
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        """Begins a request, or joins the call that an SDK repeats. Sends the answer when it is complete."""
         read = await self._read(request)
         episode = read.episode
         body = read.body
@@ -546,6 +549,7 @@ def _count_delivery(call: Call, change: int) -> None:
 
 
 def _fail(call: Call, refusal: Refusal) -> None:
+    """Lets the clients of a call receive an error, unless it has an answer."""
     if not call.future.done():
         call.future.set_exception(refusal)
     call.episode.running.discard(call)
