@@ -163,14 +163,16 @@ def _corrected(inputs: LossInputs, correction: RolloutCorrectionConfig) -> tuple
     lengths = (mask != 0).sum(dim=-1)
     aggregation = inputs.aggregation
     if aggregation.batch_num_tokens is None:
-        aggregation = replace(aggregation, batch_num_tokens=int(lengths.sum()))
+        num_tokens = int(lengths.sum())
+        aggregation = replace(aggregation, batch_num_tokens=num_tokens)
     if aggregation.global_batch_size is None:
-        aggregation = replace(aggregation, global_batch_size=int((lengths > 0).sum()))
+        num_sequences = int((lengths > 0).sum())
+        aggregation = replace(aggregation, global_batch_size=num_sequences)
     corrected = replace(inputs, response_mask=kept_mask, rollout_is_weights=weights, aggregation=aggregation)
 
     # metrics with reduction "last", such as standard deviations, need the whole batch
-    metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
-    return corrected, metrics | rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
+    additive_metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
+    return corrected, additive_metrics | rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
 
 
 def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) -> None:
@@ -188,7 +190,8 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
     # config and aggregation stay those of the micro-batch: both parts are divided by the same counts
     def loss_of_part(part: DataProto, outputs: Outputs) -> LossResult:
         part_columns = {str(column): part.batch[column] for column in part.batch.keys()}
-        return policy_loss(replace(inputs, log_prob=outputs["log_probs"], **part_columns))
+        part_inputs = replace(inputs, log_prob=outputs["log_probs"], **part_columns)
+        return policy_loss(part_inputs)
 
     columns = {
         "old_log_prob": inputs.old_log_prob,
@@ -207,6 +210,7 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
 def _router_aux_loss(data: DataProto, outputs: Outputs) -> torch.Tensor:
     """Returns the mean of the load balancing loss over the sequences of the mini-batch."""
     num_sequences = data.meta_info.get("num_sequences")
+    # a batch that the driver did not plan is a mini-batch of its own
     if num_sequences is None:
         has_tokens = data.batch["response_mask"].any(-1)
         num_sequences = int(has_tokens.sum())
@@ -221,10 +225,8 @@ def _kl_to_reference(data: DataProto, outputs: Outputs, config: ActorConfig) -> 
     if not config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
         return None
     check(data, ["ref_log_prob"], "actor.use_kl_loss=true")
-    batch = data.batch
-    return core_algos.kl_penalty(
-        outputs["log_probs"], batch["ref_log_prob"], config.kl_loss_type, batch["response_mask"]
-    )
+    reference = data.batch["ref_log_prob"]
+    return core_algos.kl_penalty(outputs["log_probs"], reference, config.kl_loss_type, data.batch["response_mask"])
 
 
 def distillation_loss(
@@ -304,7 +306,9 @@ def loss_metrics(
     mask = inputs.response_mask
     aggregate = inputs.aggregation
     ratio = inputs.importance_log_ratio.exp()
-    is_clipped = ratio.clamp(1 - low, 1 + high) * inputs.advantages < ratio * inputs.advantages
+    objective = ratio * inputs.advantages
+    clipped_objective = ratio.clamp(1 - low, 1 + high) * inputs.advantages
+    is_clipped = clipped_objective < objective
     difference = inputs.log_prob - inputs.old_log_prob
     parts = parts | {
         "clipfrac": aggregate(is_clipped.to(ratio.dtype), mask),
@@ -323,7 +327,8 @@ def loss_metrics(
     metrics = _ratio_metrics(ratio, mask)
     tokens = (mask != 0).sum()
     for name, values in token_values.items():
-        metrics[name] = Metric.mean(core_algos.masked_sum(values.to(ratio.dtype), mask), tokens)
+        total = core_algos.masked_sum(values.to(ratio.dtype), mask)
+        metrics[name] = Metric.mean(total, tokens)
 
     # The shares of a mini-batch's micro-batches add up to 1, so that the sum of the parts over a step, divided by the
     # sum of the shares, is the mean over its mini-batches.
@@ -448,9 +453,10 @@ def critic_loss(data: DataProto, outputs: Outputs, critic: CriticConfig, actor: 
     # weighted by the micro-batch's share of the mini-batch, as in `loss_metrics`
     tokens = mask.sum().double()
     weighted_loss = Metric.mean(loss, tokens / max(1, num_tokens))
+    sum_of_values = core_algos.masked_sum(outputs["values"].detach(), mask)
     return loss, {
         "vf_loss": weighted_loss,
         "vf_clipfrac": Metric.mean(clipped_share * tokens, tokens),
-        "vpred_mean": Metric.mean(core_algos.masked_sum(outputs["values"].detach(), mask), tokens),
+        "vpred_mean": Metric.mean(sum_of_values, tokens),
         "loss": weighted_loss,
     }

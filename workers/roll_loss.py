@@ -48,6 +48,7 @@ def batch_of_roll(data: DataProto) -> DataProto:
     meta_info = dict(data.meta_info)
     for roll_name, name in COUNTS.items():
         if roll_name in meta_info:
+            # ROLL counts for several masks, of which the loss needs this one
             meta_info[name] = meta_info[roll_name]["response_mask"]
     return DataProto.from_dict(columns, data.non_tensor_batch, meta_info)
 
@@ -63,7 +64,8 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
             from old_log_probs and the rollout's log-probs.
         output_tensor: the policy's outputs (b, R) by name, or logits (b, S, V).
     """
-    is_planned = "num_tokens" in data.meta_info  # by the driver, which has applied the correction
+    # by the driver, which has applied the correction
+    is_planned = "num_tokens" in data.meta_info
     data = batch_of_roll(data)
     correction = config.algorithm.rollout_correction
     actor = config.actor
@@ -74,10 +76,11 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
     else:
         outputs = output_tensor
 
-    # with bypass_mode `actor_loss` corrects; a planned batch was corrected by the driver
+    # with bypass_mode `actor_loss` corrects
     correction_metrics: dict[str, Metric] = {}
-    corrects = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode and not is_planned
-    if corrects and "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys():
+    needs_correction = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode
+    can_be_corrected = "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys()
+    if needs_correction and can_be_corrected and not is_planned:
         old_log_probs = batch.get("old_log_probs", outputs["log_probs"].detach())
         weights, kept_mask, correction_metrics = correct_rollout(
             old_log_probs, batch["rollout_log_probs"], batch["response_mask"], correction

@@ -17,12 +17,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from verl_lite.envs.tool_calls import NOTATIONS, Notation, ToolCall, tagged_calls
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject, KeywordArguments
+from workers.agents.tokens import characters_per_token, closing_index, special_token_ids
 from workers.policy.chat_template import ChatTemplateError, render_chats, tool_arguments
 from workers.policy.tokenizer import NO_TEMPLATE
 
@@ -130,15 +130,17 @@ class ChatJoins:
         self._template_kwargs = dict(template_kwargs or {})
         if tokenizer.chat_template is None:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
+        # the members of a group begin with the same prompt
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
         longest = characters_per_token(tokenizer)
         self._most_characters: int | None = None
         if longest is not None and most_tokens is not None:
             self._most_characters = longest * most_tokens + 1
+
+        # each of the following steps uses what the steps before it have found out about the template
         self._check_joins(system)
         self.tool_role = "tool" if self._prints_tool_message() else "user"
         self._takes_tools = self._prints_tools()
-
         self.notation: Notation | None = tagged_calls
         self._after_arguments = ""
         self._takes_called_results = False
@@ -164,12 +166,13 @@ class ChatJoins:
             tools: the functions that the policy may call. If the template ignores tools, a system message describes
                 them.
         """
+        options: dict[str, object] = {}
+        # a template may print an empty list of tools, so that the option is left out without tools
         if tools and self._takes_tools:
-            text = self._render(self._accepted(messages), tools=list(tools))
-        else:
-            if tools:
-                messages = _with_described_tools(messages, tools)
-            text = self._render(self._accepted(messages))
+            options["tools"] = list(tools)
+        elif tools:
+            messages = _with_described_tools(messages, tools)
+        text = self._render(self._accepted(messages), **options)
         return self._encoded(text[: self._most_characters])
 
     def join(
@@ -190,15 +193,27 @@ class ChatJoins:
         if not calls:
             # a result whose call is not known names the call itself
             calls = [_call_of_result(message) for message in results]
-        accepted = self._accepted(messages, calls)
-        role = accepted[0]["role"] if len(accepted) == 1 else ""
-        if results and self._results_name_calls:
-            text = self._after_calls(calls, accepted)
-        elif role in self._continuations and not (results and self.notation is None):
-            text = self._continuations[role](accepted[0]["content"])
-        else:
-            text = self._after_answer([*_SHORT_CHAT, *accepted])
+        text = self._text_after_turn(self._accepted(messages, calls), calls, has_results=bool(results))
         return self._without_end(response_ids, text)
+
+    def _text_after_turn(self, accepted: Sequence[Message], calls: Sequence[MessageCall], *, has_results: bool) -> str:
+        """Returns the template's text after a turn: end of turn, messages and generation prompt.
+
+        Args:
+            accepted: the messages, as `_accepted` returns them.
+            calls: the tool calls of the turn.
+            has_results: whether one of the messages is the result of a call with an identifier.
+        """
+        # the text depends on the calls before it
+        if has_results and self._results_name_calls:
+            return self._after_calls(calls, accepted)
+        # the fast path: a single message between two constant texts
+        is_unread_result = has_results and self.notation is None
+        if len(accepted) == 1 and not is_unread_result:
+            continuation = self._continuations.get(accepted[0]["role"])
+            if continuation is not None:
+                return continuation(accepted[0]["content"])
+        return self._after_answer([*_SHORT_CHAT, *accepted])
 
     def _without_end(self, response_ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Returns the token ids of the text after a turn, without the end of the turn if the policy sampled it.
@@ -215,9 +230,7 @@ class ChatJoins:
     def _length_of_closing(self, ids: Sequence[int]) -> int:
         """Returns the number of token ids up to the first special token; 0 if a text other than spaces is before it."""
         index = closing_index(ids, self._tokenizer, self._special_ids)
-        if index is None:
-            return 0
-        return index + 1
+        return 0 if index is None else index + 1
 
     def _accepted(self, messages: Sequence[Message], calls: Sequence[MessageCall] = ()) -> list[Message]:
         """Returns the messages without parts that the template would reject or omit.
@@ -229,6 +242,7 @@ class ChatJoins:
             messages: The messages.
             calls: The tool calls before the first message.
         """
+        # names of the functions by the id of their call
         names = {str(call.get("id")): call["function"]["name"] for call in calls}
         accepted: list[Message] = []
         for message in messages:
@@ -237,26 +251,33 @@ class ChatJoins:
                 names[str(call.get("id"))] = call["function"]["name"]
             if message["role"] == "tool":
                 accepted.append(self._accepted_result(message, names))
-            elif own_calls and self._takes_tools:
-                accepted.append({**message, "tool_calls": [_with_values(call) for call in own_calls]})
             elif own_calls:
-                lines = "\n".join(_written_call(call) for call in own_calls)
-                accepted.append({"role": message["role"], "content": f"{message['content'] or ''}{lines}"})
+                accepted.append(self._accepted_turn(message, own_calls))
             else:
                 accepted.append(message)
         return accepted
+
+    def _accepted_turn(self, message: Message, calls: Sequence[MessageCall]) -> Message:
+        """Returns the message of an assistant with these calls as the template takes it."""
+        if self._takes_tools:
+            return {**message, "tool_calls": [_with_values(call) for call in calls]}
+        text = message["content"] or ""
+        lines = "\n".join(_written_call(call) for call in calls)
+        return _message(message["role"], text + lines)
 
     def _accepted_result(self, message: Message, names: Mapping[str, str]) -> Message:
         """Returns the result of a tool as the template takes it. names: of the functions, by the id of their call."""
         identifier = str(message.get("tool_call_id") or "")
         takes_identity = self._takes_called_results or self.tool_role == "tool"
         if not identifier or not takes_identity:
-            return {"role": self.tool_role, "content": message["content"]}
+            return _message(self.tool_role, message["content"])
+        # some templates print the name of the function, which clients need not repeat
         if identifier in names and not message.get("name"):
             return {**message, "name": names[identifier]}
         return message
 
     def _render(self, messages: Sequence[Message], **more: object) -> str:
+        """Returns the template's text of a conversation, generation prompt included. more: further variables of it."""
         options = {**self._template_kwargs, **more}
         [text] = render_chats(self._tokenizer, [messages], add_generation_prompt=True, **options)
         return text
@@ -274,15 +295,14 @@ class ChatJoins:
         """
 
         def rendered(content: str) -> str:
-            message: Message = {"role": role, "content": content}
-            return self._after_answer([*_SHORT_CHAT, message])
+            return self._after_answer([*_SHORT_CHAT, _message(role, content)])
 
         before, _, after = rendered(_PROBE).partition(_PROBE)
         # a template may trim, escape or wrap contents, which the probe alone does not show
-        odd = rendered(_ODD_CONTENT)
-        if odd == before + _ODD_CONTENT + after:
+        odd_text = rendered(_ODD_CONTENT)
+        if odd_text == before + _ODD_CONTENT + after:
             return lambda content: before + content + after
-        if odd == before + _ODD_CONTENT.strip() + after:
+        if odd_text == before + _ODD_CONTENT.strip() + after:
             return lambda content: before + content.strip() + after
         return rendered
 
@@ -295,10 +315,11 @@ class ChatJoins:
 
     def _prints_tool_message(self) -> bool:
         """Returns True if the template shows a message of the role tool after an answer."""
-        message: Message = {"role": "tool", "content": _PROBE}
+        chat = [*_SHORT_CHAT, _message("tool", _PROBE)]
         try:
-            return _PROBE in self._after_answer([*_SHORT_CHAT, message])
-        except UserError:  # the template rejects the role or omits the answer before the message
+            return _PROBE in self._after_answer(chat)
+        except UserError:
+            # the template rejects the role or omits the answer before the message
             return False
 
     def _prints_tools(self) -> bool:
@@ -323,8 +344,10 @@ class ChatJoins:
     def _all_ends_of_turn(self) -> tuple[int, ...]:
         """Returns the tokens that end a turn before any kind of message."""
         texts = [continuation(_PROBE) for continuation in self._continuations.values()]
+        # some templates end a turn with a call by another token
         if self._takes_called_results:
-            texts.append(self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [_probe_result(_PROBE)]))
+            probe_call = _probe_call(_PROBE, _PROBE_ID)
+            texts.append(self._after_calls([probe_call], [_probe_result(_PROBE)]))
         ends = {self.end_of_turn}
         for text in texts:
             ids = self._encode(text)
@@ -336,9 +359,10 @@ class ChatJoins:
     def _notation_of_template(self) -> tuple[Notation | None, str]:
         """Returns the notation in which the template writes tool calls, and the text between the arguments and the end
         of a call. The notation is None if no notation reads a call as the template writes it."""
-        chat: list[Message] = [_SHORT_CHAT[0], _probe_turn([_probe_call(_PROBE, _PROBE_ID)])]
+        probe_call = _probe_call(_PROBE, _PROBE_ID)
+        chat: list[Message] = [_SHORT_CHAT[0], _probe_turn([probe_call]), _probe_result("")]
         try:
-            rendered = self._render([*chat, _probe_result("")])
+            rendered = self._render(chat)
             start = self._render(_SHORT_CHAT[:1])
         except UserError:
             return None, ""
@@ -363,8 +387,9 @@ class ChatJoins:
             return False
         # twice, because the name of the function is the probe, too
         content = _PROBE + _PROBE
+        probe_call = _probe_call(_PROBE, _PROBE_ID)
         try:
-            return content in self._after_calls([_probe_call(_PROBE, _PROBE_ID)], [_probe_result(content)])
+            return content in self._after_calls([probe_call], [_probe_result(content)])
         except UserError:
             return False
 
@@ -373,10 +398,11 @@ class ChatJoins:
         call at all. The constant text of `_continuations` then does not fit."""
         if "tool" not in self._continuations:
             return True
-        bare = self._continuations["tool"](_PROBE)
+        text_without_call = self._continuations["tool"](_PROBE)
         for name, identifier in ((_PROBE, _PROBE_ID), ("other", "vlother00")):
             result = _probe_result(_PROBE, identifier, name)
-            if self._after_calls([_probe_call(name, identifier)], [result]) != bare:
+            text = self._after_calls([_probe_call(name, identifier)], [result])
+            if text != text_without_call:
                 return True
         return False
 
@@ -385,20 +411,20 @@ class ChatJoins:
 
         The arguments of the calls are replaced: what the policy sampled must not decide where the turn ends.
         """
-        *earlier_calls, last_call = calls
         probes = []
-        for call in earlier_calls:
+        for call in calls:
             probes.append(_probe_call(call["function"]["name"], str(call.get("id")), {}))
-        identifier = str(last_call.get("id"))
-        probes.append(_probe_call(last_call["function"]["name"], identifier))
+        # only the last call has the argument that marks its place
+        last_call = probes[-1]
+        last_call["function"]["arguments"] = {_PROBE_KEY: _PROBE_ARGUMENT}
 
-        # only the last call has the argument that marks its place, and the id of a call may follow its arguments
-        after_arguments = self._after_arguments.replace(_PROBE_ID, identifier)
+        # the id of a call may follow its arguments
+        after_arguments = self._after_arguments.replace(_PROBE_ID, last_call["id"])
         text = self._render([_SHORT_CHAT[0], _probe_turn(probes), *messages])
         _, argument, rest = text.partition(_PROBE_ARGUMENT)
         if not argument or not rest.startswith(after_arguments):
             raise self._template_error("leaves out the tool calls of an assistant's message, or their arguments")
-        return rest[len(after_arguments) :]
+        return rest.removeprefix(after_arguments)
 
     def _check_joins(self, system: bool) -> None:
         """Raises UserError if the text of a message depends on later messages or on the number of earlier ones.
@@ -406,19 +432,18 @@ class ChatJoins:
         One difference is allowed: the generation prompt and the head of an answered turn may differ by a suffix, such
         as a think block or a space.
         """
-        beginning: list[Message] = [{"role": "user", "content": "q1"}]
+        beginning = [_message("user", "q1")]
         if system:
-            beginning = [{"role": "system", "content": "s"}, *beginning]
-        first_answer: Message = {"role": "assistant", "content": _ANSWER}
-        second: Message = {"role": "user", "content": "q2"}
-        second_answer: Message = {"role": "assistant", "content": _OTHER_ANSWER}
-        third: Message = {"role": "user", "content": "q3"}
+            beginning.insert(0, _message("system", "s"))
+        second = _message("user", "q2")
+        third = _message("user", "q3")
 
         # the texts that `prompt` and `join` write
         prompt = self._rendered_or_refused(beginning, system)
         self._rendered_or_refused([*_SHORT_CHAT, second], False)
         # the same conversation in one text
-        whole = self._rendered_or_refused([*beginning, first_answer, second, second_answer, third], system)
+        chat = [*beginning, _message("assistant", _ANSWER), second, _message("assistant", _OTHER_ANSWER), third]
+        whole = self._rendered_or_refused(chat, system)
         head, first_text, rest = whole.partition(_ANSWER)
         middle, second_text, tail = rest.partition(_OTHER_ANSWER)
         if not first_text or not second_text:
@@ -427,13 +452,18 @@ class ChatJoins:
         second_join = self._after_answer([*_SHORT_CHAT, second])
         third_join = self._after_answer([*_SHORT_CHAT, third])
         for part, expected in ((head, prompt), (middle, second_join)):
-            if not part.startswith(expected) and not expected.startswith(part):
+            differs_by_suffix = part.startswith(expected) or expected.startswith(part)
+            if not differs_by_suffix:
                 raise self._unstable_text_error(part, expected)
         # no answer follows the last join, so that its text has no such difference
         if tail != third_join:
             raise self._unstable_text_error(tail, third_join)
 
     def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
+        """Renders a conversation. Raises UserError with a remedy if the template fails.
+
+        system: whether the conversation begins with a system message.
+        """
         try:
             return self._render(messages)
         except ChatTemplateError as error:
@@ -457,14 +487,18 @@ class ChatJoins:
         )
 
 
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
 def _with_described_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Returns the messages with a description of the tools at the end of their system message, or in a new one."""
     functions = [json.dumps(tool["function"]) for tool in tools]
-    system = TOOLS.format("\n".join(functions))
-    if messages[0]["role"] == "system":
-        system = f"{messages[0]['content']}\n\n{system}"
-        messages = messages[1:]
-    return [{"role": "system", "content": system}, *messages]
+    description = TOOLS.format("\n".join(functions))
+    first, *others = messages
+    if first["role"] != "system":
+        return [_message("system", description), *messages]
+    return [_message("system", f"{first['content']}\n\n{description}"), *others]
 
 
 def _written_call(call: MessageCall) -> str:
@@ -476,8 +510,10 @@ def _written_call(call: MessageCall) -> str:
 
 def _probe_call(name: str, identifier: str, arguments: JsonObject | None = None) -> MessageCall:
     """Returns a tool call whose arguments mark its place in a rendered text."""
-    values = {_PROBE_KEY: _PROBE_ARGUMENT} if arguments is None else arguments
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": values}}
+    if arguments is None:
+        arguments = {_PROBE_KEY: _PROBE_ARGUMENT}
+    function: CalledFunction = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
 
 
 def _probe_turn(calls: list[MessageCall]) -> Message:
@@ -497,64 +533,16 @@ def _with_values(call: MessageCall) -> MessageCall:
     """Returns a tool call with its arguments as a value, and with its id if it has one."""
     called = call["function"]
     function: CalledFunction = {**called, "arguments": tool_arguments(called["arguments"])}
+    # `_after_calls` writes an absent id as text
     if call.get("id") in (None, "", "None"):
         return {"type": "function", "function": function}
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the maximum number of characters that one token can encode, or None if the tokenizer has no known bound.
-
-    A byte-level BPE with a token for every byte has a bound: a token encodes as many bytes as its name has characters,
-    and a character has at least one byte. NFC normalisation merges at most four characters into one. There is no bound
-    if a token absorbs the spaces around it, or if some character has no token.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = type(getattr(backend, "normalizer", None)).__name__
-    merged_characters = {"NoneType": 1, "NFC": 4}.get(normalizer)
-    if merged_characters is None or "ByteLevel" not in repr(getattr(backend, "pre_tokenizer", None)):
-        return None
-    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
-        return None
-    names = tokenizer.get_vocab()
-    if not names.keys() >= set(ByteLevel.alphabet()):
-        return None
-    return merged_characters * max(map(len, names))
-
-
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Returns the ids of all tokens that are no ordinary text."""
-    return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
-
-
-def closing_index(
-    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, special_ids: frozenset[int] | None = None
-) -> int | None:
-    """Returns the index of the token that ends an assistant's turn.
-
-    It is the first special token, and only blanks may come before it.
-
-    Args:
-        ids: The tokens that the chat template writes after the answer.
-        tokenizer: The tokenizer.
-        special_ids: The result of `special_token_ids`, if the caller has it.
-
-    Returns:
-        The index, or None if the turn has no such token.
-    """
-    if special_ids is None:
-        special_ids = special_token_ids(tokenizer)
-    for index, token in enumerate(ids):
-        if token in special_ids:
-            text_before = str(tokenizer.decode(list(ids[:index])))
-            return None if text_before.strip() else index
-    return None
-
-
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_arguments: KeywordArguments) -> int | None:
     """Returns the token that ends an assistant's turn in the chat template, or None if the template writes none."""
-    following: Message = {"role": "user", "content": _PROBE}
-    for messages in (_SHORT_CHAT, [*_SHORT_CHAT, following]):
+    # some templates write the end of a turn only before the next message
+    for messages in (_SHORT_CHAT, [*_SHORT_CHAT, _message("user", _PROBE)]):
         token = _end_after_answer(tokenizer, messages, template_arguments)
         if token is not None:
             return token
@@ -574,10 +562,13 @@ def _end_after_answer(
         return None
     try:
         [text] = render_chats(tokenizer, [messages], **template_arguments)
-    except ChatTemplateError:  # the template needs a system message, or accepts other chats only
+    except ChatTemplateError:
+        # the template needs a system message, or accepts other chats only
         return None
-    _, _, after = text.partition(_ANSWER)
-    ids = tokenizer.encode(after, add_special_tokens=False) if after else []
+    _, _, text_after = text.partition(_ANSWER)
+    if not text_after:
+        return None
+    ids = tokenizer.encode(text_after, add_special_tokens=False)
     index = closing_index(ids, tokenizer)
     return None if index is None else int(ids[index])
 

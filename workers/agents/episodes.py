@@ -283,6 +283,7 @@ class EpisodeRunner:
         return all(episode.is_ended for episode in self._groups[key])
 
     def take(self, key: str) -> CompleteGroup:
+        """Removes a group whose episodes have ended and returns its rows."""
         trajectories = [episode.trajectory for episode in self._groups.pop(key)]
         return CompleteGroup(self._to_rows(trajectories), count_episodes(trajectories))
 
@@ -290,6 +291,7 @@ class EpisodeRunner:
         """Returns None, because a running environment cannot be copied."""
 
     def abort(self, key: str) -> int:
+        """Ends a group without rows. Returns the number of tokens that it had sampled."""
         num_tokens = 0
         for episode in self._groups.pop(key):
             if not episode.is_ended:

@@ -155,6 +155,7 @@ class ProgramRunner:
         return all(episode.is_ended for episode in self._groups[key])
 
     def take(self, key: str) -> CompleteGroup:
+        """Removes a group whose episodes have ended, checks their counts of tokens, and returns its rows."""
         episodes = self._groups.pop(key)
         for episode in episodes:
             counts = episode.counts + episode.trace.counts
@@ -165,7 +166,8 @@ class ProgramRunner:
                 self._counts["rows"] += len(episode.trajectory.rows)
         self._counts["episodes"] += len(episodes)
         trajectories = [episode.trajectory for episode in episodes]
-        return CompleteGroup(self._to_rows(trajectories), count_episodes(trajectories))
+        rows = self._to_rows(trajectories)
+        return CompleteGroup(rows, count_episodes(trajectories))
 
     def snapshot(self, key: str) -> None:
         """Returns None, because a running program cannot be copied."""
@@ -251,26 +253,30 @@ class ProgramRunner:
         """Returns rollout metrics since the last call; env/processes_replaced counts from the start of the run."""
         counts = self._counts
         self._counts = Counter()
-        callers: Counter[Verdict] = Counter()
-        if self._endpoint.callers is not None:
-            callers = self._endpoint.callers.counts
-            self._endpoint.callers.counts = Counter()
-
-        metrics = self._runner.take_metrics(seconds) | {
-            "program/connections/foreign_key": Metric.sum(callers["foreign"]),
-            "program/connections/unknown_process": Metric.sum(callers["unknown"]),
-            "env/processes_replaced": Metric.sum(self._programs.processes_replaced),
-            "program/restarts": Metric.sum(counts["restarts"]),
-            "program/metrics_dropped": Metric.sum(counts["metrics_dropped"]),
-            "program/requests_per_episode": Metric.mean(counts["requests"], counts["episodes"]),
-            "program/rows_per_episode": Metric.mean(counts["rows"], counts["episodes"]),
-        }
+        metrics = self._runner.take_metrics(seconds) | self._caller_metrics()
+        metrics["env/processes_replaced"] = Metric.sum(self._programs.processes_replaced)
+        metrics["program/restarts"] = Metric.sum(counts["restarts"])
+        metrics["program/metrics_dropped"] = Metric.sum(counts["metrics_dropped"])
+        metrics["program/requests_per_episode"] = Metric.mean(counts["requests"], counts["episodes"])
+        metrics["program/rows_per_episode"] = Metric.mean(counts["rows"], counts["episodes"])
         for name, number in counts.items():
             if name.startswith(("sampled", "trained", "masked", "discarded")):
                 metrics[f"program/tokens/{name}"] = Metric.sum(number)
         for kind, number in self._endpoint.take_refused().items():
             metrics[f"program/refused/{kind}"] = Metric.sum(number)
         return metrics
+
+    def _caller_metrics(self) -> dict[str, Metric]:
+        """Returns how many connections came from another episode, or from a process that was not found."""
+        verdicts: Counter[Verdict] = Counter()
+        # None for functions, which share a process
+        if self._endpoint.callers is not None:
+            verdicts = self._endpoint.callers.counts
+            self._endpoint.callers.counts = Counter()
+        return {
+            "program/connections/foreign_key": Metric.sum(verdicts["foreign"]),
+            "program/connections/unknown_process": Metric.sum(verdicts["unknown"]),
+        }
 
     def close(self) -> None:
         """Ends the endpoint and the processes of the programs."""
@@ -321,6 +327,7 @@ class ProgramRunner:
         self._abort_calls(aborted_calls)
 
     def _abort_calls(self, calls: Sequence[Call]) -> None:
+        """Aborts requests that the engine has, and forgets them."""
         # some may have ended since the endpoint asked to abort them
         running_calls = [call for call in calls if call in self._calls]
         self._calls.difference_update(running_calls)

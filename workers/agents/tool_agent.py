@@ -191,10 +191,19 @@ def _absolute(value: object) -> object:
 
 
 class Server:
-    """The connection of one episode to an MCP server. tools: its tools, once it is running.
+    """The connection of one episode to an MCP server.
 
     A task of its own opens and closes the connection: the scopes of `mcp` have to be left by the task that entered
     them, and the cancellation of an episode must not interrupt the end of the server's process.
+
+    Args:
+        name, entry: Its name and entry in agentic.mcp_servers.
+        limits: Limits of its command.
+        names: Environment variables that its command inherits besides the usual ones.
+        timeout_s: Time limit of its start and of each call.
+
+    Attributes:
+        tools: Its tools, once it is running.
     """
 
     def __init__(
@@ -205,9 +214,13 @@ class Server:
         self._entry = entry
         self._limits = limits
         self._timeout_s = timeout_s
-        own_variables = {variable: str(value) for variable, value in (entry.get("env") or {}).items()}
-        self._environment = base_environment(names) | own_variables
+        self._environment = base_environment(names)
+        # YAML reads a number as such, and an environment has only texts
+        for variable, value in (entry.get("env") or {}).items():
+            self._environment[variable] = str(value)
+        # of `_run`: its deadline limits the start and the end of the server
         self._scope = anyio.CancelScope()
+        # set when the tools are known, and when the connection has to end
         self._is_open = asyncio.Event()
         self._done = asyncio.Event()
         self._failure: BaseException | None = None
@@ -297,27 +310,33 @@ class Server:
             self._scope.cancel()
         await asyncio.shield(self._task)
 
+    def _streams(self) -> contextlib.AbstractAsyncContextManager[TransportStreams]:
+        """Starts the command of the server, or connects to its url. Returns a transport of `mcp`."""
+        if "url" in self._entry:
+            return self._streams_of_url()
+        return self._streams_of_command()
+
     @contextlib.asynccontextmanager
-    async def _streams(self) -> AsyncIterator[TransportStreams]:
-        """Starts the command of the server, or connects to its url. Yields a transport of `mcp`."""
+    async def _streams_of_url(self) -> AsyncIterator[TransportStreams]:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        # `call` and `_run` limit the time of answers
+        timeout = httpx2.Timeout(self._timeout_s, read=None)
+        async with httpx2.AsyncClient(headers=self._entry.get("headers"), timeout=timeout) as http:
+            async with streamable_http_client(self._entry["url"], http_client=http) as streams:
+                yield streams
+
+    @contextlib.asynccontextmanager
+    async def _streams_of_command(self) -> AsyncIterator[TransportStreams]:
         from mcp import StdioServerParameters, stdio_client
 
-        entry = self._entry
-        if "url" in entry:
-            import httpx2
-            from mcp.client.streamable_http import streamable_http_client
-
-            # `call` and `_run` limit the time of answers
-            timeout = httpx2.Timeout(self._timeout_s, read=None)
-            async with httpx2.AsyncClient(headers=entry.get("headers"), timeout=timeout) as http:
-                async with streamable_http_client(entry["url"], http_client=http) as streams:
-                    yield streams
-            return
         with temporary_folder("verl_lite-mcp-") as folder:
-            words = [*COMMAND, json.dumps(self._limits), entry["command"], *(entry.get("args") or [])]
+            program, *arguments = [*COMMAND, json.dumps(self._limits), self._entry["command"]]
+            arguments += self._entry.get("args") or []
             mark = process_tree.new_mark()
             environment = self._environment | {"HOME": str(folder), "TMPDIR": str(folder), process_tree.MARK: mark}
-            server = StdioServerParameters(command=words[0], args=words[1:], env=environment, cwd=folder)
+            server = StdioServerParameters(command=program, args=arguments, env=environment, cwd=folder)
             try:
                 async with stdio_client(server, errlog=self._log) as streams:  # type: ignore[arg-type]
                     yield streams

@@ -111,32 +111,40 @@ def _turns_of_rows(trajectory: Trajectory) -> Sequence[Sequence[Turn]]:
 
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
     """Returns the row of these turns. A row without turns has no token to train on."""
+    rewards = [turn.reward for turn in turns]
+    step_scores = sum(rewards, 0.0) if trajectory.by_step else rewards
+    finish_reason = _finish_reason(trajectory, turns)
     # a failed episode has no turns in its row, but its first turn still names the state in which it began
     first_turns = turns or trajectory.turns
-    rewards = [turn.reward for turn in turns]
-    # with several rows, each has the messages of its own turns
-    has_own_messages = (trajectory.by_step and turns) or trajectory.rows
     row = _Row(
         trajectory,
-        step=step,
+        step,
         state_hash=first_turns[0].state_hash if first_turns else "",
-        prompt_ids=turns[0].prompt_ids if turns else trajectory.prompt_ids,
-        raw_prompt=turns[0].messages if turns else trajectory.prompt_messages,
-        messages=messages_of(turns) if has_own_messages else trajectory.messages,
-        step_scores=sum(rewards, 0.0) if trajectory.by_step else rewards,
-        finish_reason=_finish_reason(trajectory, turns),
+        prompt_ids=trajectory.prompt_ids,
+        raw_prompt=trajectory.prompt_messages,
+        messages=trajectory.messages,
+        step_scores=step_scores,
+        finish_reason=finish_reason,
         extra=_joined_extra(turns),
     )
+    if turns:
+        row.prompt_ids = turns[0].prompt_ids
+        row.raw_prompt = turns[0].messages
+    # with several rows, each has the messages of its own turns
+    if trajectory.rows or (trajectory.by_step and turns):
+        row.messages = messages_of(turns)
+
     for number, turn in enumerate(turns):
         # the tokens before the first turn are the prompt of the row
         joined = turn.prompt_ids if number else ()
+        num_joined = len(joined)
         num_sampled = len(turn.response_ids)
         row.response_ids += [*joined, *turn.response_ids]
-        row.response_mask += [0] * len(joined) + [1] * num_sampled
-        row.log_probs += [0.0] * len(joined) + turn.log_probs
+        row.response_mask += [0] * num_joined + [1] * num_sampled
+        row.log_probs += [0.0] * num_joined + turn.log_probs
         # only sampled tokens have a version
-        row.versions += [-1] * len(joined) + turn.versions
-        row.scores += [0.0] * (len(joined) + num_sampled - 1) + [turn.reward]
+        row.versions += [-1] * num_joined + turn.versions
+        row.scores += [0.0] * (num_joined + num_sampled - 1) + [turn.reward]
     return row
 
 
@@ -157,9 +165,9 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
     parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for number, turn in enumerate(turns):
         num_sampled = len(turn.response_ids)
-        sampled = {name: values[:num_sampled] for name, values in of_response(turn.extra).items()}
         # tokens between two turns have no values
         num_joined = len(turn.prompt_ids) if number else 0
+        sampled = {name: values[:num_sampled] for name, values in of_response(turn.extra).items()}
         for name, values in of_response(sampled, num_joined).items():
             parts[name].append(values)
 
@@ -186,11 +194,13 @@ def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
     """Returns the columns of scores and counts."""
     scores = [row.scores for row in rows]
     episode_scores = [row.trajectory.score for row in rows]
+    start_steps = [row.trajectory.spec.start_step for row in rows]
+    num_turns = [len(row.trajectory.turns) for row in rows]
     return {
         "token_level_scores": right_padded(scores, response_length, dtype=torch.float32),
         "step": torch.tensor([row.step for row in rows]),
-        "start_step": torch.tensor([row.trajectory.spec.start_step for row in rows]),
-        "num_turns": torch.tensor([len(row.trajectory.turns) for row in rows]),
+        "start_step": torch.tensor(start_steps),
+        "num_turns": torch.tensor(num_turns),
         "episode_scores": torch.tensor(episode_scores, dtype=torch.float32),
     }
 
@@ -230,12 +240,16 @@ def _columns_of_kind(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[o
     """Returns the columns that come from the specification: of a program's task, or of an environment."""
     tasks = [trajectory.spec.row for trajectory in trajectories if isinstance(trajectory.spec, ProgramSpec)]
     if tasks:
-        # rewards read a ground truth, which a task of a program need not have
+        reward_models = []
+        for task in tasks:
+            # rewards read a ground truth, which a task of a program need not have
+            reward_models.append({"ground_truth": "", **task.get("reward_model", {})})
         return {
-            "reward_model": [{"ground_truth": "", **task.get("reward_model", {})} for task in tasks],
+            "reward_model": reward_models,
             "extra_info": [task.get("extra_info") or {} for task in tasks],
             "requests": [trajectory.requests for trajectory in trajectories],
         }
+
     specs = [trajectory.spec for trajectory in trajectories if isinstance(trajectory.spec, EpisodeSpec)]
     return {
         "reward_model": [{"ground_truth": ""} for _ in specs],

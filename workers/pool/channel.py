@@ -13,6 +13,7 @@ Value = TypeVar("Value")
 CONTROL = -1
 """Session number of messages about the process itself."""
 
+# `multiprocessing.Connection` begins a message with its size, to which the session number is added here
 _HEADER = struct.Struct("!iq")
 _NUMBER = struct.Struct("!q")
 _CHUNK_BYTES = 1 << 18
@@ -40,7 +41,8 @@ class Reply(Generic[Value]):
     def result(self) -> Value:
         """What the call returned. Must not be read if it failed."""
         assert self.error is None, self.error
-        return cast(Value, self.value)  # without an error, None is a returned value too
+        # without an error, None is a returned value too
+        return cast(Value, self.value)
 
 
 def packed(number: int, message: bytes) -> bytes:
@@ -90,6 +92,7 @@ class PoolEnd:
                 self._received += chunk
             self.is_closed = True
         except BlockingIOError:
+            # everything is read, and the other end is open
             pass
         except OSError:
             self.is_closed = True
@@ -101,9 +104,11 @@ class PoolEnd:
             # the size includes the number, which is part of the header here
             content_start = start + _HEADER.size
             end = content_start - _NUMBER.size + size
+            # the rest of the message has not arrived yet
             if len(self._received) < end:
                 break
-            messages.append((number, bytes(self._received[content_start:end])))
+            content = bytes(self._received[content_start:end])
+            messages.append((number, content))
             start = end
         del self._received[:start]
         return messages

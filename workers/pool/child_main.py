@@ -74,11 +74,13 @@ class AsyncCalls:
             Overdue: the coroutine took longer than the limit and was cancelled.
         """
         limited = self._awaited(work, timeout_s, subject, option)
-        return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(limited, self._loop)
+        return future.result()
 
     def _serve(self) -> None:
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by one task, which stores it as its error
+            # raised by one task, which stores it as its error; the loop goes on for the others
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
     async def _awaited(self, work: Coroutine[object, None, T], timeout_s: float, subject: str, option: str) -> T:
@@ -121,25 +123,41 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
         parent_pid: process of the pool.
         threads: maximum number of calls at the same time.
     """
-    die_with_parent(parent_pid)
-    become_subreaper()  # daemons of user code stay below this process, and end with it
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGTERM; programs of user code must not inherit that
-    faulthandler.enable(stacks_fd)
-    faulthandler.register(STACK_SIGNAL, stacks_fd)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     connection = Connection(socket_fd)
-    pid = os.getpid()
-    os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
-    os.register_at_fork(after_in_child=connection.close)  # the pool must not mistake a fork for this process
+    _prepare_process(connection, stacks_fd, parent_pid)
     child = Child(connection)
     try:
         _, make = unpacked(connection.recv_bytes())
         handler: Handler[object, object] = pickle.loads(make)()
-    except BaseException as error:  # the user's modules may raise anything; the pool reports it
+    except BaseException as error:
+        # the user's modules may raise anything; the pool reports it
         return child.deliver(Reply(CONTROL, error=error_text(error)))
     child.serve(handler, threads if handler.style in CONCURRENT else 1)
+
+
+def _prepare_process(connection: Connection, stacks_fd: int, parent_pid: int) -> None:
+    """Lets this process end with its pool, report its stacks, and survive what user code prints or forks.
+
+    Args:
+        connection: this process's end of the channel.
+        stacks_fd: file for the stacks of threads.
+        parent_pid: process of the pool.
+    """
+    die_with_parent(parent_pid)
+    # daemons of user code stay below this process, and end with it
+    become_subreaper()
+    # Ray blocks SIGTERM; programs of user code must not inherit that
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    faulthandler.enable(stacks_fd)
+    faulthandler.register(STACK_SIGNAL, stacks_fd)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # user code may print text that the encoding of the machine does not have
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    pid = os.getpid()
+    os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
+    # the pool must not mistake a fork for this process
+    os.register_at_fork(after_in_child=connection.close)
 
 
 def perform(session: int, work: Callable[[], T]) -> Reply[T]:
@@ -147,10 +165,12 @@ def perform(session: int, work: Callable[[], T]) -> Reply[T]:
     start_time = time.monotonic()
     try:
         value = work()
-    except BaseException as error:  # untrusted code, called only here, may even raise SystemExit
+    except BaseException as error:
+        # untrusted code, called only here, may even raise SystemExit
         seconds = time.monotonic() - start_time
         return Reply(session, None, seconds, error_text(error), is_timeout=isinstance(error, Overdue))
-    return Reply(session, value, time.monotonic() - start_time)
+    seconds = time.monotonic() - start_time
+    return Reply(session, value, seconds)
 
 
 def error_text(error: BaseException) -> str:
@@ -168,13 +188,16 @@ class Child:
         self._connection = connection
         self._pid = os.getpid()
         self._sending = threading.Lock()
-        self._threads: dict[int, int] = {}  # thread by session, for running calls
+        # thread by session, for running calls
+        self._threads: dict[int, int] = {}
         self._calls: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
 
     def serve(self, handler: Handler[object, object], threads: int) -> None:
         """Serves calls until the pool closes its end."""
+        # the first message tells the pool that calls can be sent, and how they run
         self.deliver(Reply(CONTROL, handler.style))
-        threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True).start()
+        reader = threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True)
+        reader.start()
         self._work(handler)
 
     def deliver(self, reply: Reply[object]) -> None:
@@ -186,31 +209,40 @@ class Child:
     def _read(self, handler: Handler[object, object], threads: int) -> None:
         """Reads calls until the pool closes its end, and starts a thread for each call while there are fewer than
         `threads`."""
+        # the main thread is the first one
+        num_threads = 1
         try:
             while True:
-                number, message = unpacked(self._connection.recv_bytes())
-                if number == CONTROL:
-                    time.sleep(_PONG_AFTER_S)  # calls that were blocked by another one, which just ended, can end first
+                session, message = unpacked(self._connection.recv_bytes())
+                if session == CONTROL:
+                    # calls that were blocked by another one, which just ended, can end first
+                    time.sleep(_PONG_AFTER_S)
                     self.deliver(Reply(CONTROL, self._stacks()))
                 elif not message:
-                    handler.end(number)
+                    handler.end(session)
                 else:
-                    self._calls.put((number, pickle.loads(message)))
-                    threads -= 1
-                    if threads > 0:
-                        threading.Thread(target=self._work, args=(handler,), daemon=True).start()
+                    payload = pickle.loads(message)
+                    self._calls.put((session, payload))
+                    if num_threads < threads:
+                        num_threads += 1
+                        worker = threading.Thread(target=self._work, args=(handler,), daemon=True)
+                        worker.start()
         except EOFError:
-            os._exit(0)  # the pool is gone, and nobody waits for running calls
-        except BaseException:  # user code closed the connection, or a message cannot be read
+            # the pool is gone, and nobody waits for running calls
+            os._exit(0)
+        except BaseException:
+            # user code closed the connection, or a message cannot be read
             os._exit(1)
 
     def _work(self, handler: Handler[object, object]) -> None:
         """Runs calls one after the other. Never returns."""
         while True:
             session, payload = self._calls.get()
+            # the stack of a coroutine is that of the event loop's thread
             self._threads[session] = handler.thread or threading.get_ident()
             reply = perform(session, partial(handler.run, session, payload))
-            if os.getpid() != self._pid:  # untrusted code forked; only the parent continues
+            # untrusted code forked; only the parent continues
+            if os.getpid() != self._pid:
                 os._exit(1)
             del self._threads[session]
             self.deliver(reply)
@@ -229,7 +261,8 @@ def _pickled(reply: Reply[object]) -> bytes:
     """Pickles a reply. A value that cannot be pickled, or is too long, becomes an error."""
     try:
         message = pickle.dumps(reply)
-    except Exception as error:  # pickling objects of untrusted code can raise anything
+    except Exception as error:
+        # pickling objects of untrusted code can raise anything
         reason = f"The returned value cannot be pickled: {type(error).__name__}: {error}"
     else:
         if len(message) <= _REPLY_BYTES_MAX:

@@ -69,14 +69,15 @@ class Process:
         output, printed = os.pipe()
         self._folder = new_folder("pool-")
         self._stacks = tempfile.TemporaryFile(buffering=0)
-        variables = os.environ if environment is None else environment
+        variables = dict(os.environ if environment is None else environment)
+        variables |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
         # the pool closes its copies of the process's ends, so that they close when the process ends
         with theirs, open(printed, "wb") as stdout:
             socket_fd = theirs.fileno()
             stacks_fd = self._stacks.fileno()
             self._tree = ProcessTree(
                 [sys.executable, "-u", "-c", _program(socket_fd, stacks_fd, threads)],
-                {**variables, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
+                variables,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stdout,
@@ -86,6 +87,7 @@ class Process:
         self.log_path = log_path
         self._printed_tail = b""
         self._is_killed = False
+        # a process blocks when nobody reads its pipe
         self._reader = threading.Thread(target=self._keep_output, args=(output,), name="pool-output", daemon=True)
         self._reader.start()
         self.threads = threads
@@ -121,24 +123,31 @@ class Process:
         self.channel.send(CONTROL, b"")
 
     # Any: what the code in the process has sent
+    # Any: what the code in the process has sent
     def receive(self) -> list[Reply[Any]]:
         """Returns the replies that have arrived. Sets channel.is_closed if the process is dead."""
         replies: list[Reply[Any]] = []
         for number, message in self.channel.receive():
             if number != CONTROL:
+                # untrusted code can write to the channel, too
                 if number not in self.sent:
-                    continue  # untrusted code can write to the channel, too
+                    continue
                 del self.sent[number]
-                # A thread of the process is free now, and takes the first call that waits. Its deadline starts here.
-                next_session = next(itertools.islice(self.sent, self.threads - 1, None), None)
-                if next_session is not None:
-                    self.sent[next_session] = time.monotonic()
+                self._start_next_deadline()
             try:
                 replies.append(pickle.loads(message))
-            except Exception as error:  # unpickling objects of untrusted code can raise anything
+            except Exception as error:
+                # unpickling objects of untrusted code can raise anything
                 reason = f"The returned value cannot be unpickled: {type(error).__name__}: {error}"
                 replies.append(Reply(number, error=reason))
         return replies
+
+    def _start_next_deadline(self) -> None:
+        """Starts the deadline of the first call that waited, because a thread of the process is free for it now."""
+        sessions = list(self.sent)
+        if len(sessions) >= self.threads:
+            next_session = sessions[self.threads - 1]
+            self.sent[next_session] = time.monotonic()
 
     def running(self) -> dict[int, float]:
         """Returns the sessions with a running call (in a dead process: at its death) and the start time of the call."""
@@ -161,12 +170,13 @@ class Process:
             time.sleep(_STACK_PAUSE_S)
             previous_text = text
             text = self._written_stacks()
-            if text == previous_text and text != text_before:  # the stacks arrive in several pieces
+            # the stacks arrive in several pieces; they are complete when no further piece comes
+            if text == previous_text and text != text_before:
                 break
         return text[-_MESSAGE_CHARS:]
 
     def last_words(self) -> str:
-        """Returns the crash stack of a dead process, or else the end of its output."""
+        """Returns the crash stack of a dead process, or else the end of its output, on lines of their own."""
         text = self.crash()
         if not text:
             text = self._printed_tail.decode(errors="replace")[-_MESSAGE_CHARS:]
@@ -219,7 +229,7 @@ class Process:
         path = self.log_path or os.devnull
         is_long = os.path.exists(path) and os.path.getsize(path) > PRINTED_BYTES_MAX
         mode = "wb" if is_long else "ab"
-        left = PRINTED_BYTES_MAX
+        bytes_left = PRINTED_BYTES_MAX
         try:
             log_file = open(path, mode, buffering=0)
         except OSError:
@@ -228,19 +238,26 @@ class Process:
             # read to the end also when the log is full: the process would wait for room in the pipe
             while chunk := pipe.read(1 << 16):
                 self._printed_tail = (self._printed_tail + chunk)[-_MESSAGE_CHARS:]
-                if left <= 0:
+                if bytes_left <= 0:
                     continue
-                left -= len(chunk)
-                text = chunk if left > 0 else _LAST_LINE
+                bytes_left -= len(chunk)
+                text = chunk if bytes_left > 0 else _LAST_LINE
                 with contextlib.suppress(OSError):
-                    if not os.path.exists(path):  # somebody deleted the run folder
-                        os.makedirs(os.path.dirname(path), exist_ok=True)
-                        with open(path, "ab") as new_log:
-                            os.dup2(new_log.fileno(), log.fileno(), inheritable=False)
+                    # somebody deleted the run folder
+                    if not os.path.exists(path):
+                        _reopen(log.fileno(), path)
                     log.write(text)
+
+
+def _reopen(file_descriptor: int, path: str) -> None:
+    """Lets an open file write to a new file at its path, whose folder is created."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "ab") as new_file:
+        os.dup2(new_file.fileno(), file_descriptor, inheritable=False)
 
 
 def _program(socket_fd: int, stacks_fd: int, threads: int) -> str:
     """Returns the code of a supervised process. For the arguments see `child_main.main`."""
     arguments = f"{socket_fd}, {stacks_fd}, {os.getpid()}, {threads}"
+    # with the caller's path, so that the process finds the same modules
     return f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child_main import main; main({arguments})"

@@ -31,9 +31,12 @@ Payload = TypeVar("Payload")
 Value = TypeVar("Value")
 
 START_TIMEOUT_S = 120.0
-_CHECK_S = 0.25  # time between two looks at the deadlines
-_ANSWER_S = 3.0  # a process that does not answer a ping for so long is frozen
+_CHECK_S = 0.25
+"""Seconds between two looks at the deadlines."""
+_ANSWER_S = 3.0
+"""Seconds after which a process that does not answer a ping is frozen."""
 _FAILED_STARTS_MAX = 3
+"""Number of processes in a row that may die while they start."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,11 @@ class ProcessPool(Generic[Payload, Value]):
         while True:
             if time.monotonic() >= self._next_check:
                 self._check()
+            # the check may have ended sessions, whose replies need no wait
             sleep_s = 0.0
             if not self._replies:
-                sleep_s = max(0.0, min(until, self._next_check) - time.monotonic())
+                wake_up = min(until, self._next_check)
+                sleep_s = max(0.0, wake_up - time.monotonic())
             is_woken = self._receive(sleep_s)
             if is_woken or self._replies or time.monotonic() >= until:
                 replies = self._replies
@@ -176,14 +181,17 @@ class ProcessPool(Generic[Payload, Value]):
 
     def wake(self) -> None:
         """Interrupts a waiting `poll`. Can be called from any thread."""
-        try:
+        # the socket is full of unread wake-ups, or the pool is closed
+        with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
-        except OSError:  # the socket is full of unread wake-ups, or the pool is closed
-            pass
 
     def emptiest(self) -> Process:
         """Returns the process with the fewest sessions, preferring processes that are ready."""
-        return min(self._open_processes(), key=lambda process: (not process.is_loaded, len(process.sessions)))
+
+        def priority(process: Process) -> tuple[bool, int]:
+            return not process.is_loaded, len(process.sessions)
+
+        return min(self._open_processes(), key=priority)
 
     def _open_processes(self) -> list[Process]:
         """Returns the processes that accept new sessions."""
@@ -211,11 +219,13 @@ class ProcessPool(Generic[Payload, Value]):
             self._start(self._spec.threads)
 
     def _start(self, threads: int, *, is_alone: bool = False) -> Process:
+        """Starts a process, which accepts calls when it has reported its start."""
         log_path = None
         if self._spec.log_dir is not None:
             log_path = self._free_log_path(Path(self._spec.log_dir))
         process = Process(self._make, threads, log_path, is_alone=is_alone, environment=self._spec.environment)
         self._processes.append(process)
+        # its start has a time limit, too
         self._next_check = 0.0
         return process
 
@@ -233,6 +243,7 @@ class ProcessPool(Generic[Payload, Value]):
             number += 1
 
     def _dispose(self, process: Process) -> None:
+        """Kills a process, removes it and closes its files."""
         process.kill()
         self._processes.remove(process)
         process.close()
@@ -243,25 +254,31 @@ class ProcessPool(Generic[Payload, Value]):
         """Sends the session's next call, if there is one. Finished calls that its process has not run are repeated
         first."""
         process = session.process
-        if session.call is None or session.number in process.sent or (process.is_alone and process.sent):
+        if session.call is None or session.number in process.sent:
+            return
+        # the next crash of such a process has to name its session
+        if process.is_alone and process.sent:
             return
         if session.seen < len(session.done):
             payload, _ = session.done[session.seen]
         else:
-            (payload,) = session.call
+            [payload] = session.call
         process.send(session.number, payload)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
 
     def _answer(self, session: _Session[Payload], reply: Reply[Value]) -> None:
+        """Returns a reply with the next `poll`. Ends the session after an error, or if it is a single call."""
         session.call = None
         self._replies.append(reply)
         if reply.error is not None or self._spec.digest is None:
             self._forget(session)
 
     def _forget(self, session: _Session[Payload]) -> None:
+        """Ends a session, and its process if this ran only suspects and has none left."""
         process = session.process
         del self._sessions[session.number]
         process.sessions.discard(session.number)
+        # the process of a session that failed with it has ended already
         if process not in self._processes:
             return
         if process.is_alone and not process.sessions:
@@ -290,6 +307,7 @@ class ProcessPool(Generic[Payload, Value]):
         return self._wake_reader in ready and bool(self._wake_reader.recv(4096))
 
     def _take_messages(self, process: Process) -> None:
+        """Processes the messages of a process: replies of calls, the report of its start, and answers to pings."""
         for reply in process.receive():
             if reply.session != CONTROL:
                 self._take_reply(process, reply)
@@ -299,16 +317,23 @@ class ProcessPool(Generic[Payload, Value]):
             elif reply.error is not None:
                 raise self._spec.error(f"The {self._spec.what} does not load.\n{reply.error}")
             else:
-                process.is_loaded = True
-                self.style = str(reply.value)
-                self._failed_starts = 0
-                process.begin(process.threads if self.style in CONCURRENT else 1)
-                # handlers that end late calls themselves get time for it before their process is killed
-                self._timeout_s = self._spec.timeout_s + CANCEL_S.get(self.style, 0.0)
-                self.wake()  # new sessions can start
+                self._take_start(process, str(reply.value))
+
+    def _take_start(self, process: Process, style: str) -> None:
+        """Marks a process as ready. style: of its handler."""
+        process.is_loaded = True
+        self.style = style
+        self._failed_starts = 0
+        process.begin(process.threads if style in CONCURRENT else 1)
+        # handlers that end late calls themselves get time for it before their process is killed
+        self._timeout_s = self._spec.timeout_s + CANCEL_S.get(style, 0.0)
+        # new sessions can start
+        self.wake()
 
     def _take_reply(self, process: Process, reply: Reply[Value]) -> None:
+        """Processes the reply of a call, which may repeat one that another process has run."""
         session = self._sessions.get(reply.session)
+        # a session that has failed, or that continues in another process
         if session is None or session.process is not process:
             return
         digest: str | None = None
@@ -320,12 +345,13 @@ class ProcessPool(Generic[Payload, Value]):
             self._take_repeated_reply(session, reply, digest)
         else:
             if digest is not None and session.call is not None:
-                (payload,) = session.call
+                [payload] = session.call
                 session.done.append((payload, digest))
                 session.seen += 1
             self._answer(session, reply)
 
-        if process.is_alone and process in self._processes:  # the next of its sessions can run
+        # the next of its sessions can run
+        if process.is_alone and process in self._processes:
             for number in sorted(process.sessions):
                 self._advance(self._sessions[number])
 
@@ -349,26 +375,31 @@ class ProcessPool(Generic[Payload, Value]):
         now = time.monotonic()
         self._next_check = math.inf
         for process in list(self._processes):
-            has_left = process not in self._processes  # the check of another one has ended it
+            # the check of another one has ended it
+            if process not in self._processes:
+                continue
             is_idle = process.is_loaded and not process.sent
-            if not has_left and not is_idle:
+            if not is_idle:
                 self._next_check = now + self._check_s
                 self._check_process(process, now)
 
     def _check_process(self, process: Process, now: float) -> None:
+        """Raises the spec's `error` for a start that takes too long. Looks closer at a process with an overdue call,
+        and ends it if it is frozen."""
         if not process.is_loaded:
             if now > process.started_at + START_TIMEOUT_S:
                 how = f"took longer than {START_TIMEOUT_S:g} s to start.{process.last_words()}"
                 raise self._spec.error(f"The {self._spec.what}'s process {how}")
-        elif process.pinged_at is not None:
-            if now > process.pinged_at + _ANSWER_S:
-                stacks = process.stacks()
-                # the answer may have come in the meantime
-                self._take_messages(process)
-                if process.pinged_at is not None and process in self._processes:
-                    self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
-        elif any(now > since + self._timeout_s for since in process.running().values()):
-            process.ping()
+        elif process.pinged_at is None:
+            latest_start = now - self._timeout_s
+            if any(started < latest_start for started in process.running().values()):
+                process.ping()
+        elif now > process.pinged_at + _ANSWER_S:
+            stacks = process.stacks()
+            # the answer may have come in the meantime
+            self._take_messages(process)
+            if process.pinged_at is not None and process in self._processes:
+                self._end_overdue(process, dict.fromkeys(process.sent, stacks), is_frozen=True)
 
     def _end_overdue(self, process: Process, stacks: Mapping[int, str] | None, *, is_frozen: bool) -> None:
         """Kills a process that has an overdue call.
@@ -410,29 +441,23 @@ class ProcessPool(Generic[Payload, Value]):
         process.kill()
         # a call that ended just before the process did has its reply in the channel, and must not be repeated
         self._take_messages(process)
+        # a last message has already removed the process
         if process not in self._processes:
-            return  # a last message has already removed the process
+            return
         running = list(process.running())
         candidates = [number for number in culprits or running if number in running]
         # of several running calls, the stack of a crash does not name the session
         is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
         last_words = process.last_words()
-        process.note(f"this process was replaced: the {self._spec.what} {how}")
-        if not process.is_alone:
-            self.processes_replaced += 1
         sessions = [self._sessions[number] for number in sorted(process.sessions)]
-        self._dispose(process)
-        if not process.is_loaded:
-            self._failed_starts += 1
-            if self.style is None or self._failed_starts >= _FAILED_STARTS_MAX:
-                raise self._spec.error(f"The {self._spec.what} {how} while it started.{last_words}")
-        self._fill()
+        self._replace(process, how, last_words)
 
         failed = candidates if is_certain else []
         suspects = [] if is_certain else candidates
         survivors = []
         for session in sessions:
-            session.seen = 0  # the next process has run none of its calls
+            # the next process has run none of its calls
+            session.seen = 0
             if session.number not in failed:
                 survivors.append(session)
                 continue
@@ -441,6 +466,24 @@ class ProcessPool(Generic[Payload, Value]):
             error = f"The {self._spec.what} {how}; its process was replaced.{details}"
             self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
         self._continue_elsewhere(survivors, running, suspects)
+
+    def _replace(self, process: Process, how: str, last_words: str) -> None:
+        """Removes a process and starts another one. Raises the spec's `error` if processes die while they start.
+
+        Args:
+            process: The process.
+            how: How it ended, for messages.
+            last_words: Its crash stack or the end of its output.
+        """
+        process.note(f"this process was replaced: the {self._spec.what} {how}")
+        if not process.is_alone:
+            self.processes_replaced += 1
+        self._dispose(process)
+        if not process.is_loaded:
+            self._failed_starts += 1
+            if self.style is None or self._failed_starts >= _FAILED_STARTS_MAX:
+                raise self._spec.error(f"The {self._spec.what} {how} while it started.{last_words}")
+        self._fill()
 
     def _continue_elsewhere(
         self, sessions: Sequence[_Session[Payload]], running: Sequence[int], suspects: Sequence[int]

@@ -23,10 +23,13 @@ from workers.pool.channel import Reply
 from workers.pool.child_main import AsyncCalls
 from workers.pool.process_pool import PoolSpec, ProcessPool
 
-# A process gets calls for this time ahead, so that it need not wait for the pool between short calls.
 _SENT_AHEAD_S = 0.05
+"""A process gets calls for this time ahead, so that it need not wait for the pool between short calls."""
 _SENT_AHEAD_MAX = 256
+_AVERAGED_CALLS = 8
+"""Number of calls over which their duration is averaged, about."""
 _ROW_CHARACTERS = 4000
+"""Longest row in an error message."""
 
 
 class RewardError(UserError):
@@ -96,13 +99,16 @@ class RewardPool:
             timeout_s=config.timeout_s,
             log_dir=log_dir,
         )
+        # guards the keys of samples without a result, the results, and the reason why there will be no more
         self._changed = threading.Condition()
         self._expected: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
         self._failure: str | None = None
-        self._inline: Scorer | None = None  # used without processes
+        # used without processes
+        self._inline: Scorer | None = None
         self._queue: deque[RewardItem] = deque()
-        self._alone: deque[RewardItem] = deque()  # samples of failed lists, which are scored one by one
+        # samples of failed lists, which are scored one by one
+        self._alone: deque[RewardItem] = deque()
         self._sent: dict[int, list[RewardItem]] = {}
         self._numbers = itertools.count()
         self._rate = RateLimit(config.max_rpm)
@@ -131,14 +137,18 @@ class RewardPool:
                     raise ValueError(f"reward sample {item.key!r} is already submitted and not yet collected")
                 self._expected.add(item.key)
         if self._inline is not None:
-            size = self._config.batch_size if self._inline.style == "batch" else 1
-            for start in range(0, len(items), size):
-                called_items = items[start : start + size]
-                self._store_results(called_items, self._inline.score_all(called_items))
+            self._score_inline(self._inline, items)
             return
         self._queue.extend(items)
         if self._pool is not None:
             self._pool.wake()
+
+    def _score_inline(self, scorer: Scorer, items: list[RewardItem]) -> None:
+        """Scores samples in this thread, in lists of the size that processes would get."""
+        size = self._config.batch_size if scorer.style == "batch" else 1
+        for start in range(0, len(items), size):
+            called_items = items[start : start + size]
+            self._store_results(called_items, scorer.score_all(called_items))
 
     def collect(self, keys: Iterable[Hashable]) -> dict[Hashable, RewardResult]:
         """Waits for the results of these keys and returns them in the order of the keys, each result once.
@@ -184,31 +194,29 @@ class RewardPool:
             RewardError: if the function fails on a row, with its traceback and the row.
             UserError: for a source without a reward function.
         """
+        # a function of the user's own scores every source
         if asks_by_source(self._config):
             _load(self._config, self._modules)
             for data_source in data_sources:
                 find_reward(data_source)
+
         rows = list(rows)
         items = []
         for number, row in enumerate(rows):
             answer = str(row["reward_model"]["ground_truth"])
             items.append(RewardItem.of_row(("dry_run", number), row, answer, row.get("images", ())))
         self.submit(items)
-        results = list(self.collect(item.key for item in items).values())
-        for row, result in zip(rows, results, strict=True):
-            if not result.failed:
-                continue
-            row_without_images = {**row, "images": len(row.get("images", ()))}
-            row_text = json.dumps(row_without_images, indent=2, default=str)[:_ROW_CHARACTERS]
-            raise RewardError(
-                "The reward function fails on a row of the dataset, given its ground truth as the answer. "
-                f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{row_text}"
-            )
-        return [result.extra for result in results]
+        results = self.collect(item.key for item in items)
+        for row, result in zip(rows, results.values(), strict=True):
+            if result.failed:
+                raise _row_error(row, result)
+        return [result.extra for result in results.values()]
 
     def processes_replaced(self) -> int:
         """Returns the number of reward processes that died or were killed, and were replaced."""
-        return 0 if self._pool is None else self._pool.processes_replaced
+        if self._pool is None:
+            return 0
+        return self._pool.processes_replaced
 
     def close(self) -> None:
         """Kills all reward processes. Samples that are not collected are lost."""
@@ -234,22 +242,26 @@ class RewardPool:
     # ------------------------------------------------------------------------ the thread that uses the processes
 
     def _serve(self) -> None:
+        """Runs the processes until the pool is closed. The thread that starts them must outlive them."""
         try:
             pool = ProcessPool(self._spec)
             self._pool = pool
             while not self._is_closing:
                 next_call = self._send_queued(pool)
-                for reply in pool.poll(max(0.0, next_call - time.monotonic())):
+                wait_s = max(0.0, next_call - time.monotonic())
+                for reply in pool.poll(wait_s):
                     self._handle_reply(reply)
             reason = "The reward pool is closed."
         except RewardError as error:
             reason = printable(str(error))
-        except OSError as error:  # such as a full process table, too many open files or a full disk
+        # such as a full process table, too many open files or a full disk
+        except OSError as error:
             reason = f"The rewards' processes cannot be started or reached on this machine: {printable(str(error))}"
         except BaseException as error:
             reason = f"The reward pool's thread died: {type(error).__name__}: {printable(str(error))}"
             raise
-        finally:  # also after an unexpected error, so that no thread waits forever
+        finally:
+            # also after an unexpected error, so that no thread waits forever
             if self._pool is not None:
                 self._pool.close()
             with self._changed:
@@ -264,9 +276,11 @@ class RewardPool:
         """
         while items := self._alone or self._queue:
             process = pool.emptiest()
+            # the pool ends its wait when a process becomes ready
             if not process.is_loaded:
                 break
-            if items[0].key not in self._expected:  # it was cancelled
+            # it was cancelled
+            if items[0].key not in self._expected:
                 items.popleft()
                 continue
 
@@ -275,15 +289,16 @@ class RewardPool:
             size = 1
             if pool.style == "batch" and items is self._queue:
                 size = min(share, self._config.batch_size)
-            calls = self._allowed_calls(pool.style, len(process.sessions), share)
-            if calls <= 0:
+            num_calls = self._allowed_calls(pool.style, len(process.sessions), share)
+            if num_calls <= 0:
                 break
-            for _ in range(calls):
+            for _ in range(num_calls):
                 if not self._rate.take():
                     return self._rate.next_call
                 number = next(self._numbers)
-                self._sent[number] = [items.popleft() for _ in range(size)]
-                pool.submit(number, self._sent[number], process)
+                called_items = [items.popleft() for _ in range(size)]
+                self._sent[number] = called_items
+                pool.submit(number, called_items, process)
         return math.inf
 
     def _allowed_calls(self, style: str | None, in_flight: int, share: int) -> int:
@@ -295,9 +310,12 @@ class RewardPool:
             share: the process's share of the queued samples.
         """
         if style == "async":
-            most = self._config.max_concurrent - len(self._sent)
-            return min(share, self._spec.threads - in_flight, most)
-        if in_flight:  # a hanging call delays only the samples sent together with it
+            free_in_process = self._spec.threads - in_flight
+            # the threads of all processes may be more than reward.max_concurrent, because they are rounded up
+            free_in_run = self._config.max_concurrent - len(self._sent)
+            return min(share, free_in_process, free_in_run)
+        # a hanging call delays only the samples sent together with it
+        if in_flight:
             return 0
         if style == "batch":
             return 1
@@ -305,9 +323,11 @@ class RewardPool:
         return min(share, ahead, _SENT_AHEAD_MAX)
 
     def _handle_reply(self, reply: Reply[list[RewardResult]]) -> None:
+        """Stores the results of a call, or repeats it for its samples one by one."""
         items = self._sent.pop(reply.session)
-        # a moving average over about eight calls
-        self._seconds_per_call += (max(1e-6, reply.seconds) - self._seconds_per_call) / 8
+        # a moving average
+        seconds = max(1e-6, reply.seconds)
+        self._seconds_per_call += (seconds - self._seconds_per_call) / _AVERAGED_CALLS
         if reply.error is None:
             self._store_results(items, reply.result)
         elif len(items) > 1:
@@ -315,6 +335,17 @@ class RewardPool:
             self._alone.extend(items)
         else:
             self._store_results(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
+
+
+def _row_error(row: JsonMapping, result: RewardResult) -> RewardError:
+    """Returns the error of a row of the dataset on which the reward function fails."""
+    # the number of its images instead of their data
+    row_without_images = {**row, "images": len(row.get("images", ()))}
+    row_text = json.dumps(row_without_images, indent=2, default=str)[:_ROW_CHARACTERS]
+    return RewardError(
+        "The reward function fails on a row of the dataset, given its ground truth as the answer. "
+        f"Nothing was started.\n{printable(result.error or '')}\nThe row:\n{row_text}"
+    )
 
 
 class RateLimit:
@@ -327,7 +358,8 @@ class RateLimit:
         next_call: Value of `time.monotonic` at the next call.
     """
 
-    _CATCH_UP_S = 0.1  # after a late call, the next one may start earlier by up to this time
+    _CATCH_UP_S = 0.1
+    """Time by which a call may start earlier after a late one."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._interval_s = 60.0 / per_minute if per_minute else 0.0
@@ -339,5 +371,7 @@ class RateLimit:
         if self.next_call > now:
             return False
         if self._interval_s:
-            self.next_call = max(self.next_call, now - self._CATCH_UP_S) + self._interval_s
+            # a long pause must not allow many calls at once
+            planned = max(self.next_call, now - self._CATCH_UP_S)
+            self.next_call = planned + self._interval_s
         return True

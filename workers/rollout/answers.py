@@ -21,6 +21,7 @@ from workers.rollout.runner import Runner
 from workers.rollout.specs import AnswerSpec, GroupPlan
 
 EMPTY = Response([], [], [], [], "", {})
+"""The response of a row that is not sampled."""
 
 
 def answer_plans(
@@ -34,12 +35,15 @@ def answer_plans(
             rank and beside any other rows. Rows marked `is_padding` are not sampled; those marked `is_greedy` are
             decoded greedily. Rewards read sample_id, data_source, reward_model, extra_info and raw_prompt.
         sizes, keys: number of rows and name of each group.
+        seed: seed of the run.
+        step: step of the batch.
     """
     tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
     start = 0
     for size, key in zip(sizes, keys, strict=True):
-        numbers = range(start, start + size)
-        samples = [_answer_spec(tensors, rows.non_tensor_batch, row, seed, step) for row in numbers]
+        samples = []
+        for row in range(start, start + size):
+            samples.append(_answer_spec(tensors, rows.non_tensor_batch, row, seed, step))
         yield GroupPlan(key, tuple(samples))
         start += size
 
@@ -48,20 +52,24 @@ def _answer_spec(
     tensors: Mapping[str, torch.Tensor], columns: Mapping[str, np.ndarray], row: int, seed: int, step: int
 ) -> AnswerSpec:
     """Returns the specification of one row; see `answer_plans`."""
-    images: ImageInputs | None = columns[MULTI_MODAL_INPUTS][row] if MULTI_MODAL_INPUTS in columns else None
+    images: ImageInputs | None = None
+    if MULTI_MODAL_INPUTS in columns:
+        images = columns[MULTI_MODAL_INPUTS][row]
 
     # without these columns, as in a loop of the user, no reward function is called
-    item = None
+    item: RewardItem | None = None
     if "sample_id" in columns and "reward_model" in columns:
         values = {name: columns[name][row] for name in READ_BY_REWARDS}
         files = () if images is None else images.files
         item = RewardItem.of_row(columns["sample_id"][row], values, "", files)
 
-    prompt_mask = tensors["prompt_mask"][row].bool()
+    prompt = tensors["prompts"][row]
+    is_token = tensors["prompt_mask"][row].bool()
+    sample = int(columns["sample"][row])
     return AnswerSpec(
-        prompt_ids=tuple(tensors["prompts"][row][prompt_mask].tolist()),
-        prompt_length=tensors["prompts"].shape[1],
-        seed=derive_seed(seed, step, columns["uid"][row], int(columns["sample"][row])),
+        prompt_ids=tuple(prompt[is_token].tolist()),
+        prompt_length=len(prompt),
+        seed=derive_seed(seed, step, columns["uid"][row], sample),
         is_greedy="is_greedy" in columns and bool(columns["is_greedy"][row]),
         is_padding="is_padding" in tensors and bool(tensors["is_padding"][row]),
         item=item,
@@ -71,7 +79,12 @@ def _answer_spec(
 
 @dataclass(frozen=True)
 class _Group:
-    """A running group. completions: the answers that have ended, by their number in the group."""
+    """A running group.
+
+    Attributes:
+        samples: Specifications of its answers.
+        completions: The answers that have ended, by their number in the group.
+    """
 
     samples: tuple[AnswerSpec, ...]
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -113,26 +126,33 @@ class AnswerRunner:
         self._groups: dict[str, _Group] = {}
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
+        """Submits the answers of a group that are not complete yet."""
         group = _Group(plan.samples_of(AnswerSpec))
         self._groups[plan.key] = group
-        sampled = replace(sampling, stop_token_ids=self._stop_token_ids)
-        greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+        random_sampling = replace(sampling, stop_token_ids=self._stop_token_ids)
+        greedy_sampling = replace(random_sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
-        whole_answers: list[tuple[tuple[str, int], Completion]] = []
+        complete_answers: list[tuple[tuple[str, int], Completion]] = []
         for number, spec in enumerate(group.samples):
-            name = f"{plan.key}/{number}"
+            owner = (plan.key, number)
+            request_id = _request_id(plan.key, number)
+            if spec.is_padding:
+                continue
+            # complete before the checkpoint from which the run resumes
             if spec.finish_reason is not None:
-                # complete before the checkpoint from which the run resumes
                 tokens, log_probs, versions = spec.sampled.lists()
-                completion = Completion(name, tokens, log_probs, spec.finish_reason, versions)
-                whole_answers.append(((plan.key, number), completion))
-            elif not spec.is_padding:
-                params = replace(greedy if spec.is_greedy else sampled, seed=spec.seed)
-                request = Request(name, spec.prompt_ids, params, spec.sampled, images=spec.images)
-                self._runner.submit(request, (plan.key, number))
-        self._store(whole_answers)
+                completion = Completion(request_id, tokens, log_probs, spec.finish_reason, versions)
+                complete_answers.append((owner, completion))
+                continue
+            params = greedy_sampling if spec.is_greedy else random_sampling
+            params = replace(params, seed=spec.seed)
+            request = Request(request_id, spec.prompt_ids, params, spec.sampled, images=spec.images)
+            self._runner.submit(request, owner)
+        # rewards that were not collected have ended with the processes of the earlier run
+        self._store(complete_answers)
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
+        """Makes engine steps and stores the answers that end. There are no other processes to wait for."""
         if not self._runner.is_decoding:
             return
         self._store(self._runner.step(until_completion))
@@ -153,45 +173,57 @@ class AnswerRunner:
         return not self._groups[key].unfinished()
 
     def snapshot(self, key: str) -> GroupPlan:
+        """Returns a plan with the tokens that were sampled so far, from which an engine continues the group."""
         group = self._groups[key]
         requests = dict(zip(group.unfinished(), self._unfinished_requests(key), strict=True))
         samples = []
         for number, spec in enumerate(group.samples):
-            if number in group.completions:
-                completion = group.completions[number]
-                whole = Sampled(tuple(completion.token_ids), tuple(completion.log_probs), tuple(completion.versions))
-                spec = replace(spec, sampled=whole, finish_reason=completion.finish_reason)
+            completion = group.completions.get(number)
+            if completion is not None:
+                samples.append(_complete_spec(spec, completion))
             elif number in requests:
-                spec = replace(spec, sampled=requests[number].sampled)
-            samples.append(spec)
+                # the tokens that the engine has sampled so far
+                samples.append(replace(spec, sampled=requests[number].sampled))
+            else:
+                # a row of padding
+                samples.append(spec)
         return GroupPlan(key, tuple(samples))
 
     def _unfinished_requests(self, key: str) -> list[Request]:
-        """Returns requests that continue the running answers of a group."""
-        names = [f"{key}/{number}" for number in self._groups[key].unfinished()]
-        return self._runner.engine.snapshot(names)
+        """Returns requests that continue the running answers of a group, in the order of their numbers."""
+        request_ids = [_request_id(key, number) for number in self._groups[key].unfinished()]
+        return self._runner.engine.snapshot(request_ids)
 
     def abort(self, key: str) -> int:
+        """Ends a group without rows. Returns the number of tokens that it had sampled, complete answers included."""
+        # before the requests are aborted, because the engine then forgets their tokens
         running = self._unfinished_requests(key)
         self._runner.abort([request.request_id for request in running])
         group = self._groups.pop(key)
-        running_tokens = sum(len(request.sampled.token_ids) for request in running)
-        complete_tokens = sum(len(completion.token_ids) for completion in group.completions.values())
-        return running_tokens + complete_tokens
+        num_tokens = 0
+        for request in running:
+            num_tokens += len(request.sampled.token_ids)
+        for completion in group.completions.values():
+            num_tokens += len(completion.token_ids)
+        return num_tokens
 
     def take(self, key: str) -> CompleteGroup:
+        """Removes a complete group and returns its rows."""
         group = self._groups.pop(key)
-        samples = group.samples
-        prompt_ids = [spec.prompt_ids for spec in samples]
-        prompts, mask = left_padded(prompt_ids, samples[0].prompt_length, self._pad_token_id)
+        prompt_ids = [spec.prompt_ids for spec in group.samples]
+        prompt_length = group.samples[0].prompt_length
+        prompts, mask = left_padded(prompt_ids, prompt_length, self._pad_token_id)
 
         responses = []
-        for number in range(len(samples)):
-            completion = group.completions.get(number)
+        for number in range(len(group.samples)):
             # rows of padding have no completion, but the columns need a row for each sample
-            responses.append(EMPTY if completion is None else _response(completion))
+            response = EMPTY
+            if number in group.completions:
+                response = _response(group.completions[number])
+            responses.append(response)
         outputs = self._runner.engine.extra_outputs
-        return CompleteGroup(write_rows(prompts, mask, responses, self._response_length, self._pad_token_id, outputs))
+        rows = write_rows(prompts, mask, responses, self._response_length, self._pad_token_id, outputs)
+        return CompleteGroup(rows)
 
     @property
     def is_decoding(self) -> bool:
@@ -204,7 +236,21 @@ class AnswerRunner:
         """Does nothing: answers need only the engine."""
 
 
+def _request_id(key: str, number: int) -> str:
+    """Returns the name of an answer in the engine: that of its group, and its number in the group."""
+    return f"{key}/{number}"
+
+
+def _complete_spec(spec: AnswerSpec, completion: Completion) -> AnswerSpec:
+    """Returns the specification of an answer that has ended, from which a resumed run takes it as it is."""
+    tokens = tuple(completion.token_ids)
+    log_probs = tuple(completion.log_probs)
+    whole_answer = Sampled(tokens, log_probs, tuple(completion.versions))
+    return replace(spec, sampled=whole_answer, finish_reason=completion.finish_reason)
+
+
 def _response(completion: Completion) -> Response:
+    """Returns the response of a row in which the policy sampled every token."""
     return Response(
         token_ids=completion.token_ids,
         mask=[1] * len(completion.token_ids),

@@ -31,7 +31,8 @@ class GroupQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedGroup] = deque()
-        self._engine_of: dict[str, int] = {}  # engines of the groups that were taken and not removed
+        # engines of the groups that were taken and not removed
+        self._engine_of: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def put(self, groups: Iterable[QueuedGroup], first: bool = False) -> None:

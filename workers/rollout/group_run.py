@@ -42,7 +42,7 @@ class SampleRunner(Protocol):
         """Starts the samples of a group. Raises TypeError if they are of another kind."""
 
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
-        """Makes at most one engine step.
+        """Makes at most one engine step, or steps until a request finishes.
 
         Args:
             wait_s: Seconds to wait for other processes if there is nothing to decode.
@@ -77,10 +77,14 @@ class GroupRun:
 
     def __init__(self, runner: SampleRunner) -> None:
         self._runner = runner
-        self._open: dict[str, int] = {}  # number of samples of each running group, by key
+        # number of samples of each running group, by key
+        self._open: dict[str, int] = {}
         self._complete: list[tuple[GroupReport, DataProto]] = []
+        # end of the last slice
         self._sliced_at = time.perf_counter()
-        self._active_s = self._beside_s = 0.0
+        # durations of the calls that only sample, and of the slices beside other work
+        self._active_s = 0.0
+        self._beside_s = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -103,6 +107,7 @@ class GroupRun:
         for plan in plans:
             self._runner.begin(plan, sampling)
             self._open[plan.key] = len(plan.samples)
+        # environments and programs of the groups start now, and not at the next call
         if plans:
             self.advance()
         self._active_s += time.perf_counter() - started
@@ -115,17 +120,20 @@ class GroupRun:
         """
         started = time.perf_counter()
         wanted = set(keys)
+        until = None if seconds is None else started + seconds
         while not wanted.isdisjoint(self._open):
-            if seconds is not None and time.perf_counter() - started >= seconds:
+            if until is not None and time.perf_counter() >= until:
                 break
-            self.advance(WAIT_S, until_completion=seconds is None)
+            # a call with a limit looks at the clock between two engine steps
+            self.advance(WAIT_S, until_completion=until is None)
         self._active_s += time.perf_counter() - started
-        return self.take(with_metrics=seconds is None)
+        return self.take(with_metrics=until is None)
 
     def run_for(self, seconds: float) -> None:
         """Runs the groups for this time, or until one of them is complete."""
         started = time.perf_counter()
-        while self._open and not self._complete and time.perf_counter() - started < seconds:
+        until = started + seconds
+        while self._open and not self._complete and time.perf_counter() < until:
             self.advance(WAIT_S)
         self._active_s += time.perf_counter() - started
 
@@ -137,23 +145,32 @@ class GroupRun:
         if not complete:
             return GroupResults([], None, metrics)
 
+        reports = [report for report, _ in complete]
         rows = DataProto.concat([group_rows for _, group_rows in complete])
-        tensors = [column for column in rows.batch.values() if isinstance(column, torch.Tensor)]
-        count_moved(sum(tensor.nbytes for tensor in tensors))
-        return GroupResults([report for report, _ in complete], rows, metrics)
+        # the driver gets them over Ray
+        for column in rows.batch.values():
+            if isinstance(column, torch.Tensor):
+                count_moved(column.nbytes)
+        return GroupResults(reports, rows, metrics)
 
     def snapshot(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups, as far as their samples can be continued."""
-        plans = [self._runner.snapshot(key) for key in self._open]
-        return [plan for plan in plans if plan is not None]
+        plans = []
+        for key in self._open:
+            plan = self._runner.snapshot(key)
+            if plan is not None:
+                plans.append(plan)
+        return plans
 
     def abort(self, keys: Collection[str]) -> int:
         """Ends running groups without rows, and forgets complete ones. Returns the number of tokens of the former."""
-        running = [key for key in self._open if key in keys]
-        for key in running:
-            del self._open[key]
         self._complete = [(report, rows) for report, rows in self._complete if report.key not in keys]
-        return sum(self._runner.abort(key) for key in running)
+        num_tokens = 0
+        for key in list(self._open):
+            if key in keys:
+                del self._open[key]
+                num_tokens += self._runner.abort(key)
+        return num_tokens
 
     def run_slice(self) -> None:
         """Runs the groups between two parts of other work of the process: at most as long as that work took since the
@@ -161,7 +178,9 @@ class GroupRun:
         if self.is_idle:
             return
         started = time.perf_counter()
-        until = started + min(started - self._sliced_at, MOST_SLICE_S)
+        other_work_s = started - self._sliced_at
+        until = started + min(other_work_s, MOST_SLICE_S)
+        # once in any case, so that replies of environments become requests
         self.advance()
         while self._open and self._runner.is_decoding and time.perf_counter() < until:
             self.advance()
@@ -171,8 +190,9 @@ class GroupRun:
     def advance(self, wait_s: float = 0.0, until_completion: bool = False) -> None:
         """Advances the samples (see `SampleRunner.advance`) and collects the groups that are complete."""
         self._runner.advance(wait_s, until_completion)
-        finished = [key for key in self._open if self._runner.is_finished(key)]
-        for key in finished:
+        for key in list(self._open):
+            if not self._runner.is_finished(key):
+                continue
             del self._open[key]
             group = self._runner.take(key)
             report = GroupReport(key, len(group.rows), group.counts)
@@ -183,9 +203,11 @@ class GroupRun:
         self._runner.close()
 
     def _take_metrics(self) -> dict[str, Metric]:
+        """Returns the durations since the last call, and the metrics of the runner in this time."""
         active_s = self._active_s
         beside_s = self._beside_s
-        self._active_s = self._beside_s = 0.0
+        self._active_s = 0.0
+        self._beside_s = 0.0
         metrics = {
             "rollout/slowest_rank_seconds": Metric.max(active_s),
             "rollout/mean_rank_seconds": Metric.mean(active_s, 1),

@@ -15,9 +15,12 @@ class Response(NamedTuple):
     """The part of a row that follows its prompt. token_ids, mask, log_probs and versions have equal length.
 
     Attributes:
+        token_ids: The tokens, those between two turns included.
         mask: 1 on tokens that the policy sampled.
-        versions: of the weights that sampled each token; -1 for other tokens.
-        extra: see `Completion.extra`.
+        log_probs: Log-probs of the engine; 0 for tokens that it did not sample.
+        versions: Versions of the weights that sampled each token; -1 for other tokens.
+        finish_reason: Why the response ended.
+        extra: See `Completion.extra`.
     """
 
     token_ids: Sequence[int]
@@ -47,26 +50,32 @@ def write_rows(
         pad_token_id: Token of the padding.
         extra_outputs: Extra outputs of the engine that sampled the rows.
     """
-    padded = right_padded([response.token_ids for response in responses], response_length, pad_token_id)
-    # the attention mask also has the tokens that the policy did not sample, such as the replies of an environment
-    is_token = right_padded([[1] * len(response.token_ids) for response in responses], response_length)
-    attention_mask = torch.cat([prompt_mask.long(), is_token], dim=1)
+    token_ids = [response.token_ids for response in responses]
+    masks = [response.mask for response in responses]
     log_probs = [response.log_probs for response in responses]
     versions = [response.versions for response in responses]
+    oldest_versions = [_oldest_version(response) for response in responses]
+    padded = right_padded(token_ids, response_length, pad_token_id)
+
+    # the attention mask also has the tokens that the policy did not sample, such as the replies of an environment
+    is_token = right_padded([[1] * len(tokens) for tokens in token_ids], response_length)
+    attention_mask = torch.cat([prompt_mask.long(), is_token], dim=1)
+    # positions count from the first token of the prompt, behind its padding
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     tensors = {
         "prompts": prompts,
         "responses": padded,
-        "response_mask": right_padded([response.mask for response in responses], response_length),
+        "response_mask": right_padded(masks, response_length),
         "input_ids": torch.cat([prompts, padded], dim=1),
         "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "position_ids": position_ids,
         "rollout_log_probs": right_padded(log_probs, response_length, dtype=torch.float32),
         "rollout_versions": right_padded(versions, response_length, fill=-1, dtype=torch.int32),
-        "policy_version": torch.tensor([_oldest_version(response) for response in responses]),
+        "policy_version": torch.tensor(oldest_versions),
         **_extra_columns(extra_outputs, prompt_mask, responses, response_length),
     }
-    reasons = np.array([response.finish_reason for response in responses], dtype=object)
-    return DataProto.from_dict(tensors, {"finish_reason": reasons})
+    finish_reasons = np.array([response.finish_reason for response in responses], dtype=object)
+    return DataProto.from_dict(tensors, {"finish_reason": finish_reasons})
 
 
 def _oldest_version(response: Response) -> int:
@@ -83,38 +92,45 @@ def _extra_columns(
         ValueError: A response has other candidates than one set per token, or a token outside its set.
     """
     prompt_length = prompt_mask.shape[1]
-    starts = (prompt_length - prompt_mask.sum(1)).tolist()  # first token of each prompt, after its padding
+    # first token of each prompt, after its padding
+    prompt_starts = (prompt_length - prompt_mask.sum(1)).tolist()
     columns = {}
     for name, size in outputs.items():
         entry = column(name)
         width = response_length if entry.is_of_response else prompt_length + response_length
         dtype = getattr(torch, entry.dtype)
         values = torch.full((len(responses), width, *size), entry.absent or 0, dtype=dtype)
-        for row, start, response in zip(values, starts, responses, strict=True):
+        for row, prompt_start, response in zip(values, prompt_starts, responses, strict=True):
+            # rows without a sampled token have no outputs
             if name not in response.extra:
                 continue
             of_tokens = response.extra[name]
             if name == SAMPLING_CANDIDATES:
                 _check_candidates(of_tokens, response.token_ids)
-            first = 0 if entry.is_of_response else start
+            # columns (B, P+R, ...) begin with the prompt, columns (B, R, ...) with the response
+            first = 0 if entry.is_of_response else prompt_start
             row[first : first + len(of_tokens)] = of_tokens
         columns[name] = values
     return columns
 
 
 def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Raises ValueError unless there is one set of candidates per token, which contains the token."""
     if len(candidates) != len(token_ids):
         raise ValueError(f"rollout engine: {len(candidates)} sets of candidates for {len(token_ids)} tokens")
     is_member = (candidates == torch.tensor(token_ids)[:, None]).any(1)
-    has_no_set = (candidates < 0).all(1)  # the token was sampled from the whole vocabulary
-    is_inside = is_member | has_no_set
-    if not is_inside.all():
-        position = int(is_inside.int().argmin())
-        raise ValueError(
-            f"rollout engine: token {token_ids[position]} at position {position} of a response is not among its "
-            f"{SAMPLING_CANDIDATES} {candidates[position].tolist()[:8]}..., so its log-prob would be that of another "
-            "set"
-        )
+    # the token was sampled from the whole vocabulary
+    has_no_set = (candidates < 0).all(1)
+    is_right = is_member | has_no_set
+    if is_right.all():
+        return
+    # the position of the first wrong token: `argmin` of 0 and 1
+    position = int(is_right.int().argmin())
+    raise ValueError(
+        f"rollout engine: token {token_ids[position]} at position {position} of a response is not among its "
+        f"{SAMPLING_CANDIDATES} {candidates[position].tolist()[:8]}..., so its log-prob would be that of another "
+        "set"
+    )
 
 
 def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str, torch.Tensor]:
@@ -122,10 +138,11 @@ def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str,
     columns = {}
     for name, values in extra.items():
         entry = column(name)
-        if entry.is_of_response:
-            size = values.shape[1:]
-            absent = values.new_full((before, *size), entry.absent or 0)
-            columns[name] = torch.cat([absent, values])
+        if not entry.is_of_response:
+            continue
+        size = values.shape[1:]
+        absent = values.new_full((before, *size), entry.absent or 0)
+        columns[name] = torch.cat([absent, values])
     return columns
 
 

@@ -50,15 +50,18 @@ class Runner(Generic[Owner]):
         self._interrupts = interrupts
         self.leads = group is None or dist.get_rank(group) == 0
         self._owners: dict[str, Owner] = {}
-        self._requests: list[Request] = []  # submitted and aborted here, and not yet sent to the other ranks
+        # submitted and aborted here, and not yet sent to the other ranks
+        self._requests: list[Request] = []
         self._aborted: list[str] = []
-        self._is_stepping = False  # stays True if an engine step fails
+        # stays True if an engine step fails
+        self._is_stepping = False
         self._clear_metrics()
 
     def _clear_metrics(self) -> None:
         self._busy_s = 0.0
         self._steps = 0
-        self._sequences = 0  # running in each step, added up
+        # running in each step, added up
+        self._sequences = 0
         self._tokens = 0
 
     @contextmanager
@@ -72,7 +75,8 @@ class Runner(Generic[Owner]):
             try:
                 yield True
             finally:
-                if not self._is_stepping:  # after a failed engine step the other ranks may not be waiting for calls
+                # after a failed engine step the other ranks may not be waiting for calls
+                if not self._is_stepping:
                     self._send(steps=0)
                     self._broadcast(None)
             return
@@ -91,6 +95,7 @@ class Runner(Generic[Owner]):
 
     def submit(self, request: Request, owner: Owner) -> None:
         """Submits a request. Raises ValueError as `RolloutEngine.submit`."""
+        # engines take less time for requests that nobody interrupts
         request = replace(request, is_interruptible=self._interrupts)
         self.engine.submit(request)
         self._owners[request.request_id] = owner
@@ -113,15 +118,21 @@ class Runner(Generic[Owner]):
         started = time.perf_counter()
         num_running = self.engine.unfinished
         limit = None if until_completion else 1
+        # the other ranks make the same steps at the same time, because the weights are split among them
         self._send(limit)
         self._is_stepping = True
-        completions, steps = self._run(limit)
+        completions, num_steps = self._run(limit)
         self._is_stepping = False
         self._busy_s += time.perf_counter() - started
-        self._steps += steps
-        self._sequences += num_running * steps
-        self._tokens += sum(len(completion.token_ids) for completion in completions)
-        return [(self._owners.pop(completion.request_id), completion) for completion in completions]
+        self._steps += num_steps
+        self._sequences += num_running * num_steps
+
+        owned_completions = []
+        for completion in completions:
+            self._tokens += len(completion.token_ids)
+            owner = self._owners.pop(completion.request_id)
+            owned_completions.append((owner, completion))
+        return owned_completions
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
         """Returns the engine's metrics since the last call. seconds: duration of that period."""
@@ -148,6 +159,7 @@ class Runner(Generic[Owner]):
         return completions, made
 
     def _repeat(self, calls: _Calls) -> None:
+        """Makes the calls of the leader on another rank."""
         for request in calls.requests:
             self.engine.submit(request)
         self.engine.abort(calls.aborted)

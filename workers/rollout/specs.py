@@ -92,6 +92,7 @@ class ProgramSpec:
     traj_group_id: str
     tag: str
     start_step: int
+    # specifications are hashable, and a dictionary is not
     row: DatasetRow = field(hash=False)
 
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from tests.tiny_model import tiny_tokenizer
 from tests.workers.rollout import chat_templates as families
 from verl_lite.errors import UserError
-from workers.agents.conversation import ChatJoins, Message, characters_per_token
+from workers.agents.conversation import ChatJoins, Message
+from workers.agents.tokens import characters_per_token
 
 SYSTEM: Message = {"role": "system", "content": "you are an agent."}
 

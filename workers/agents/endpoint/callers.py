@@ -3,10 +3,11 @@
 A command of another episode runs as the same user and can read the key in the environment of its neighbours. On Linux
 the port of a request leads to a socket in /proc/net, this to a process, and its ancestor that enforces the limits
 (`workers.agents.endpoint.limited`) names the digest of the key that its command received. Requests whose process is not
-found
-are accepted and counted: they come from a container, another machine, another user, or a service outside the episode.
+found are accepted and counted: they come from a container, another machine, another user, or a service outside the
+episode.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,9 @@ Verdict = Literal["own", "foreign", "unknown"]
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LIMITED = str(Path(__file__).with_name("limited.py"))
+"""The program that enforces limits, as it stands in the command line of its processes."""
+_LOCAL_ADDRESS, _REMOTE_ADDRESS, _INODE = 1, 2, 9
+"""Columns of the kernel's tables of TCP sockets."""
 
 
 def key_digest(key: str) -> str:
@@ -31,7 +35,11 @@ def key_digest(key: str) -> str:
 class Callers:
     """Finds the processes that send requests.
 
-    pools: returns the processes that start the commands. counts: numbers of connections by verdict.
+    Args:
+        pools: Returns the processes that start the commands.
+
+    Attributes:
+        counts: Numbers of connections by verdict.
     """
 
     def __init__(self, pools: Callable[[], Sequence[int]]) -> None:
@@ -46,44 +54,54 @@ class Callers:
         return verdict
 
     def _verdict(self, key: str, client_port: int, server_port: int) -> Verdict:
+        """Returns the verdict on a connection. Only processes that a pool has started are looked at."""
         sockets = {f"socket:[{number}]" for number in socket_numbers(client_port, server_port)}
         if not sockets:
             return "unknown"
 
         table = list_processes()
         pools = set(self._pools())
-        digests = {}
+        # processes that were forked share the socket, so that several episodes may hold it
+        digests = set()
         for status in table.values():
             limiter = _child_of(pools, status, table)
             if limiter is not None and not sockets.isdisjoint(_open_files(status.pid)):
-                digests[status.pid] = _digest_of(limiter.pid)
+                digests.add(_digest_of(limiter.pid))
         if not digests:
             return "unknown"
-        # processes that were forked share the socket
-        return "own" if key_digest(key) in digests.values() else "foreign"
+        return "own" if key_digest(key) in digests else "foreign"
 
 
 def socket_numbers(local_port: int, remote_port: int, tables: Iterable[str] = _TABLES) -> list[str]:
     """Returns the numbers (inodes) of this machine's TCP sockets with these two ports."""
-    ports = (f"{local_port:04X}", f"{remote_port:04X}")
     numbers = []
     for path in tables:
         try:
-            lines = Path(path).read_text().splitlines()[1:]
-        except OSError:  # a system without /proc, or a kernel without IPv6
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            # a system without /proc, or a kernel without IPv6
             continue
-        for line in lines:
+        # after the heading
+        for line in lines[1:]:
             fields = line.split()
-            found = (fields[1].rpartition(":")[2], fields[2].rpartition(":")[2])
-            if found == ports and fields[9] != "0":
-                numbers.append(fields[9])
+            is_pair = _port(fields[_LOCAL_ADDRESS]) == local_port and _port(fields[_REMOTE_ADDRESS]) == remote_port
+            # a socket that no process holds any more has the number 0
+            if is_pair and fields[_INODE] != "0":
+                numbers.append(fields[_INODE])
     return numbers
+
+
+def _port(address: str) -> int:
+    """Returns the port of an address in the kernel's tables, which write both in hexadecimal digits."""
+    _, _, port = address.rpartition(":")
+    return int(port, 16)
 
 
 def _child_of(pools: set[int], status: Status, table: Table) -> Status | None:
     """Returns the ancestor of a process that a pool's process started, or the process itself; None if there is none."""
     current: Status | None = status
-    for _ in range(len(table)):  # the table is not of one moment, so parents may form a circle
+    # the table is not of one moment, so parents may form a circle
+    for _ in range(len(table)):
         if current is None or current.parent in pools:
             return current
         current = table.get(current.parent)
@@ -94,20 +112,22 @@ def _digest_of(limiter: int) -> str:
     """Returns the digest in the arguments of a process that enforces limits; empty for other processes."""
     try:
         words = Path(f"/proc/{limiter}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return str(json.loads(words[words.index(_LIMITED) + 1]).get("key", ""))
+        limits = json.loads(words[words.index(_LIMITED) + 1])
+        return str(limits.get("key", ""))
     except (OSError, ValueError, IndexError, AttributeError):
         return ""
 
 
 def _open_files(pid: int) -> set[str]:
+    """Returns the names of a process's open files and sockets; empty if they cannot be read."""
     files: set[str] = set()
     try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:  # the process has ended, or is not dumpable
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        # the process has ended, or is not dumpable
         return files
-    for name in names:
-        try:
-            files.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-        except OSError:  # it was closed meanwhile
-            continue
+    for descriptor in descriptors:
+        # it may have been closed meanwhile
+        with contextlib.suppress(OSError):
+            files.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     return files

@@ -48,7 +48,7 @@ class AnswerMessage(TypedDict):
 
 
 class Choice(TypedDict):
-    """An answer. token_ids: vLLM's extension, if the request wants it."""
+    """An answer. The key `token_ids` is vLLM's extension, which a request has to ask for."""
 
     index: int
     message: AnswerMessage
@@ -76,20 +76,24 @@ class ChatCompletions:
     def read(self, body: Body, settings: Settings) -> Conversation:
         check_fields(body, settings)
         messages = []
-        for place, message in enumerate(read_list(body, "messages")):
-            messages.append(read_chat_message(message, place, settings))
+        for number, message in enumerate(read_list(body, "messages")):
+            messages.append(read_chat_message(message, number, settings))
+        # the second name is the older one, which clients still send
         max_tokens = read_integer(body, "max_completion_tokens")
         if max_tokens is None:
             max_tokens = read_integer(body, "max_tokens")
-        as_object(body.get("stream_options") or {}, "stream_options")
+        # read for the answer only, but a wrong value is refused before anything is sampled
+        _includes_usage(body)
+        tools = [read_function(tool) for tool in read_list(body, "tools", needed=False)]
         return Conversation(
             messages,
-            [read_function(tool) for tool in read_list(body, "tools", needed=False)],
+            tools,
             allows_calls(body),
             max_tokens,
-            read_stops(body, "stop"),
-            read_integer(body, "seed", least=-(2**63)),
-            bool(body.get("logprobs")),
+            stop=read_stops(body, "stop"),
+            # clients may send negative seeds
+            seed=read_integer(body, "seed", least=-(2**63)),
+            names_tokens=bool(body.get("logprobs")),
         )
 
     def reply(self, answer: Answer, body: Body, name: str) -> ChatReply:
@@ -119,18 +123,19 @@ class ChatCompletions:
             "created": unix_time(),
             "model": str(body.get("model", "")),
         }
-        deltas = _deltas(_message_of(answer))
-        for number, delta in enumerate(deltas):
-            choice: dict[str, object] = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
-            if number == 0 and body.get("return_token_ids"):
-                choice["token_ids"] = answer.token_ids
-            if number == len(deltas) - 1:
-                choice["logprobs"] = _log_probs(answer, body)
+        choices: list[dict[str, object]] = []
+        for delta in _deltas(_message_of(answer)):
+            choices.append({"index": 0, "delta": delta, "finish_reason": None, "logprobs": None})
+        if body.get("return_token_ids"):
+            choices[0]["token_ids"] = answer.token_ids
+        # the last delta has the log-probs of the whole answer
+        choices[-1]["logprobs"] = _log_probs(answer, body)
+        for choice in choices:
             yield Event(None, {**head, "choices": [choice]})
 
         end = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
         yield Event(None, {**head, "choices": [end]})
-        if as_object(body.get("stream_options") or {}, "stream_options").get("include_usage"):
+        if _includes_usage(body):
             yield Event(None, {**head, "choices": [], "usage": usage_of(answer)})
         yield Event(None, "[DONE]")
 
@@ -141,12 +146,15 @@ class ChatCompletions:
         return Event(None, openai_error(refusal))
 
 
-def read_chat_message(value: object, place: int, settings: Settings) -> Message:
-    """Returns the message at this place of the conversation. Raises Refusal for an unknown role or other content than
-    text."""
-    where = f"messages[{place}]"
+def read_chat_message(value: object, number: int, settings: Settings) -> Message:
+    """Returns a message of a conversation. number: its place, for the message of an error.
+
+    Raises Refusal for an unknown role or other content than text.
+    """
+    where = f"messages[{number}]"
     fields = as_object(value, where)
     role = fields.get("role")
+    # OpenAI's newer name; chat templates read the older one
     if role == "developer":
         role = "system"
     if not isinstance(role, str) or role not in ("system", "user", "assistant", "tool"):
@@ -154,7 +162,8 @@ def read_chat_message(value: object, place: int, settings: Settings) -> Message:
             f"{where}.role={shortened(role)}: expected system, developer, user, assistant or tool", field=where
         )
 
-    message: Message = {"role": role, "content": read_text(fields.get("content"), f"{where}.content", settings, role)}
+    content = read_text(fields.get("content"), f"{where}.content", settings, role)
+    message: Message = {"role": role, "content": content}
     if role == "tool":
         message["tool_call_id"] = read_identifier(fields.get("tool_call_id"), f"{where}.tool_call_id")
         name = fields.get("name")
@@ -192,18 +201,20 @@ def _deltas(message: AnswerMessage) -> list[Reply]:
     return deltas
 
 
+def _includes_usage(body: Body) -> bool:
+    """Returns True if the request wants the numbers of tokens at the end of its stream. Raises Refusal."""
+    options = as_object(body.get("stream_options") or {}, "stream_options")
+    return bool(options.get("include_usage"))
+
+
 def _log_probs(answer: Answer, body: Body) -> LogProbs | None:
     """Returns the log-probs of the sampled tokens if the request wants them."""
     if not body.get("logprobs"):
         return None
     entries: list[TokenLogProb] = []
     for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
-        entries.append(
-            {
-                "token": token,
-                "logprob": log_prob if math.isfinite(log_prob) else IMPOSSIBLE,
-                "bytes": list(token.encode(errors="replace")),
-                "top_logprobs": [],
-            }
-        )
+        # JSON has no -inf
+        finite_log_prob = log_prob if math.isfinite(log_prob) else IMPOSSIBLE
+        token_bytes = list(token.encode(errors="replace"))
+        entries.append({"token": token, "logprob": finite_log_prob, "bytes": token_bytes, "top_logprobs": []})
     return {"content": entries, "refusal": None}

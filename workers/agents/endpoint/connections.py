@@ -42,13 +42,15 @@ class Connections:
         self._limit = most_connections()
         # in the order of their beginning; None while a connection belongs to nobody
         self._owners: dict[asyncio.Transport, Hashable | None] = {}
+        # numbers of connections by owner
         self._counts: Counter[Hashable] = Counter()
 
     def admit(self, transport: asyncio.Transport) -> bool:
         """Adds a new connection. Returns False if there is no place for it; it is then closed."""
         if len(self._owners) >= self._limit:
             self._refused("connections")
-            oldest = next((each for each, owner in self._owners.items() if owner is None), None)
+            oldest = self._oldest_without_owner()
+            # all connections belong to episodes: their programs are served rather than a new client
             if oldest is None:
                 transport.write(_REFUSAL)
                 transport.close()
@@ -59,15 +61,23 @@ class Connections:
         asyncio.get_running_loop().call_later(ANONYMOUS_S, self._expire, transport)
         return True
 
+    def _oldest_without_owner(self) -> asyncio.Transport | None:
+        for transport, owner in self._owners.items():
+            if owner is None:
+                return transport
+        return None
+
     def give(self, transport: asyncio.BaseTransport | None, owner: Hashable) -> bool:
         """Gives a connection to the episode whose key it has sent. Returns False if the episode has too many."""
-        known = cast(asyncio.Transport, transport)
-        if known not in self._owners or self._owners[known] is owner:
+        connection = cast(asyncio.Transport, transport)
+        # a connection that has ended meanwhile needs no owner
+        if connection not in self._owners or self._owners[connection] is owner:
             return True
         if self._counts[owner] >= MAX_CONNECTIONS_PER_EPISODE:
             return False
-        self._take_from_owner(known)
-        self._owners[known] = owner
+        # a client may send the keys of several episodes over one connection; the last one owns it
+        self._take_from_owner(connection)
+        self._owners[connection] = owner
         self._counts[owner] += 1
         return True
 
@@ -86,10 +96,11 @@ class Connections:
 
     def _take_from_owner(self, transport: asyncio.Transport) -> None:
         owner = self._owners[transport]
-        if owner is not None:
-            self._counts[owner] -= 1
-            if not self._counts[owner]:
-                del self._counts[owner]
+        if owner is None:
+            return
+        self._counts[owner] -= 1
+        if not self._counts[owner]:
+            del self._counts[owner]
 
     def _expire(self, transport: asyncio.Transport) -> None:
         """Closes a connection that has not sent a valid key in time."""
@@ -103,7 +114,9 @@ class LimitedProtocol(asyncio.Protocol):
     """Passes a connection to the protocol of the web server if `Connections` admits it."""
 
     def __init__(self, connections: Connections, web_server: Callable[[], asyncio.Protocol]) -> None:
-        self._connections, self._web_server = connections, web_server
+        self._connections = connections
+        self._web_server = web_server
+        # None for a connection that was refused
         self._inner: asyncio.Protocol | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -117,7 +130,9 @@ class LimitedProtocol(asyncio.Protocol):
             self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return None if self._inner is None else self._inner.eof_received()
+        if self._inner is None:
+            return None
+        return self._inner.eof_received()
 
     def pause_writing(self) -> None:
         if self._inner is not None:

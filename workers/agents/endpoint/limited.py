@@ -19,7 +19,8 @@ from typing import NotRequired, TypedDict
 
 import psutil
 
-if __name__ == "__main__":  # -P leaves out the folder of the project
+if __name__ == "__main__":
+    # -P leaves out the folder of the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from verl_lite.machine import process_tree
@@ -36,7 +37,14 @@ _CHECK_S = 0.2
 
 
 class Limits(TypedDict):
-    """Limits of a command. key: digest of its API key."""
+    """Limits of a command, written as JSON in the arguments of this program.
+
+    Attributes:
+        memory_mb: Resident memory of the command and all its descendants.
+        processes: Number of these processes.
+        file_mb: Size of each file that they write.
+        key: Digest of the command's API key.
+    """
 
     memory_mb: int
     processes: int
@@ -52,49 +60,70 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
         if name in os.environ:
             environment[name] = os.environ[name]
 
-    if "PYTHONPATH" in environment:  # the command runs in another folder
+    # the command runs in another folder
+    if "PYTHONPATH" in environment:
         folders = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders)
+        absolute_folders = [os.path.abspath(folder) for folder in folders]
+        environment["PYTHONPATH"] = os.pathsep.join(absolute_folders)
     return environment
 
 
 def main(limits: Limits, command: list[str]) -> int:
     """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
     parent = os.getppid()
-    process_tree.become_subreaper()  # descendants whose parent ends become children of this process
+    # descendants whose parent ends become children of this process
+    process_tree.become_subreaper()
     process_tree.hide_memory()
-    for name, wanted in ((resource.RLIMIT_FSIZE, limits["file_mb"] << 20), (resource.RLIMIT_CORE, 0)):
-        _, hard = resource.getrlimit(name)
-        # no process may exceed the limit that it inherited
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(name, (limit, limit))
+    _limit_resource(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
+    _limit_resource(resource.RLIMIT_CORE, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(kill_all()))
     try:
         tree = ProcessTree(command, os.environ)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        # the status with which a shell answers an unknown command
         return 127
 
     while (code := tree.wait(_CHECK_S)) is None:
         process_tree.reap_adopted(tree.process.pid)
-        problem = "" if os.getppid() == parent else "the trainer's process has ended"
-        memory, count = usage()
-        if memory > limits["memory_mb"] << 20:
-            problem = f"memory of {memory >> 20} MiB exceeds memory_mb={limits['memory_mb']}"
-        if count > limits["processes"]:
-            problem = f"{count} processes exceed processes={limits['processes']}"
+        problem = _exceeded(limits)
+        if os.getppid() != parent:
+            problem = problem or "the trainer's process has ended"
         if problem:
             kill_all()
             print(f"killed: {problem} (agentic.program_options)", file=sys.stderr)
             return EXCEEDED
+
+    # the command has ended, but its descendants may still run
     kill_all()
+    # a negative code is the number of a signal, to which shells add 128
     return code if code >= 0 else 128 - code
+
+
+def _limit_resource(kind: int, limit: int) -> None:
+    """Limits a resource of this process, which the command inherits."""
+    _, hard = resource.getrlimit(kind)
+    # no process may exceed the limit that it inherited
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def _exceeded(limits: Limits) -> str:
+    """Returns which limit the descendants of this process exceed; empty if they exceed none."""
+    memory, count = usage()
+    if count > limits["processes"]:
+        return f"{count} processes exceed processes={limits['processes']}"
+    if memory > limits["memory_mb"] << 20:
+        return f"memory of {memory >> 20} MiB exceeds memory_mb={limits['memory_mb']}"
+    return ""
 
 
 def usage() -> tuple[int, int]:
     """Returns the resident memory in bytes and the number of all descendants of this process."""
     sizes = []
     for status in process_tree.descendants(os.getpid()):
+        # a process may end between the two looks
         with contextlib.suppress(psutil.NoSuchProcess):
             sizes.append(psutil.Process(status.pid).memory_info().rss)
     return sum(sizes), len(sizes)

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Literal, TypedDict
 
-from workers.agents.conversation import Message, MessageCall
+from workers.agents.conversation import Message, MessageCall, Tool
+from workers.agents.endpoint.answer_parts import arguments_of
 from workers.agents.endpoint.replies import Event, Reply
 from workers.agents.endpoint.request_fields import (
     Body,
@@ -22,7 +23,7 @@ from workers.agents.endpoint.request_fields import (
     shortened,
     tool_call,
 )
-from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal, arguments_of
+from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal
 
 ERROR_KINDS = {
     401: "authentication_error",
@@ -48,7 +49,7 @@ class TextBlock(TypedDict):
 
 
 class ToolUseBlock(TypedDict):
-    """A tool call. input: its arguments."""
+    """A tool call. The key `input` has its arguments."""
 
     type: Literal["tool_use"]
     id: str
@@ -86,28 +87,15 @@ class Messages:
     def read(self, body: Body, settings: Settings) -> Conversation:
         check_fields(body, settings)
         messages: list[Message] = []
-        if body.get("system"):
-            system = read_text(body["system"], "system", settings)
-            if system:
-                messages.append({"role": "system", "content": system})
-        for place, message in enumerate(read_list(body, "messages")):
-            messages += _read_messages(message, f"messages.{place}", settings)
-
-        tools = []
-        for tool in read_tools(body, "custom"):
-            function = {
-                "name": tool.get("name"),
-                "description": tool.get("description"),
-                "parameters": tool.get("input_schema"),
-            }
-            tools.append(read_function({"type": "function", "function": function}))
-        return Conversation(
-            messages,
-            tools,
-            allows_calls(body),
-            read_integer(body, "max_tokens"),
-            read_stops(body, "stop_sequences"),
-        )
+        system = read_text(body.get("system") or None, "system", settings)
+        # the removed blocks may have been all of it
+        if system:
+            messages.append({"role": "system", "content": system})
+        for number, message in enumerate(read_list(body, "messages")):
+            messages += _read_messages(message, f"messages.{number}", settings)
+        tools = [_read_tool(tool) for tool in read_tools(body, "custom")]
+        max_tokens = read_integer(body, "max_tokens")
+        return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
 
     def reply(self, answer: Answer, body: Body, name: str) -> MessageReply:
         stop_reason = STOP_REASONS.get(answer.finish_reason, "end_turn")
@@ -126,8 +114,14 @@ class Messages:
 
     def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
         reply = self.reply(answer, body, name)
-        no_output = {**reply["usage"], "output_tokens": 0}
-        begun = {**reply, "content": [], "stop_reason": None, "stop_sequence": None, "usage": no_output}
+        # a stream begins with the reply without its content, which follows block by block
+        begun = {
+            **reply,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**reply["usage"], "output_tokens": 0},
+        }
         yield _event({"type": "message_start", "message": begun})
         for index, block in enumerate(reply["content"]):
             yield _event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
@@ -139,9 +133,11 @@ class Messages:
         yield _event({"type": "message_stop"})
 
     def error(self, refusal: Refusal) -> Reply:
-        kind = ERROR_KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-        message = refusal.anthropic_message if isinstance(refusal, ContextOverflow) else refusal.message
-        error = {"type": kind, "message": message}
+        other_kind = "invalid_request_error" if refusal.status < 500 else "api_error"
+        error = {"type": ERROR_KINDS.get(refusal.status, other_kind), "message": refusal.message}
+        # clients recognize a prompt that is too long by words of this API
+        if isinstance(refusal, ContextOverflow):
+            error["message"] = refusal.anthropic_message
         if refusal.code is not None:
             error["code"] = refusal.code
         return {"type": "error", "error": error}
@@ -155,25 +151,42 @@ def _event(data: Reply) -> Event:
     return Event(str(data["type"]), data)
 
 
+def _read_tool(tool: Body) -> Tool:
+    """Returns a tool in OpenAI's format, which has other names for its fields."""
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    return read_function({"type": "function", "function": function})
+
+
 def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Message]:
-    """Yields the messages of a message with content blocks: results of tools, and the message itself."""
+    """Yields the messages of a message with content blocks: results of tools, and the message itself.
+
+    Args:
+        value: The message.
+        where: Its place in the request, for messages of errors.
+        settings: Settings of the endpoint.
+    """
     message = as_object(value, where)
     role = message.get("role")
-    content = message.get("content")
     if not isinstance(role, str) or role not in ("system", "user", "assistant"):
         raise Refusal(f"{where}.role={shortened(role)}: expected user, assistant or system", field=where)
 
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_list(message, "content")
     texts: list[Body] = []
     calls: list[MessageCall] = []
-    for entry in blocks:
+    for entry in _content_blocks(message):
         block = as_object(entry, where)
         kind = block.get("type")
         if kind == "tool_result":
-            text = read_text(block.get("content") or "", where, settings, "tool")
-            yield {"role": "tool", "tool_call_id": read_identifier(block.get("tool_use_id"), where), "content": text}
+            result = read_text(block.get("content") or "", where, settings, "tool")
+            identifier = read_identifier(block.get("tool_use_id"), where)
+            yield {"role": "tool", "tool_call_id": identifier, "content": result}
         elif kind == "tool_use":
-            calls.append(tool_call(block.get("id"), block.get("name"), block.get("input"), where))
+            call = tool_call(block.get("id"), block.get("name"), block.get("input"), where)
+            calls.append(call)
+        # the trace has the thinking of its answers, and does not compare what a client sends back
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
 
@@ -185,10 +198,20 @@ def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Me
         yield {"role": role, "content": text}
 
 
+def _content_blocks(message: Body) -> list[object]:
+    """Returns the blocks of a message, whose content may also be a text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return read_list(message, "content")
+
+
 def _blocks(answer: Answer, name: str) -> Iterator[Block]:
-    """Yields the content blocks of an answer: thinking, text and tool calls."""
+    """Yields the content blocks of an answer: thinking, text and tool calls. name: of the reply."""
     if answer.thinking:
+        # clients expect a signature, which nobody checks here
         yield {"type": "thinking", "thinking": answer.thinking, "signature": name}
+    # an empty answer has a block, too
     if answer.text or not answer.tool_calls:
         yield {"type": "text", "text": answer.text}
     for call in answer.tool_calls:

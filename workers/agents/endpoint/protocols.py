@@ -15,7 +15,12 @@ from workers.agents.endpoint.trace import Answer, Conversation, Refusal
 
 
 class Api(Protocol):
-    """One API. path: of its requests. ping: what a stream sends while it has no answer."""
+    """One API.
+
+    Attributes:
+        path: Path of its requests.
+        ping: What a stream sends while it has no answer.
+    """
 
     path: str
     ping: bytes

@@ -16,7 +16,12 @@ Reply = Mapping[str, object]
 
 
 class Event(NamedTuple):
-    """A server-sent event. name: None for an API that uses no names. data: written as JSON, except for a text."""
+    """A server-sent event.
+
+    Attributes:
+        name: Its name; None for an API that uses no names.
+        data: Its content. A text is sent as it is, and anything else as JSON.
+    """
 
     name: str | None
     data: Reply | str
@@ -24,8 +29,10 @@ class Event(NamedTuple):
     def written(self) -> bytes:
         """Returns the event as bytes."""
         text = self.data if isinstance(self.data, str) else json.dumps(self.data)
-        head = f"event: {self.name}\n" if self.name else ""
-        return f"{head}data: {text}\n\n".encode()
+        lines = f"data: {text}\n\n"
+        if self.name is not None:
+            lines = f"event: {self.name}\n{lines}"
+        return lines.encode()
 
 
 class Usage(TypedDict):
@@ -47,8 +54,10 @@ def unix_time() -> int:
 
 
 def usage_of(answer: Answer) -> Usage:
-    prompt, sampled = len(answer.prompt_ids), len(answer.token_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    """Returns the numbers of tokens of an answer. Its prompt is the whole context, sampled tokens included."""
+    num_prompt = len(answer.prompt_ids)
+    num_sampled = len(answer.token_ids)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
 
 
 def openai_error(refusal: Refusal) -> Reply:

@@ -9,12 +9,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from verl_lite.envs.tool_calls import strict_json
 from verl_lite.errors import UserError
 from verl_lite.registry import did_you_mean
-from workers.agents.conversation import MessageCall, Tool
+from workers.agents.conversation import CalledFunction, MessageCall, Tool, ToolFunction
 from workers.agents.endpoint.trace import Refusal
 from workers.engines.base import SamplingParams
 
+MAX_OBJECTS = 200_000
+MAX_VALUES = 1_000_000
+"""Numbers of opening brackets and of commas in a body. Reading so many takes 0.2 s, in which other clients wait."""
 MAX_MESSAGES = 4096
 """Number of messages, blocks, or input items of a request. Each takes about 50 microseconds of the server's thread."""
 MAX_TOOLS = 1024
@@ -67,12 +71,38 @@ _WITH_FORMAT = ("text", "output_config")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the endpoint. sampling: sampling parameters that requests may repeat. removed_blocks: beginnings of
-    text blocks in system messages that are removed. ignored_fields: fields that are ignored instead of refused."""
+    """Settings of the endpoint.
+
+    Attributes:
+        sampling: Sampling parameters that requests may repeat.
+        removed_blocks: Beginnings of text blocks in system messages that are removed.
+        ignored_fields: Fields that are ignored instead of refused.
+    """
 
     sampling: SamplingParams
     removed_blocks: tuple[str, ...] = ()
     ignored_fields: frozenset[str] = frozenset()
+
+
+def parsed_body(raw: bytes) -> Body:
+    """Returns the JSON object in a body. Raises Refusal for another body."""
+    # counted before it is parsed, because parsing keeps other clients waiting
+    num_objects = raw.count(b"{") + raw.count(b"[")
+    if num_objects > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
+        raise Refusal(
+            f"the body has more than {MAX_OBJECTS} objects and lists, or more than {MAX_VALUES} values",
+            status=413,
+            kind="size",
+        )
+    try:
+        body = strict_json(raw.decode())
+        # fails for characters that no tokenizer can encode
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
+    if not isinstance(body, dict):
+        raise Refusal("the body is not a JSON object")
+    return body
 
 
 def check_ignored_fields(names: Iterable[str]) -> None:
@@ -94,28 +124,37 @@ def check_fields(body: Body, settings: Settings) -> None:
         if isinstance(outer, dict):
             values[f"{name}.format"] = outer.get("format")
 
-    sampling = settings.sampling
-    same = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     for name, value in values.items():
         if name in settings.ignored_fields or value is None:
             continue
-        if name in same and value != same[name]:
-            expected = f"{same[name]}, the run's own value (rollout.{name}), because training reads its log-probs"
-        elif name in _UNSUPPORTED and value not in _UNSUPPORTED[name]:
-            expected = f"no value but {' or '.join(map(json.dumps, _UNSUPPORTED[name])) or 'null'}"
-        else:
-            continue
-        raise Refusal(
-            f"{name}={shortened(value)}: expected {expected}; remove the field, or add it to "
-            "agentic.endpoint.ignored_fields if the agent does not depend on it",
-            field=name,
-        )
+        expected = _expected_instead(name, value, settings.sampling)
+        if expected is not None:
+            raise Refusal(
+                f"{name}={shortened(value)}: expected {expected}; remove the field, or add it to "
+                "agentic.endpoint.ignored_fields if the agent does not depend on it",
+                field=name,
+            )
+
+
+def _expected_instead(name: str, value: object, sampling: SamplingParams) -> str | None:
+    """Returns what a field may have instead of this value, for the message; None if the value is accepted."""
+    if name in ("temperature", "top_p", "top_k", "min_p"):
+        own_value = getattr(sampling, name)
+        if value == own_value:
+            return None
+        return f"{own_value}, the run's own value (rollout.{name}), because training reads its log-probs"
+
+    if name not in _UNSUPPORTED or value in _UNSUPPORTED[name]:
+        return None
+    accepted = [json.dumps(neutral) for neutral in _UNSUPPORTED[name]]
+    return f"no value but {' or '.join(accepted) or 'null'}"
 
 
 # ------------------------------------------------------------------------------------------------------ values by type
 
 
 def as_object(value: object, where: str) -> Body:
+    """Returns a JSON object of a request. where: its place in the request, for the message of Refusal."""
     if not isinstance(value, dict):
         raise Refusal(f"{where} is {shortened(value)}: expected an object", field=where)
     return value
@@ -178,7 +217,14 @@ def shortened(value: object) -> str:
 
 def read_text(content: object, where: str, settings: Settings, role: str = "system") -> str:
     """Returns the text of a message's content. Blocks of a system message that begin with one of `removed_blocks` are
-    left out. Raises Refusal for content that is no text."""
+    left out. Raises Refusal for content that is no text.
+
+    Args:
+        content: A text, a list of parts, or None.
+        where: Place of the content in the request, for the message.
+        settings: Settings of the endpoint.
+        role: Role of the message.
+    """
     if content is None:
         return ""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -189,27 +235,31 @@ def read_text(content: object, where: str, settings: Settings, role: str = "syst
     for entry in blocks:
         block = as_object(entry, where)
         kind = block.get("type")
+        # OpenAI's parts of the type refusal have their text in a field of the same name
         text = block.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str) or kind not in ("text", "input_text", "output_text", "refusal"):
             raise Refusal(
                 f"{where}: parts of the type {shortened(kind)} are not supported; the model reads text", field=where
             )
-        if role != "system" or not text.startswith(settings.removed_blocks):
+        # Claude Code changes such a block in every request, which would begin a new row each time
+        is_removed = role == "system" and text.startswith(settings.removed_blocks)
+        if not is_removed:
             texts.append(text)
     # without a separator, the text of an answer in parts equals the sampled one, which `Trace.add` looks up
-    return ("" if role == "assistant" else "\n").join(texts)
+    separator = "" if role == "assistant" else "\n"
+    return separator.join(texts)
 
 
 def tool_call(identifier: object, name: object, arguments: object, where: str) -> MessageCall:
     """Returns a tool call in OpenAI's format. Raises Refusal for a name that is no text."""
     if not isinstance(name, str):
         raise Refusal(f"{where}: a tool call needs a name, found {shortened(name)}", field=where)
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    return {
-        "id": read_identifier(identifier, where),
-        "type": "function",
-        "function": {"name": name, "arguments": text},
-    }
+    # OpenAI's APIs send arguments as JSON text, Anthropic's as an object
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {})
+    identifier = read_identifier(identifier, where)
+    function: CalledFunction = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
 
 
 def read_identifier(value: object, where: str) -> str:
@@ -250,14 +300,13 @@ def read_function(value: object) -> Tool:
     name = function.get("name")
     if tool.get("type", "function") != "function" or not isinstance(name, str):
         raise Refusal(f"tools={shortened(tool)}: expected functions with a name", field="tools")
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": function.get("description") or "",
-            "parameters": function.get("parameters") or {"type": "object", "properties": {}},
-        },
+    # templates read both fields, which clients may leave out
+    declared: ToolFunction = {
+        "name": name,
+        "description": function.get("description") or "",
+        "parameters": function.get("parameters") or {"type": "object", "properties": {}},
     }
+    return {"type": "function", "function": declared}
 
 
 def allows_calls(body: Body) -> bool:
@@ -266,16 +315,19 @@ def allows_calls(body: Body) -> bool:
 
 
 def _is_deeper(value: object, most: int) -> bool:
-    """Returns True if objects and lists are nested deeper than `most`. Does not recurse."""
+    """Returns True if objects and lists are nested deeper than `most`.
+
+    Goes through the levels one after the other, because a recursion would itself fail for a deep value.
+    """
     level = [value]
     for _ in range(most + 1):
-        inner: list[object] = []
-        for each in level:
-            if isinstance(each, dict):
-                inner.extend(each.values())
-            elif isinstance(each, list):
-                inner.extend(each)
-        if not inner:
+        next_level: list[object] = []
+        for element in level:
+            if isinstance(element, dict):
+                next_level.extend(element.values())
+            elif isinstance(element, list):
+                next_level.extend(element)
+        if not next_level:
             return False
-        level = inner
+        level = next_level
     return True

@@ -122,22 +122,24 @@ class Responses:
             # this API has name and parameters beside the type, chat completions have them in an object `function`
             function = {name: value for name, value in tool.items() if name != "type"}
             tools.append(read_function({"type": "function", "function": function}))
-        return Conversation(messages, tools, allows_calls(body), read_integer(body, "max_output_tokens"))
+        max_tokens = read_integer(body, "max_output_tokens")
+        return Conversation(messages, tools, allows_calls(body), max_tokens)
 
     def instructions(self, body: Body, settings: Settings) -> list[Message]:
         """Returns the system message of a request, if it has one."""
         text = read_text(body.get("instructions"), "instructions", settings)
-        return [{"role": "system", "content": text}] if text else []
+        if not text:
+            return []
+        return [{"role": "system", "content": text}]
 
     def reply(self, answer: Answer, body: Body, name: str) -> ResponseReply:
-        is_cut = answer.finish_reason == "length"
         usage = usage_of(answer)
-        return {
+        reply: ResponseReply = {
             "id": f"resp_{name}",
             "object": "response",
             "created_at": unix_time(),
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "status": "completed",
+            "incomplete_details": None,
             "error": None,
             "model": str(body.get("model", "")),
             "output": list(_output_items(answer, name)),
@@ -158,17 +160,32 @@ class Responses:
             "top_p": body.get("top_p"),
             "store": False,
         }
+        # this API has no finish reasons; an answer that a limit has cut off is incomplete
+        if answer.finish_reason == "length":
+            reply["status"] = "incomplete"
+            reply["incomplete_details"] = {"reason": "max_output_tokens"}
+        return reply
 
     def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
         response = self.reply(answer, body, name)
-        begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        entries: list[tuple[str, Reply]] = [("created", {"response": begun}), ("in_progress", {"response": begun})]
+        # a stream begins with the response without its content, and ends with the complete one
+        begun: Reply = {
+            **response,
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "incomplete_details": None,
+        }
+        entries: list[tuple[str, Reply]] = []
+        for kind in ("created", "in_progress"):
+            entries.append((kind, {"response": begun}))
         for index, item in enumerate(response["output"]):
             entries += _item_events(item, index)
         entries.append((response["status"], {"response": response}))
-        for number, (kind, data) in enumerate(entries):
-            head = {"type": f"response.{kind}", "sequence_number": number}
-            yield Event(f"response.{kind}", {**head, **data})
+
+        for number, (kind, fields) in enumerate(entries):
+            event_name = f"response.{kind}"
+            yield Event(event_name, {"type": event_name, "sequence_number": number, **fields})
 
     def error(self, refusal: Refusal) -> Reply:
         return openai_error(refusal)
@@ -190,17 +207,20 @@ def _add_item(messages: list[Message], value: object, settings: Settings) -> Non
     """Appends an item of a response's input. The message and the calls of one answer become one message."""
     item = as_object(value, "input")
     kind = item.get("type", "message")
-    if kind == "function_call":
+    if kind == "message":
+        messages.append(read_chat_message(item, len(messages), settings))
+    elif kind == "function_call":
         call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")
+        # an answer without text has no item of the type message
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
+        answer = messages[-1]
+        answer.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         text = read_text(item.get("output"), "input", settings, "tool")
         identifier = read_identifier(item.get("call_id"), "input")
         messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
-    elif kind == "message":
-        messages.append(read_chat_message(item, len(messages), settings))
+    # the trace has the thinking of its answers, and does not compare what a client sends back
     elif kind != "reasoning":
         raise Refusal(f"input: items of the type {shortened(kind)} are not supported", field="input")
 
@@ -233,21 +253,37 @@ def _output_items(answer: Answer, name: str) -> Iterator[OutputItem]:
 
 def _item_events(item: OutputItem, index: int) -> Iterator[tuple[str, Reply]]:
     """Yields the events of one item of a streamed response: names without their prefix, and data."""
-    at: Reply = {"item_id": item["id"], "output_index": index}
-    if item["type"] == "reasoning":
-        yield "output_item.added", {"output_index": index, "item": {**item, "content": []}}
-    elif item["type"] == "function_call":
-        empty_call = {**item, "status": "in_progress", "arguments": ""}
-        yield "output_item.added", {"output_index": index, "item": empty_call}
-        yield "function_call_arguments.delta", {**at, "delta": item["arguments"]}
-        yield "function_call_arguments.done", {**at, "arguments": item["arguments"], "name": item["name"]}
-    else:
-        empty_message = {**item, "status": "in_progress", "content": []}
-        yield "output_item.added", {"output_index": index, "item": empty_message}
-        [part] = item["content"]
-        at_part = {**at, "content_index": 0}
-        yield "content_part.added", {**at_part, "part": {**part, "text": ""}}
-        yield "output_text.delta", {**at_part, "delta": part["text"], "logprobs": []}
-        yield "output_text.done", {**at_part, "text": part["text"], "logprobs": []}
-        yield "content_part.done", {**at_part, "part": part}
+    yield "output_item.added", {"output_index": index, "item": _empty(item)}
+    if item["type"] == "function_call":
+        yield from _call_events(item, index)
+    elif item["type"] == "message":
+        yield from _text_events(item, index)
     yield "output_item.done", {"output_index": index, "item": item}
+
+
+def _empty(item: OutputItem) -> Reply:
+    """Returns the item with which a stream announces this one, before its content."""
+    if item["type"] == "reasoning":
+        return {**item, "content": []}
+    if item["type"] == "function_call":
+        return {**item, "status": "in_progress", "arguments": ""}
+    return {**item, "status": "in_progress", "content": []}
+
+
+def _call_events(item: CallItem, index: int) -> Iterator[tuple[str, Reply]]:
+    """Yields the events with the arguments of a tool call, which are complete at once."""
+    arguments = item["arguments"]
+    head: Reply = {"item_id": item["id"], "output_index": index}
+    yield "function_call_arguments.delta", {**head, "delta": arguments}
+    yield "function_call_arguments.done", {**head, "arguments": arguments, "name": item["name"]}
+
+
+def _text_events(item: MessageItem, index: int) -> Iterator[tuple[str, Reply]]:
+    """Yields the events with the text of a message, which is complete at once."""
+    [part] = item["content"]
+    text = part["text"]
+    head: Reply = {"item_id": item["id"], "output_index": index, "content_index": 0}
+    yield "content_part.added", {**head, "part": {**part, "text": ""}}
+    yield "output_text.delta", {**head, "delta": text, "logprobs": []}
+    yield "output_text.done", {**head, "text": text, "logprobs": []}
+    yield "content_part.done", {**head, "part": part}

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import secrets
 import threading
 from collections import Counter, deque
@@ -21,7 +20,6 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from verl_lite.config import EndpointConfig
-from verl_lite.envs.tool_calls import strict_json
 from verl_lite.errors import UserError
 from workers.agents.conversation import Message
 from workers.agents.endpoint.callers import Callers, Verdict
@@ -29,7 +27,7 @@ from workers.agents.endpoint.connections import Connections, LimitedProtocol
 from workers.agents.endpoint.messages import Messages
 from workers.agents.endpoint.protocols import APIS, Api
 from workers.agents.endpoint.replies import new_name, openai_error
-from workers.agents.endpoint.request_fields import Body, Settings
+from workers.agents.endpoint.request_fields import Body, Settings, parsed_body
 from workers.agents.endpoint.responses import Responses
 from workers.agents.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
 from workers.engines.base import Completion, SamplingParams, derive_seed
@@ -43,8 +41,6 @@ BODY_S = 60.0
 READERS = 8
 """Number of bodies of one episode that are in memory while they arrive."""
 KEEPALIVE_S = 75.0
-MAX_OBJECTS, MAX_VALUES = 200_000, 1_000_000
-"""Numbers of opening brackets and of commas in a body. Reading so many takes 0.2 s, in which other clients wait."""
 ENDED_KEYS = 10_000
 """Number of closed episodes whose keys the server recognizes."""
 
@@ -57,7 +53,9 @@ class Call:
     """A running or answered request.
 
     Attributes:
+        episode, node: its episode, and its place in the trace.
         request_id, prompt_ids, sampling: the request of the engine.
+        future: the answer, or the Refusal of a request that failed.
         waiters: number of clients that wait for the answer.
         deliveries: number of clients that received the answer, or are receiving it.
     """
@@ -126,14 +124,17 @@ class Endpoint:
         self._model = model
         self._on_request = on_request
         self._training = training
+        # by the digest of the API key
         self._episodes: dict[bytes, Episode] = {}
         self._ended: deque[bytes] = deque(maxlen=ENDED_KEYS)
+        # from the server's thread to the engine's, until `take`
         self._new: deque[Call] = deque()
         self._aborted: deque[Call] = deque()
         self._failure: str | None = None
-        self.callers: Callers | None = None  # set if programs are commands
+        # set by the owner of the endpoint if programs are commands
+        self.callers: Callers | None = None
+        # whose process sent the requests of a connection, by connection and API key
         self._verdicts: WeakKeyDictionary[asyncio.Transport, dict[str, Verdict]] = WeakKeyDictionary()
-        """Whose process sent the requests of a connection, by connection and API key."""
         self._refused: Counter[str] = Counter()
         self._connections = Connections(self._count_refusal)
         self._loop = asyncio.new_event_loop()
@@ -151,8 +152,13 @@ class Endpoint:
     @property
     def url(self) -> str:
         """Address of the endpoint, without /v1."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        # a server that listens on all addresses is called at the local one
+        local_address = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        host = local_address.get(self._config.host, self._config.host)
+        # an IPv6 address needs brackets before a port
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
 
     # ----------------------------------------------------------------------------------------- the engine's thread
 
@@ -176,7 +182,9 @@ class Endpoint:
 
     def take(self) -> tuple[list[Call], list[Call]]:
         """Returns the requests that are new, and those that must be aborted, since the last call."""
-        return list(_drained(self._new)), list(_drained(self._aborted))
+        new_calls = _drained(self._new)
+        aborted_calls = _drained(self._aborted)
+        return new_calls, aborted_calls
 
     def deliver(self, call: Call, completion: Completion) -> None:
         """Delivers the completion of a request."""
@@ -188,12 +196,14 @@ class Endpoint:
 
     def take_refused(self) -> dict[str, int]:
         """Returns the numbers of refused requests and connections by reason, since the last call."""
-        refused, self._refused = self._refused, Counter()
+        refused = self._refused
+        self._refused = Counter()
         return dict(refused)
 
     def close_episode(self, key: str) -> list[Call]:
         """Closes an episode: its key is no longer valid, and answers that come later are dropped. Returns the calls
         that are still running."""
+        # waits, so that no other thread uses the trace of the episode afterwards
         return self._run(self._close_episode(_digest(key)))
 
     def fail(self, reason: str) -> None:
@@ -214,23 +224,29 @@ class Endpoint:
     # ----------------------------------------------------------------------------------------- the server's thread
 
     async def _start(self, port: int) -> int:
+        """Starts to listen. Returns the port."""
         app = web.Application(client_max_size=self._config.max_request_mb << 20)
         for api in APIS:
             app.router.add_post(api.path, self._handler(api, self._answer))
         app.router.add_post(f"{Messages.path}/count_tokens", self._handler(Messages(), self._count_tokens))
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown_route)
-        # a handler whose client has left is cancelled
+
+        # a handler whose client has left is cancelled, and `_answer` then notices that nobody waits
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=KEEPALIVE_S
         )
         await self._runner.setup()
         web_server = self._runner.server
         assert web_server is not None
-        self._listener = await self._loop.create_server(
-            lambda: LimitedProtocol(self._connections, web_server), self._config.host, port, backlog=1024
-        )
-        return int(self._listener.sockets[0].getsockname()[1])
+
+        # not aiohttp's own listener, which admits any number of connections
+        def new_protocol() -> LimitedProtocol:
+            return LimitedProtocol(self._connections, web_server)
+
+        self._listener = await self._loop.create_server(new_protocol, self._config.host, port, backlog=1024)
+        own_address = self._listener.sockets[0].getsockname()
+        return int(own_address[1])
 
     async def _stop(self) -> None:
         self._listener.close()
@@ -240,31 +256,38 @@ class Endpoint:
         self._refused[kind] += 1
 
     async def _close_episode(self, digest: bytes) -> list[Call]:
+        """Refuses the running requests of an episode. Returns those that the engine has to abort."""
         episode = self._episodes.pop(digest)
         episode.is_open = False
         self._connections.release(episode)
+        # programs may leave requests behind, whose refusal says that the episode has ended
         self._ended.append(digest)
         running = list(episode.running)
         for call in running:
             _fail(call, Refusal(_ENDED))
         # the engine does not know the requests that it has not taken yet, so nobody has to abort them
-        for call in [call for call in self._new if call.episode is episode]:
+        not_taken = [call for call in self._new if call.episode is episode]
+        for call in not_taken:
             self._new.remove(call)
             running.remove(call)
         return running
 
     def _fail_running(self, refusal: Refusal) -> None:
+        """Refuses all running requests."""
         for episode in self._episodes.values():
             for call in list(episode.running):
                 _fail(call, refusal)
 
     def _commit(self, call: Call, completion: Completion) -> None:
+        """Adds an answer to the trace, and hands it to the clients that wait for it."""
         trace = call.episode.trace
-        if not call.future.done():
-            call.future.set_result(trace.commit(call.node, completion))
-            call.episode.running.discard(call)
-        else:  # the client has left meanwhile
-            trace.counts.update({"sampled": len(completion.token_ids), "discarded/late": len(completion.token_ids)})
+        # The client has left or the episode has ended meanwhile. The tokens are counted, but not trained on.
+        if call.future.done():
+            num_tokens = len(completion.token_ids)
+            trace.counts.update({"sampled": num_tokens, "discarded/late": num_tokens})
+            return
+        call.future.set_result(trace.commit(call.node, completion))
+        call.episode.running.discard(call)
 
     def _handler(
         self, api: Api, answer: Callable[[web.Request, Api], Awaitable[web.StreamResponse]]
@@ -274,32 +297,46 @@ class Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 return await answer(request, api)
-            except (Refusal, RecursionError) as error:
-                refusal = error if isinstance(error, Refusal) else Refusal(f"the request is nested too deeply: {error}")
-                if refusal.kind is not None:
-                    self._count_refusal(refusal.kind)
-                headers = {"x-should-retry": "true" if refusal.status >= 500 else "false"}
-                reply = web.json_response(api.error(refusal), status=refusal.status, headers=headers)
-                if refusal.status in (408, 413, 429):
-                    reply.force_close()  # the connection may still send the rest of the body
-                return reply
+            except Refusal as refusal:
+                return self._refused_reply(api, refusal)
+            except RecursionError as error:
+                return self._refused_reply(api, Refusal(f"the request is nested too deeply: {error}"))
 
         return handle
 
+    def _refused_reply(self, api: Api, refusal: Refusal) -> web.Response:
+        """Returns the reply to a request that is refused, and counts it."""
+        if refusal.kind is not None:
+            self._count_refusal(refusal.kind)
+        # the clients of OpenAI and Anthropic would also repeat 408 and 429
+        headers = {"x-should-retry": "true" if refusal.status >= 500 else "false"}
+        reply = web.json_response(api.error(refusal), status=refusal.status, headers=headers)
+        if refusal.status in (408, 413, 429):
+            # the connection may still send the rest of the body
+            reply.force_close()
+        return reply
+
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        """Begins a request, or joins the call that an SDK repeats. Sends the answer when it is complete."""
         read = await self._read(request)
-        episode, body = read.episode, read.body
-        calls = episode.calls.setdefault(hashlib.blake2b(api.path.encode() + read.raw).digest(), [])
+        episode = read.episode
+        body = read.body
+        # an SDK repeats a request with the same body
+        digest = hashlib.blake2b(api.path.encode() + read.raw).digest()
+        calls = episode.calls.setdefault(digest, [])
         call = _repeated(calls) if _is_retry(request) else None
         if call is None:
             call = self._begin(episode, self._conversation(api, episode, body))
             calls.append(call)
+
         call.waiters += 1
         try:
             if body.get("stream") is True:
                 return await self._stream(request, api, call, body)
+            # shielded: a client that leaves cancels its handler, but not the request of others that wait for it
             answer = await asyncio.shield(call.future)
-            response = web.json_response(api.reply(answer, body, _named(api, call, body)))
+            reply = api.reply(answer, body, _named(api, call, body))
+            response = web.json_response(reply)
             with _delivered(call, request):
                 await response.prepare(request)
                 await response.write_eof()
@@ -313,35 +350,45 @@ class Endpoint:
         """Sends the answer as server-sent events, and pings until it is complete. An error before the first ping has
         its own status."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-        while not (await asyncio.wait([call.future], timeout=PING_S))[0]:
+        while True:
+            done, _ = await asyncio.wait([call.future], timeout=PING_S)
+            if done:
+                break
             if not response.prepared:
                 await response.prepare(request)
             await response.write(api.ping)
+
         if not response.prepared:
-            call.future.result()  # raises Refusal
+            # raises Refusal, which `_handler` answers
+            call.future.result()
             await response.prepare(request)
-        if (refusal := call.future.exception()) is not None:
+        # the status of a stream that has begun is sent already, so that an error can only be an event
+        refusal = call.future.exception()
+        if refusal is not None:
             assert isinstance(refusal, Refusal)
             await response.write(api.error_event(refusal).written())
-        else:
-            with _delivered(call, request):
-                events = api.events(call.future.result(), body, _named(api, call, body))
-                await response.write(b"".join(event.written() for event in events))
-                await response.write_eof()
+            return response
+        with _delivered(call, request):
+            events = api.events(call.future.result(), body, _named(api, call, body))
+            await response.write(b"".join(event.written() for event in events))
+            await response.write_eof()
         return response
 
     def _conversation(self, api: Api, episode: Episode, body: Body) -> Conversation:
+        """Returns the conversation of a request, which of a response includes the earlier ones that it continues."""
         conversation = api.read(body, episode.settings)
         if not isinstance(api, Responses):
             return conversation
-        before = body.get("previous_response_id")
-        if before is None:
+        previous_id = body.get("previous_response_id")
+        if previous_id is None:
             return conversation
-        if not isinstance(before, str) or before not in episode.histories:
-            field = "previous_response_id"
-            raise Refusal(f"{field}={before!r}: this episode has no such response", field=field)
-        own = api.instructions(body, episode.settings)
-        messages = [*own, *episode.histories[before], *conversation.messages[len(own) :]]
+        if not isinstance(previous_id, str) or previous_id not in episode.histories:
+            name = "previous_response_id"
+            raise Refusal(f"{name}={previous_id!r}: this episode has no such response", field=name)
+        # the instructions come before the history
+        instructions = api.instructions(body, episode.settings)
+        new_messages = conversation.messages[len(instructions) :]
+        messages = [*instructions, *episode.histories[previous_id], *new_messages]
         return replace(conversation, messages=messages)
 
     def _begin(self, episode: Episode, conversation: Conversation) -> Call:
@@ -358,12 +405,15 @@ class Endpoint:
         node = trace.add(conversation, episode.sampling.max_tokens)
         # the answer to a request with a seed does not depend on the number of requests before it
         number = node.number if conversation.seed is None else f"seed {conversation.seed}"
+        # combined with the seed of the episode, so that the members of a group stay different
         seed = derive_seed(episode.seed, 0, number, 0)
         sampling = replace(episode.sampling, max_tokens=node.room, seed=seed)
 
         future: asyncio.Future[Answer] = self._loop.create_future()
-        future.add_done_callback(lambda done: done.exception())  # an error that no client waits for is not logged
-        call = Call(episode, node, f"{episode.name}/{node.number}", tuple(node.context()), sampling, future)
+        # asyncio logs the error of a future that nobody reads, such as that of a client that has left
+        future.add_done_callback(lambda done: done.exception())
+        request_id = f"{episode.name}/{node.number}"
+        call = Call(episode, node, request_id, tuple(node.context()), sampling, future)
         episode.running.add(call)
         self._new.append(call)
         self._on_request()
@@ -371,13 +421,17 @@ class Endpoint:
 
     def _abandon(self, call: Call) -> None:
         """Aborts a request whose client has left and did not repeat it."""
-        if not call.waiters and not call.future.done():
-            _fail(call, Refusal("the client left before the answer was complete"))
-            self._aborted.append(call)
-            self._on_request()
+        if call.waiters or call.future.done():
+            return
+        _fail(call, Refusal("the client left before the answer was complete"))
+        self._aborted.append(call)
+        self._on_request()
 
     def _authenticated(self, request: web.Request) -> Episode:
-        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        """Returns the episode of a request's API key. Raises Refusal for an unknown key."""
+        # Anthropic's client sends the first header, OpenAI's the second
+        authorization = request.headers.get("Authorization", "")
+        key = request.headers.get("x-api-key") or authorization.removeprefix("Bearer ")
         digest = _digest(key)
         episode = self._episodes.get(digest)
         if episode is not None and hmac.compare_digest(episode.key.encode(), key.encode(errors="replace")):
@@ -398,7 +452,8 @@ class Endpoint:
             return
         verdicts = self._verdicts.setdefault(request.transport, {})
         if key not in verdicts:
-            client_port = request.transport.get_extra_info("peername")[1]
+            _, client_port, *_ = request.transport.get_extra_info("peername")
+            # reading the table of processes would keep other clients waiting
             verdicts[key] = await asyncio.to_thread(self.callers.verdict, key, client_port, self.port)
         if verdicts[key] == "foreign":
             raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key", kind="key")
@@ -411,22 +466,10 @@ class Endpoint:
             raise Refusal("the episode has too many connections", status=429, kind="connections")
         async with episode.readers:
             raw = await self._body(request)
-        if not episode.is_open:  # it has ended while the body was arriving
+        # it may have ended while the body was arriving
+        if not episode.is_open:
             raise Refusal(_ENDED)
-        if raw.count(b"{") + raw.count(b"[") > MAX_OBJECTS or raw.count(b",") > MAX_VALUES:
-            raise Refusal(
-                f"the body has more than {MAX_OBJECTS} objects and lists, or more than {MAX_VALUES} values",
-                status=413,
-                kind="size",
-            )
-        try:
-            body = strict_json(raw.decode())
-            json.dumps(body, ensure_ascii=False).encode()  # fails for characters that no tokenizer can encode
-        except (ValueError, RecursionError) as error:
-            raise Refusal(f"the body is not valid JSON of encodable text: {error}") from error
-        if not isinstance(body, dict):
-            raise Refusal("the body is not a JSON object")
-        return _ReadRequest(episode, raw, body)
+        return _ReadRequest(episode, raw, parsed_body(raw))
 
     async def _body(self, request: web.Request) -> bytes:
         """Returns the body of a request. Raises Refusal if it is too large or arrives too slowly."""
@@ -446,14 +489,18 @@ class Endpoint:
     async def _count_tokens(self, request: web.Request, api: Api) -> web.Response:
         read = await self._read(request)
         conversation = api.read(read.body, read.episode.settings)
-        return web.json_response({"input_tokens": read.episode.trace.count_tokens(conversation)})
+        num_tokens = read.episode.trace.count_tokens(conversation)
+        return web.json_response({"input_tokens": num_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
+        """Lists one model. This route needs no key."""
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "verl_lite"}
-        return web.json_response({"object": "list", "data": [model], "has_more": False})
+        models = {"object": "list", "data": [model], "has_more": False}
+        return web.json_response(models)
 
     async def _unknown_route(self, request: web.Request) -> web.Response:
-        routes = ", ".join([*(api.path for api in APIS), f"{Messages.path}/count_tokens", "/v1/models"])
+        paths = [api.path for api in APIS]
+        routes = ", ".join([*paths, f"{Messages.path}/count_tokens", "/v1/models"])
         refusal = Refusal(f"{request.method} {request.path}: the endpoint has the routes {routes}")
         return web.json_response(openai_error(refusal), status=404)
 
@@ -475,7 +522,8 @@ def _named(api: Api, call: Call, body: Body) -> str:
     name = new_name()
     if isinstance(api, Responses):
         # as in OpenAI's API, a continued response does not contain the instructions of the earlier one
-        messages = call.node.conversation.messages[len(api.instructions(body, call.episode.settings)) :]
+        instructions = api.instructions(body, call.episode.settings)
+        messages = call.node.conversation.messages[len(instructions) :]
         call.episode.histories[f"resp_{name}"] = [*messages, call.future.result().message]
     return name
 
@@ -484,7 +532,8 @@ def _named(api: Api, call: Call, body: Body) -> str:
 def _delivered(call: Call, request: web.Request) -> Iterator[None]:
     """Marks the answer as delivered, unless the client has left, sending it fails, or the episode has ended."""
     is_connected = request.transport is not None and not request.transport.is_closing()
-    _count_delivery(call, int(is_connected))  # before sending, because the client may end the episode right after it
+    # before sending, because the client may end the episode right after it
+    _count_delivery(call, int(is_connected))
     try:
         yield
     except BaseException:
@@ -494,25 +543,35 @@ def _delivered(call: Call, request: web.Request) -> Iterator[None]:
 
 def _count_delivery(call: Call, change: int) -> None:
     call.deliveries += change
+    # the rows of an episode that has ended are decided
     if call.episode.is_open:
         call.node.is_delivered = call.deliveries > 0
 
 
 def _fail(call: Call, refusal: Refusal) -> None:
+    """Lets the clients of a call receive an error, unless it has an answer."""
     if not call.future.done():
         call.future.set_exception(refusal)
     call.episode.running.discard(call)
 
 
 def _repeated(calls: list[Call]) -> Call | None:
-    """Returns the call that a retry repeats: the newest, or one whose client has left before its answer."""
-    valid = [call for call in calls if not call.future.done() or call.future.exception() is None]
-    lost = [call for call in valid if not call.waiters and not call.node.is_delivered]
-    return next(iter(lost or valid[-1:]), None)
+    """Returns the call that a retry repeats: the oldest whose client has left before its answer, else the newest."""
+    newest: Call | None = None
+    for call in calls:
+        # a failed request is made again
+        if call.future.done() and call.future.exception() is not None:
+            continue
+        if not call.waiters and not call.node.is_delivered:
+            return call
+        newest = call
+    return newest
 
 
 def _is_retry(request: web.Request) -> bool:
+    """Returns True if an SDK repeats a request, which the SDKs of OpenAI and Anthropic say in a header."""
     count = request.headers.get("x-stainless-retry-count", "0")
+    # a hostile client may send a number of any length
     return count.isdecimal() and int(count[:9]) > 0
 
 
@@ -520,6 +579,9 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
-def _drained(queue: deque[Call]) -> Iterator[Call]:
+def _drained(queue: deque[Call]) -> list[Call]:
+    """Removes and returns the calls of a queue, to which another thread may append meanwhile."""
+    calls = []
     while queue:
-        yield queue.popleft()
+        calls.append(queue.popleft())
+    return calls

@@ -18,9 +18,15 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
 from verl_lite.errors import UserError
-from workers.agents.conversation import CalledFunction, ChatJoins, Message, MessageCall, Tool
+from workers.agents.conversation import ChatJoins, Message, MessageCall, Tool
+from workers.agents.endpoint.answer_parts import (
+    SplitAnswer,
+    arguments_of,
+    message_text,
+    split_thinking,
+    split_tool_calls,
+)
 from workers.agents.episodes import DescribedMessage, DescribedRequest, TokenLimits
 from workers.agents.turns import Turn
 from workers.engines.base import Completion
@@ -166,10 +172,9 @@ class Node:
 
     def path(self) -> "list[Node]":
         """Returns the nodes from the first request of the conversation to this one."""
-        nodes, node = [self], self.parent
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
+        nodes = [self]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
         return nodes[::-1]
 
     def context(self) -> list[int]:
@@ -203,6 +208,7 @@ class Trace:
         self._tokenizer = tokenizer
         self._limits = limits
         self._stop_token_ids = frozenset(stop_token_ids)
+        # nodes by the digest of their conversation with their answer, which later requests look up
         self._answered: dict[bytes, Node] = {}
         self.nodes: list[Node] = []
         self.counts: Counter[str] = Counter()
@@ -214,70 +220,95 @@ class Trace:
     def add(self, conversation: Conversation, max_tokens: int) -> Node:
         """Adds a request. max_tokens: limit of the run for one answer. Raises Refusal if its messages cannot be
         rendered or leave no room for an answer."""
-        messages, tools = conversation.messages, conversation.tools
+        messages = conversation.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise Refusal("the last message has to be one of the user or a tool", field="messages")
 
-        keys = list(_keys(messages, tools))
-        parent: Node | None = None
-        ids: tuple[int, ...] = ()
+        keys = list(_keys(messages, conversation.tools))
         start = self._continued_place(messages, keys)
+        parent: Node | None = None
+        ids: tuple[int, ...] | None = None
         if start:
             parent = self._answered[keys[start]]
-            assert parent.answer is not None
-            calls = messages[start - 1].get("tool_calls") or ()
-            try:
-                ids = self._joins.join(parent.answer.token_ids, *messages[start:], calls=calls)
-            except _UNRENDERABLE:  # for example a second message of the assistant; the whole conversation is rendered
-                parent = None
-                start = 0
-        if parent is None:
-            try:
-                ids = self._joins.prompt(messages, tools)
-            except _UNRENDERABLE as error:
-                raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
-            self.first_prompts.append(len(ids))
+            ids = self._continued_ids(parent, messages, start)
+        # it continues no answer, or only the whole conversation can be rendered
+        if ids is None:
+            parent = None
+            start = 0
+            ids = self._first_prompt(conversation)
 
         node = Node(len(self.nodes), parent, conversation, messages[start:], ids, keys[-1])
+        # last, because a request without room is refused and leaves no node
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
         self.nodes.append(node)
         return node
+
+    def _continued_ids(self, parent: Node, messages: Sequence[Message], start: int) -> tuple[int, ...] | None:
+        """Returns the token ids of the messages after an answer; None if the chat template cannot continue the answer
+        with them, for example with a second message of the assistant.
+
+        Args:
+            parent: The answer.
+            messages: The whole conversation.
+            start: Number of messages up to the answer.
+        """
+        assert parent.answer is not None
+        # as the client spells them: a template may print the id or the name of a call next to its result
+        calls = messages[start - 1].get("tool_calls") or ()
+        try:
+            return self._joins.join(parent.answer.token_ids, *messages[start:], calls=calls)
+        except _UNRENDERABLE:
+            return None
+
+    def _first_prompt(self, conversation: Conversation) -> tuple[int, ...]:
+        """Returns the token ids of a conversation that continues no answer, and counts them. Raises Refusal."""
+        try:
+            ids = self._joins.prompt(conversation.messages, conversation.tools)
+        except _UNRENDERABLE as error:
+            raise Refusal(f"the chat template of the model rejects these messages: {error}") from error
+        self.first_prompts.append(len(ids))
+        return ids
 
     def _continued_place(self, messages: Sequence[Message], keys: Sequence[bytes]) -> int:
         """Returns the number of messages up to the last answer of this episode; 0 if the conversation continues none.
 
         keys: digests of the beginnings of the messages.
         """
-        for place in range(len(messages), 0, -1):
-            if messages[place - 1]["role"] == "assistant" and keys[place] in self._answered:
-                return place
+        # from the end, so that the longest sampled beginning is continued
+        for number in range(len(messages), 0, -1):
+            is_answer = messages[number - 1]["role"] == "assistant"
+            if is_answer and keys[number] in self._answered:
+                return number
         return 0
 
     def count_tokens(self, conversation: Conversation) -> int:
         """Returns the number of tokens of the prompt, without adding the request. Raises Refusal as `add`."""
-        number_of_prompts = len(self.first_prompts)
+        num_first_prompts = len(self.first_prompts)
         try:
             node = self.add(conversation, 1)
         finally:
-            del self.first_prompts[number_of_prompts:]
+            # `add` counts the first prompt of a request that it refuses, too
+            del self.first_prompts[num_first_prompts:]
         self.nodes.pop()
         return len(node.context())
 
     def _room(self, node: Node) -> int:
         """Returns the number of tokens that still fit the columns of a row and the engine's context."""
         limits = self._limits
-        length = len(node.context())
+        num_tokens = len(node.context())
         # tokens of a first prompt above its limit move into the response (`trajectories.trajectory_rows`)
         first = min(len(node.path()[0].prompt_ids), limits.max_prompt_length)
-        room = min(first + limits.max_response_length, limits.max_model_len) - length
-        if room < 1:
-            raise ContextOverflow(
-                length,
-                length + room - 1,
-                f"data.max_prompt_length={limits.max_prompt_length} tokens of the first prompt and "
-                f"data.max_response_length={limits.max_response_length} of everything after it fit",
-            )
-        return room
+        max_tokens = min(first + limits.max_response_length, limits.max_model_len)
+        if num_tokens < max_tokens:
+            return max_tokens - num_tokens
+        # the longest prompt that leaves room for one token
+        longest_prompt = max_tokens - 1
+        raise ContextOverflow(
+            num_tokens,
+            longest_prompt,
+            f"data.max_prompt_length={limits.max_prompt_length} tokens of the first prompt and "
+            f"data.max_response_length={limits.max_response_length} of everything after it fit",
+        )
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -290,14 +321,13 @@ class Trace:
         text = self._decoded(ids[:-1] if is_ended else ids)
 
         # the engine knows only stop tokens: it samples past a stop text, and what follows the text is discarded
-        stop: str | None = None
-        kept = len(ids)
-        stops = [(text.index(each), each) for each in request.stop if each in text]
-        if stops:
-            start, stop = min(stops)
-            kept = self._tokens_until(ids, start + len(stop))
+        stop = _first_stop(text, request.stop)
+        num_answered = len(ids)
+        if stop is not None:
+            start = text.index(stop)
+            num_answered = self._tokens_until(ids, start + len(stop))
             text = text[:start]
-        self.counts["discarded/after_stop"] += len(ids) - kept
+        self.counts["discarded/after_stop"] += len(ids) - num_answered
 
         thinking, text = split_thinking(text)
         split = SplitAnswer(text)
@@ -305,7 +335,7 @@ class Trace:
             split = split_tool_calls(text, node.number, self._joins.notation, request.tools)
         tokens: list[str] = []
         if request.names_tokens:
-            tokens = [self._decoded([token]) for token in ids[:kept]]
+            tokens = [self._decoded([token]) for token in ids[:num_answered]]
 
         node.completion = completion
         node.answer = Answer(
@@ -314,8 +344,8 @@ class Trace:
             split.calls,
             _finish_reason(completion.finish_reason, stop, bool(split.calls), split.rest),
             node.context(),
-            ids[:kept],
-            completion.log_probs[:kept],
+            ids[:num_answered],
+            completion.log_probs[:num_answered],
             stop,
             tokens,
         )
@@ -339,6 +369,7 @@ class Trace:
 
     def _tokens_until(self, ids: Sequence[int], characters: int) -> int:
         """Returns the smallest number of tokens whose text has this number of characters."""
+        # a binary search, because each look decodes the beginning: a token alone may be a part of a character
         low = 0
         high = len(ids)
         while low < high:
@@ -352,54 +383,67 @@ class Trace:
     # ----------------------------------------------------------------------------------------------------------- rows
 
     def rows(self, reward: float) -> list[list[Turn]]:
-        """Returns the turns of each training row. reward: score of the episode, on the last turn of every row. Answers
-        that no client received are discarded."""
+        """Returns the turns of each training row. Answers that no client received are discarded.
+
+        Args:
+            reward: Score of the episode, which the last turn of every row gets.
+        """
+        # answers whose row goes on with another request
         continued: set[Node] = set()
-        last: list[Node] = []  # last node of each row
+        last_nodes: list[Node] = []
         for node in self.nodes:
             if node.answer is None:
                 continue
             if not node.is_delivered:
                 self.counts["discarded/undelivered"] += len(node.answer.token_ids)
+            # the first request that continues an answer continues its row, and every other one begins a row
             elif node.parent is None or node.parent in continued or node.parent.row is None:
-                node.row = len(last)
-                last.append(node)
+                node.row = len(last_nodes)
+                last_nodes.append(node)
             else:
                 continued.add(node.parent)
                 node.row = node.parent.row
-                last[node.row] = node
-        rows = [self._turns(node) for node in last]
-        for turns in rows:
+                last_nodes[node.row] = node
+
+        rows = []
+        for last_node in last_nodes:
+            turns = self._turns(last_node)
             turns[-1].reward = reward
-        self.counts["trained"] += sum(len(turn.response_ids) for turns in rows for turn in turns)
+            self.counts["trained"] += sum(len(turn.response_ids) for turn in turns)
+            rows.append(turns)
         return rows
 
     def _turns(self, end: Node) -> list[Turn]:
         """Returns the turns of the row that ends with this node. The prompt of the first turn contains the turns before
         it that belong to another row."""
         turns: list[Turn] = []
+        # since the last turn of this row
         ids: list[int] = []
         messages: list[Message] = []
         for node in end.path():
             assert node.answer is not None and node.completion is not None
             ids += node.prompt_ids
             messages += node.added
-            kept = len(node.answer.token_ids)
+            # an answer that another row trains on is part of the prompt here
             if node.row != end.row:
                 ids += node.answer.token_ids
                 messages.append(node.answer.message)
                 continue
+
+            # values of the whole context are those of the last turn
+            extra = node.completion.extra if node is end else of_response(node.completion.extra)
+            num_answered = len(node.answer.token_ids)
             turn = Turn(
                 messages=messages,
                 prompt_ids=tuple(ids),
                 response_ids=node.answer.token_ids,
                 log_probs=node.answer.log_probs,
                 finish_reason=node.completion.finish_reason,
-                versions=node.completion.versions[:kept],
-                action=shown(node.answer.message),
+                versions=node.completion.versions[:num_answered],
+                action=message_text(node.answer.message),
                 observation="",
                 state_hash="",
-                extra=node.completion.extra if node is end else of_response(node.completion.extra),
+                extra=extra,
             )
             turns.append(turn)
             ids = []
@@ -415,7 +459,7 @@ def _described(node: Node) -> DescribedRequest:
     """Returns the description of a request; without an answer, it was aborted before its answer was complete."""
     messages: list[DescribedMessage] = []
     for message in node.added:
-        messages.append({"role": message["role"], "content": shown(message)[:TEXT_SHOWN]})
+        messages.append({"role": message["role"], "content": message_text(message)[:TEXT_SHOWN]})
     described: DescribedRequest = {
         "parent": None if node.parent is None else node.parent.number,
         "row": None,
@@ -431,65 +475,26 @@ def _described(node: Node) -> DescribedRequest:
     if node.answer is None or node.completion is None:
         return described
 
+    text = node.answer.thinking + node.answer.text
+    # an update of the weights during a request gives its tokens several versions
     versions = node.completion.versions
     described["row"] = node.row
     described["tokens"] = len(node.answer.token_ids)
     described["versions"] = [min(versions, default=-1), max(versions, default=-1)]
     described["finish_reason"] = node.answer.finish_reason
     described["tool_calls"] = [call["function"]["name"] for call in node.answer.tool_calls]
-    described["text"] = (node.answer.thinking + node.answer.text)[:TEXT_SHOWN]
-    described["discarded"] = None if node.row is not None else "undelivered"
+    described["text"] = text[:TEXT_SHOWN]
+    described["discarded"] = "undelivered" if node.row is None else None
     return described
 
 
-def split_thinking(text: str) -> tuple[str, str]:
-    """Splits the text of an answer into its thinking and the rest. The generation prompt may contain <think> already;
-    thinking that is not closed extends to the end."""
-    if "</think>" in text:
-        thinking, _, text = text.partition("</think>")
-        return thinking.replace("<think>", "", 1).strip(), text.lstrip("\n")
-    if text.lstrip().startswith("<think>"):
-        return text.replace("<think>", "", 1).strip(), ""
-    return "", text
-
-
-@dataclass(frozen=True)
-class SplitAnswer:
-    """The text of an answer before its tool calls, the calls in OpenAI's format, and the text behind them."""
-
-    text: str
-    calls: list[MessageCall] = field(default_factory=list)
-    rest: str = ""
-
-
-def split_tool_calls(
-    text: str, number: int, notation: Notation = tagged_calls, tools: Sequence[Tool] = ()
-) -> SplitAnswer:
-    """Splits the text of an answer at its tool calls. If one of them has a syntax error or is cut off, the answer has
-    the whole text and no calls.
-
-    Args:
-        text: the text of the answer, without thinking.
-        number: number of the request, for the identifiers of the calls.
-        notation: reads the calls.
-        tools: tools of the request, whose schemas give the types of arguments.
-    """
-    parsed = notation(text)
-    if not parsed.calls or any(call.problem or not _is_text(call.name) for call in parsed.calls):
-        return SplitAnswer(text)
-
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    calls: list[MessageCall] = []
-    for index, call in enumerate(parsed.calls):
-        typed = with_types(call, schemas.get(call.name))
-        function: CalledFunction = {"name": call.name, "arguments": json.dumps(typed.arguments)}
-        calls.append({"id": _call_id(number, index), "type": "function", "function": function})
-    return SplitAnswer(text[: parsed.start].rstrip(), calls, text[parsed.end :])
-
-
-def _call_id(number: int, index: int) -> str:
-    """Returns the identifier of a call, unique in its episode: nine letters or digits, as Mistral's templates need."""
-    return f"c{number:05d}{index:03d}"
+def _first_stop(text: str, stops: Sequence[str]) -> str | None:
+    """Returns the stop text that comes first in an answer; None if it has none of them."""
+    positions = [(text.index(stop), stop) for stop in stops if stop in text]
+    if not positions:
+        return None
+    _, first_stop = min(positions)
+    return first_stop
 
 
 def _finish_reason(sampled: str, stop: str | None, has_calls: bool, rest: str) -> str:
@@ -503,20 +508,6 @@ def _finish_reason(sampled: str, stop: str | None, has_calls: bool, rest: str) -
     if has_calls and (sampled != "length" or stop is not None or not rest.strip()):
         return "tool_calls"
     return "stop" if stop is not None else sampled
-
-
-def _is_text(name: str) -> bool:
-    """Returns False for a name with lone surrogates, which clients cannot send back."""
-    return name == name.encode(errors="replace").decode()
-
-
-def shown(message: Message) -> str:
-    """Returns the text of a message with its tool calls, for logs and reports."""
-    parts = [message["content"]]
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        parts.append(f"{function['name']}({function['arguments']})")
-    return "\n".join(part for part in parts if part)
 
 
 def _keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[bytes]:
@@ -533,17 +524,13 @@ def _key(before: bytes, message: Message) -> bytes:
     """Returns the digest of a conversation that continues another one with this message."""
     role = message["role"]
     content = message["content"]
-    calls = [[call["function"]["name"], arguments_of(call)] for call in message.get("tool_calls") or ()]
-    if role == "assistant":  # a client may leave out the thinking, or send it back as part of the text
-        content = split_thinking(content)[1].strip()
+    # without the ids of the calls, which clients may replace
+    calls = []
+    for call in message.get("tool_calls") or ():
+        calls.append([call["function"]["name"], arguments_of(call)])
+    if role == "assistant":
+        # a client may leave out the thinking, or send it back as part of the text
+        _, answer = split_thinking(content)
+        content = answer.strip()
     text = json.dumps([role, content, calls], sort_keys=True).encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=16).digest()
-
-
-def arguments_of(call: MessageCall) -> object:
-    """Returns the arguments of a tool call as a value, so that their spelling as JSON does not matter."""
-    arguments = call["function"]["arguments"]
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments

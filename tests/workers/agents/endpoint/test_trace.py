@@ -13,7 +13,8 @@ import torch
 from tests.workers.agents.endpoint.live import END, JOINS, LIMITS, TOKENIZER, completion_of, ids_of, new_trace
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.agents.conversation import Message
-from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Node, Refusal, Trace, split_thinking
+from workers.agents.endpoint.answer_parts import split_thinking
+from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Node, Refusal, Trace
 from workers.agents.episodes import TokenLimits, Trajectory
 from workers.agents.trajectories import trajectory_rows
 from workers.engines.base import Completion

@@ -1,0 +1,57 @@
+"""What the tokens of a tokenizer can contain, and which of them ends a turn."""
+
+from collections.abc import Sequence
+
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase
+
+
+def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the maximum number of characters that one token can encode, or None if the tokenizer has no known bound.
+
+    A byte-level BPE with a token for every byte has a bound: a token encodes as many bytes as its name has characters,
+    and a character has at least one byte. NFC normalisation merges at most four characters into one. There is no bound
+    if a token absorbs the spaces around it, or if some character has no token.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = type(getattr(backend, "normalizer", None)).__name__
+    merged_characters = {"NoneType": 1, "NFC": 4}.get(normalizer)
+    is_byte_level = "ByteLevel" in repr(getattr(backend, "pre_tokenizer", None))
+    if merged_characters is None or not is_byte_level:
+        return None
+    absorbs_spaces = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    names = tokenizer.get_vocab()
+    has_all_bytes = names.keys() >= set(ByteLevel.alphabet())
+    if absorbs_spaces or not has_all_bytes:
+        return None
+    return merged_characters * max(map(len, names))
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Returns the ids of all tokens that are no ordinary text."""
+    return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+
+
+def closing_index(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, special_ids: frozenset[int] | None = None
+) -> int | None:
+    """Returns the index of the token that ends an assistant's turn.
+
+    It is the first special token, and only blanks may come before it.
+
+    Args:
+        ids: The tokens that the chat template writes after the answer.
+        tokenizer: The tokenizer.
+        special_ids: The result of `special_token_ids`, if the caller has it.
+
+    Returns:
+        The index, or None if the turn has no such token.
+    """
+    if special_ids is None:
+        special_ids = special_token_ids(tokenizer)
+    for index, token in enumerate(ids):
+        if token not in special_ids:
+            continue
+        text_before = str(tokenizer.decode(list(ids[:index])))
+        return None if text_before.strip() else index
+    return None
