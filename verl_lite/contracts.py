@@ -103,6 +103,7 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
         config: the loss's options; None = an ActorConfig.
         columns: tensors (ROWS, ...) of LOSS_COLUMNS that the loss reads.
     """
+    # dro has no default for beta
     options = config or ActorConfig(policy_loss=PolicyLossConfig(dro_beta=0.5))
     case = _LossCase(policy_loss_of(function), options)
     batch = loss_batch() | columns

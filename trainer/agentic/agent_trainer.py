@@ -77,6 +77,7 @@ class EpisodeRewards:
         Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `FailureLog.note`.
         """
         counts: EpisodeCounts = batch.meta_info["episodes"]
+        # one line of the file for each batch
         row = {
             "failed": counts.failed,
             "timeouts": counts.timeouts,

@@ -81,6 +81,7 @@ def reward_postprocess(
             algorithm.norm_std_type = "group"
 
     if "domain" in batch:
+        # ROLL's name of the column
         batch.non_tensor_batch["data_source"] = batch.non_tensor_batch["domain"]
     elif "data_source" not in batch and isinstance(running_ctrl, MutableMapping) and len(running_ctrl) == 1:
         [running_ctrl] = running_ctrl.values()

@@ -36,6 +36,7 @@ from workers.rollout.rows import left_padded
 
 PROBED_TOKENS = 64
 """Tokens of the vocabulary whose texts are compared with a server before the run starts."""
+# only these names; other braces of a template are literal
 _PLACEHOLDER = re.compile(r"\{(prompt|ground_truth|extra_info\.\w[\w.]*)\}")
 
 

@@ -76,6 +76,7 @@ class Calculator:
         self.expression = ""
 
     def reset(self, seed: int) -> tuple[str, Info]:
+        # from the seed alone, because all episodes of a group must get the same question
         rng = random.Random(seed)
         self.expression = self._question(rng)
         observation = f"What is {self.expression}?"

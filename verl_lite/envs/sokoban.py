@@ -100,6 +100,7 @@ class Sokoban(GridEnv):
 
     def room_of(self, seed: int) -> Room:
         """Returns the room of this seed. Raises UserError if no room fits the options."""
+        # from the seed alone, because all episodes of a group must get the same room
         rng = random.Random(seed)
         height, width = self.dim_room
         depths = (self.min_depth, self.search_depth)

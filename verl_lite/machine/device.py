@@ -74,6 +74,7 @@ def set_deterministic(wanted: bool) -> None:
     """Sets the variables of `DETERMINISTIC` if `wanted`. Call it before CUDA and vLLM start."""
     if wanted:
         for name, value in DETERMINISTIC.items():
+            # a value that the user has set stays
             os.environ.setdefault(name, value)
 
 
@@ -84,6 +85,7 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
     An operation without a deterministic kernel on its device raises RuntimeError with its name.
     """
     before = torch.are_deterministic_algorithms_enabled()
+    # filling new tensors costs time and changes no result of a valid program
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
     try:
