@@ -478,6 +478,7 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]
                 "trainer.experiment_name, or wait"
             ) from None
         except OSError as error:
+            # a file system without locks
             log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
         file.truncate(0)
         file.write(f"pid {os.getpid()} of user {psutil.Process().username()}")

@@ -102,6 +102,7 @@ class Schema:
 
     def find(self, path: Path) -> Key | None:
         """Returns the option at `path`, or the free dictionary with the entry `path`; None if neither exists."""
+        # the entries of a free dictionary are no keys of their own
         for depth in range(len(path), 0, -1):
             key = self.keys.get(".".join(path[:depth]))
             is_whole_path = depth == len(path)
@@ -234,6 +235,7 @@ def convert(key: Key, value: object, raw: str | None = None) -> object:
     """
     if key.kind == "list":
         return _items(key.item, value, raw)
+    # null empties a free dictionary
     if key.kind == "dict" and isinstance(value, dict | None):
         return value or {}
     if key.kind == "str" and raw is not None and not is_interpolation(value):

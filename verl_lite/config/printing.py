@@ -155,7 +155,8 @@ def _default(value: object) -> str:
 
 def _flow(value: object) -> str:
     """Formats a value as YAML on one line."""
-    # in a list whose brackets are removed again, because YAML ends a single value by a line with `...`
+    # in a list whose brackets are removed again, because YAML ends a single value by a line with `...`; wider than any
+    # value, because YAML would break a longer line
     text: str = yaml.dump(
         [value], Dumper=_OneLine, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
     )

@@ -85,7 +85,6 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
             raise ValueError("it has several ratings, and the answer contains ratings that it may quote")
 
     rating = _rating_at(last, highest)
-    # not limited to the bounds, because a rating outside them shows that the judge used another scale
     if not lowest <= rating <= highest:
         raise ValueError(f"its rating {_as_text(rating)} is not between {lowest:g} and {highest:g}")
     return float(rating)
