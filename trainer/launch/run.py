@@ -403,6 +403,7 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
     Raises UserError if the folder cannot be created or written to, or holds a run and trainer.resume_mode=disable.
     """
     run_dir = run_folder(config)
+    # a run that ended before its first checkpoint has metrics
     holds_run = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if holds_run and config.trainer.resume_mode == "disable":
         raise UserError(
