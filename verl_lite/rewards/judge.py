@@ -129,7 +129,7 @@ async def compute_score(
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
-    body = _chat_request(str(model), _filled(template, values), temperature, max_tokens)
+    body = _chat_request(model, _filled(template, values), temperature, max_tokens)
     # last, so that they can replace the other entries
     body |= request or {}
     url = f"{str(base_url).rstrip('/')}/chat/completions"
@@ -143,7 +143,7 @@ async def compute_score(
     return {"score": score, **result}
 
 
-def _chat_request(model: str, text: str, temperature: float | None, max_tokens: int | None) -> JsonObject:
+def _chat_request(model: str | None, text: str, temperature: float | None, max_tokens: int | None) -> JsonObject:
     """Returns the body of a chat completion with one message of the user."""
     message = {"role": "user", "content": text}
     body: JsonObject = {"model": model, "messages": [message]}
