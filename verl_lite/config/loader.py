@@ -31,6 +31,7 @@ C_co = TypeVar("C_co", covariant=True)
 RecipeLoader = Callable[[str], Mapping[str, object]]
 Action = Literal["run", "print", "help"]
 Verbosity = Literal["quiet", "normal", "verbose"]
+# of `trainer.main_ppo` without a model and data
 DEFAULT_RECIPE = "quickstart"
 RECIPE_FILE = "recipe.py"
 

@@ -22,6 +22,7 @@ Settings = Mapping[str, object]
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
 _SWITCHES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _LONGEST_VALUE = 200  # characters of a value in a message
+# parts between dots, without brackets, quotation marks and blanks
 _KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 
 

@@ -17,6 +17,7 @@ from verl_lite.config.sources import SWITCHES
 from verl_lite.errors import UserError
 
 _COMMENT_COLUMN = 64
+# shown by --help
 _MOST_USED = (
     "recipe model.path data.train_files data.val_files data.train_batch_size data.max_prompt_length "
     "data.max_response_length rollout.n rollout.name actor.optim.lr actor.use_kl_loss algorithm.adv_estimator "
