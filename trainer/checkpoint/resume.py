@@ -184,6 +184,7 @@ def refuse_other_data(trainer: RunConfig, run_dir: Path, dataset: str) -> None:
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     if folder is None:
         return
+    # a checkpoint without a fingerprint is accepted
     before = read_state(folder)["steps"].get("dataset", dataset)
     # checkpoints of version 0.2.0 and earlier of supervised training have only the number of rows
     number_of_rows = dataset.partition(",")[0]

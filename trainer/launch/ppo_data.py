@@ -207,6 +207,7 @@ def check_shared_sequences(config: PPOConfig) -> None:
     networks: list[tuple[str, NetworkConfig]] = [("actor", config.model)]
     if needs_critic(config):
         networks.append(("critic", critic_network(config)))
+    # the reference is the policy's initial model
     if needs_reference_model(config):
         networks.append(("ref", config.model))
     for teacher in config.distillation.named_teachers():

@@ -132,6 +132,7 @@ def create_groups(
     on_cpu = device_type(trainer.device) == "cpu"
     slots = trainer.n_gpus_per_node or 1
     slots += engine_devices(config, slots)
+    # the processes share the cores of the machine
     threads = max(1, cpu_count() // slots)
     env = worker_environment(on_cpu, threads, sleeps=_has_sleeping_engine(config))
     # before the processes start: each is then forked with the modules of its classes

@@ -403,6 +403,7 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
     Raises UserError if the folder cannot be created or written to, or holds a run and trainer.resume_mode=disable.
     """
     run_dir = run_folder(config)
+    # a run that ended before its first checkpoint has metrics
     holds_run = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if holds_run and config.trainer.resume_mode == "disable":
         raise UserError(
@@ -478,6 +479,7 @@ def locked_folder(run_dir: Path, log: Callable[[str], None]) -> Iterator[IO[str]
                 "trainer.experiment_name, or wait"
             ) from None
         except OSError as error:
+            # a file system without locks
             log(f"{run_dir} cannot be locked ({error.strerror}): a second run in it would not be noticed")
         file.truncate(0)
         file.write(f"pid {os.getpid()} of user {psutil.Process().username()}")

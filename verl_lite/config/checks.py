@@ -159,6 +159,7 @@ def machine_problems(config: RunOptions, count: int | None, available: int | Non
     address = config.ray_kwargs.ray_init.address
     if trainer.nnodes > 1 and address is None:
         yield f"trainer.nnodes={trainer.nnodes} needs a Ray cluster: set ray_kwargs.ray_init.address=HOST:PORT"
+    # numbers below 1 are reported by their ranges
     if count is None or trainer.nnodes < 1 or count < 1:
         return
 
@@ -187,7 +188,7 @@ def reward_problems(reward: RewardConfig) -> Problems:
     yield from python_file("reward.custom_reward_function.path", reward.custom_reward_function.path)
     invalid_parts = list(part_problems(reward.functions))
     yield from invalid_parts
-    # `reward_parts` raises for the first of them
+    # `reward_parts` would raise an exception
     if invalid_parts:
         return
     for part in reward_parts(reward.functions):

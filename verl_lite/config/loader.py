@@ -31,6 +31,7 @@ C_co = TypeVar("C_co", covariant=True)
 RecipeLoader = Callable[[str], Mapping[str, object]]
 Action = Literal["run", "print", "help"]
 Verbosity = Literal["quiet", "normal", "verbose"]
+# of `trainer.main_ppo` without a model and data
 DEFAULT_RECIPE = "quickstart"
 RECIPE_FILE = "recipe.py"
 
@@ -87,6 +88,7 @@ def load_schema(
         ConfigError: with all unknown keys, wrong values, unreadable files and unresolved references.
     """
     merge = _Merge(root, schema_of(root))
+    # the words that are no switches are assignments
     options, words = _PARSER.parse_known_args(argv)
     wants_help = options.help or options.help_config is not None
     # the help is printed whatever the rest of the command line says
@@ -273,6 +275,7 @@ class _Merge(Generic[C]):
             return None
         name = ".".join(assignment.path)
         verdict = self.keys.choose_group(name, assignment.value)
+        # an option of the same name takes precedence over a key of verl
         if verdict is None and not self.reader.exists(name):
             verdict = self.keys.translate(name, assignment.value, self.written)
         return verdict
@@ -303,6 +306,7 @@ class _Merge(Generic[C]):
         path = assignment.path
         name = ".".join(path)
         key = self.schema.find(path)
+        # takes back what the recipe and earlier sources have set
         if assignment.reset and (key is not None or name in self.schema.sections):
             for leaf in list(self.leaves):
                 if _is_below(leaf, path):

@@ -41,6 +41,7 @@ class MicroBatchOptions:
 
     def reads(self, key: str) -> bool:
         """Returns True if this pass reads a size from the option `key`."""
+        # the actor's sizes are the last fallback of every pass
         return key in (*self.tokens, *self.rows, _TOKENS, _ROWS)
 
 

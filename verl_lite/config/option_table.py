@@ -22,6 +22,7 @@ Settings = Mapping[str, object]
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
 _SWITCHES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _LONGEST_VALUE = 200  # characters of a value in a message
+# parts between dots, without brackets, quotation marks and blanks
 _KEY = re.compile(r"""[^.\[\]"'\s]+(\.[^.\[\]"'\s]+)*""")
 
 
@@ -102,6 +103,7 @@ class Schema:
 
     def find(self, path: Path) -> Key | None:
         """Returns the option at `path`, or the free dictionary with the entry `path`; None if neither exists."""
+        # the entries of a free dictionary are no keys of their own
         for depth in range(len(path), 0, -1):
             key = self.keys.get(".".join(path[:depth]))
             is_whole_path = depth == len(path)
@@ -234,6 +236,7 @@ def convert(key: Key, value: object, raw: str | None = None) -> object:
     """
     if key.kind == "list":
         return _items(key.item, value, raw)
+    # null empties a free dictionary
     if key.kind == "dict" and isinstance(value, dict | None):
         return value or {}
     if key.kind == "str" and raw is not None and not is_interpolation(value):

@@ -58,7 +58,7 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
         # several processes may share a core
         available = max(available, ray_init.num_cpus or 0)
         remedies += ", or share cores with ray_kwargs.ray_init.num_cpus"
-    # `machine_problems` reports a trainer that needs more devices alone
+    # both pools have devices on this machine; `machine_problems` reports a trainer that needs more devices alone
     if count <= available < count // trainer.nnodes + per_node:
         yield (
             f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={per_node} are more than the {available} "

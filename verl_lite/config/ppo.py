@@ -72,7 +72,7 @@ class PPOConfig(RunOptions):
         if self.spans_updates:
             # surplus groups of a batch continue into the next batches
             num_updates += math.ceil(self.rollout.oversample - 1)
-        # the engine has the weights of up to this number of steps ago
+        # the engine may have weights from `model_update_frequency` - 1 steps before
         return num_updates + self.agentic.model_update_frequency - 1
 
     @property

@@ -17,6 +17,7 @@ from verl_lite.config.sources import SWITCHES
 from verl_lite.errors import UserError
 
 _COMMENT_COLUMN = 64
+# shown by --help
 _MOST_USED = (
     "recipe model.path data.train_files data.val_files data.train_batch_size data.max_prompt_length "
     "data.max_response_length rollout.n rollout.name actor.optim.lr actor.use_kl_loss algorithm.adv_estimator "
@@ -155,7 +156,8 @@ def _default(value: object) -> str:
 
 def _flow(value: object) -> str:
     """Formats a value as YAML on one line."""
-    # in a list whose brackets are removed again, because YAML ends a single value by a line with `...`
+    # in a list whose brackets are removed again, because YAML ends a single value by a line with `...`; wider than any
+    # value, because YAML would break a longer line
     text: str = yaml.dump(
         [value], Dumper=_OneLine, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
     )

@@ -167,12 +167,14 @@ def _rejection(name: str, threshold: str) -> Rejection:
     level, _, measure = name.rpartition("_")
     low, upper = _bounds(threshold)
     if measure in DIVERGENCES:
+        # k2 and k3 are never negative
         if low is not None or not upper > 0:
             raise ValueError("expected one number above 0, such as 0.01")
         return Rejection(level, measure, -math.inf, upper)
     if measure == "diff":
         if low is None:
             low = -upper
+        # probabilities differ by at most 1
         if not -1 <= low <= 0 <= upper:
             raise ValueError("expected low_high with low <= 0 <= high, such as -0.2_0.2, or 0.2")
         return Rejection(level, measure, low, upper)

@@ -22,8 +22,10 @@ PREFIX = "actor_rollout_ref"
 """verl's prefix of the sections of the policy."""
 SWITCHES = "--config FILE, --print-config, --help, --help-config [PREFIX], --quiet and --verbose"
 
+# key=value, +key=value, ++key=value or ~key
 _OVERRIDE = re.compile(r"(?:\+{0,2}([^=\s~]+)=(.*)|~([^=\s~]+))", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+# at the beginning of a word, where YAML begins a comment
 _COMMENT_SIGN = re.compile(r"(?<!\S)#")
 # a character of private use, which YAML treats as a letter
 _NO_COMMENT = "\ue000"

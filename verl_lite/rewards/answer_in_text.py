@@ -5,11 +5,14 @@ import re
 from verl_lite.rewards.answer_syntax import parse_answer
 from verl_lite.rewards.answer_tokens import UnknownSyntax
 
+# emphasis and code: **7**, _7_ and `7`
 _MARKS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 _ANSWER_IS = re.compile(r"(?i)(?:\banswer\b[^.\n:=]{0,60}?(?:\bis\b|:|=)|答案(?:是|为|：|:))\s*(?:\bis\b|:|：)?\s*")
 _MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$\n]+)\$|\\\((.+?)\\\)", re.DOTALL)
 _NUMBER = re.compile(r"-?\$?\s?-?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?\s*(?:\\?%)?|-?\\frac\{[^{}]+\}\{[^{}]+\}")
+# letters in a row that are no command of LaTeX
 _PROSE = re.compile(r"(?<![\\\w{])[A-Za-z]{2,}")
+# what separates the items of a list: 7, 8 or 9
 _NEXT_ITEM = re.compile(r"\s*(?:,\s*(?:or|and)\b|,|;|/|\bor\b|\band\b|或|和|、|，)\s*(?=[-$\\\d(])")
 
 

@@ -200,6 +200,7 @@ class _Parser:
             if self._at_unit(factors):
                 break
             factor = self._power()
+            # an integer before a fraction forms a mixed number with it
             mixed = _mixed(factors[-1], factor, self)
             if mixed is None:
                 factors.append(factor)
@@ -320,6 +321,7 @@ class _Parser:
             elif self._is("_"):
                 self._next()
                 index = self._argument(takes_number=True)
+                # x_1 is another symbol than x, and 101_2 a numeral with its base
                 if node.kind == "symbol":
                     node = Node("symbol", (), f"{node.text}_{{{render(index)}}}")
                 else:
@@ -438,6 +440,7 @@ class _Parser:
         if name[1:] in FUNCTIONS:
             return self._function(name)
         if name == "\\{":
+            # a set without elements
             if self._accept("\\}"):
                 return Node("constant", (), r"\emptyset")
             content = self.items()

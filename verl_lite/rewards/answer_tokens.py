@@ -27,6 +27,7 @@ _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _ROOT_OF_DIGITS = re.compile(r"√\s*(\d+(?:\.\d+)?)")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\[,!;: ]|,\\!|~)+(?=\d{3}(?!\d))")
 """A mark between groups of three digits, as LaTeX writes it."""
+# 12 345 678
 _SPACED = re.compile(r"(?<![\d.\w])\d{1,3}(?: \d{3})+(?![\d\w])")
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|mathstrut|nonumber|hfill)(?![a-zA-Z])"
@@ -34,7 +35,9 @@ _LAYOUT = re.compile(
     r"|\\[hv]space\*?\{[^{}]*\}|(?<!\\)\\[,;:! ]|(?<!\\)\\[()]|\\?\$|~"
 )
 _DEGREE = re.compile(r"\^?\s*\{?\\degree(?![a-zA-Z])\}?")
+# the end of 4^\text{th}
 _ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?")
+# the beginning of m\angle ABC = 30
 _NAMED_ANGLE = re.compile(r"\A(?:m\s*)?\\angle\s*[A-Z]{1,3}\s*=\s*")
 _CURRENCY = re.compile(r"\A(?:USD|EUR|GBP|US|Rs\.?)\s*(?=\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\\overline\s*\{(\d{1,50})\}")

@@ -163,15 +163,11 @@ def extract_code(solution_str: str) -> str:
     blocks = _fenced_blocks(text)
     if not blocks:
         return _without_indentation(text)
-
-    program = ""
-    for language, code in blocks:
-        if not language:
-            program = code
-    for language, code in blocks:
-        if _PYTHON.fullmatch(language):
-            program = code
-    return program
+    unlabelled = [code for language, code in blocks if not language]
+    labelled = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+    # the last block with the label; without any, the last one that has none
+    programs = ["", *unlabelled, *labelled]
+    return programs[-1]
 
 
 def _fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -198,8 +194,7 @@ def _closes(line: str, opening: re.Match[str]) -> bool:
     """Returns True for a line of the characters of the opening fence, at least as many."""
     mark = line.strip(" \t>\n")
     fence = opening["fence"]
-    has_only_its_character = set(mark) == set(fence)
-    return has_only_its_character and len(mark) >= len(fence)
+    return set(mark) == set(fence) and len(mark) >= len(fence)
 
 
 def _block(opening: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
@@ -372,7 +367,6 @@ def read_tests(ground_truth: GroundTruth, max_tests: int | None = None) -> PairT
         try:
             content = _from_json(ground_truth)
         except ValueError:
-            # test code; a blank text is refused below
             content = [ground_truth] if ground_truth.strip() else []
 
     tests = None
@@ -414,8 +408,7 @@ def _tests_of_dict(content: JsonMapping, max_tests: int | None) -> PairTests | S
     if has_pairs and not content.get("assert_case"):
         inputs = list(content["inputs"])
         outputs = list(content["outputs"])
-        function = content.get("fn_name")
-        return _pairs(inputs, outputs, function, max_tests)
+        return _pairs(inputs, outputs, content.get("fn_name"), max_tests)
 
     setup = str(content.get("setup") or "")
     asserts = content.get("asserts", content.get("assert_case"))
@@ -564,6 +557,7 @@ def _as_json(data: JsonValue) -> JsonValue:
         return [_as_json(entry) for entry in data]
     if not isinstance(data, dict):
         return data
+    # raises ValueError for forged data with another number of entries
     [(kind, content)] = data.items()
     match kind, content:
         case "array", _:

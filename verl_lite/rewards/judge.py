@@ -129,16 +129,9 @@ async def compute_score(
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
     }
-    message = {"role": "user", "content": _filled(template, values)}
-    body: JsonObject = {"model": model, "messages": [message]}
-    # OpenAI's reasoning models refuse these entries, so None leaves them out
-    if temperature is not None:
-        body["temperature"] = temperature
-    if max_tokens is not None:
-        body["max_tokens"] = max_tokens
-    # last, so that they can replace the entries above
+    body = _chat_request(model, _filled(template, values), temperature, max_tokens)
+    # last, so that they can replace the other entries
     body |= request or {}
-
     url = f"{str(base_url).rstrip('/')}/chat/completions"
     answer = await _endpoint(url, api_key_env, max_retries).post(body)
     reply = _content(answer)
@@ -148,6 +141,18 @@ async def compute_score(
         return {"score": rating, "acc": rating, **result}
     score = (rating - lowest) / (highest - lowest)
     return {"score": score, **result}
+
+
+def _chat_request(model: str | None, text: str, temperature: float | None, max_tokens: int | None) -> JsonObject:
+    """Returns the body of a chat completion with one message of the user."""
+    message = {"role": "user", "content": text}
+    body: JsonObject = {"model": model, "messages": [message]}
+    # OpenAI's reasoning models refuse these entries, so None leaves them out
+    if temperature is not None:
+        body["temperature"] = temperature
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    return body
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

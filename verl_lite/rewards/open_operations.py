@@ -378,6 +378,7 @@ def _is_numeral(node: Node) -> bool:
         return base == Node("number", (), "10") and is_integer(magnitude)
     if node.kind == "quotient":
         above, below = node.parts
+        # 14/2 is a quotient to be computed
         return is_integer(above) and is_integer(below) and not _divides(below, above)
     return _is_scientific(node)
 

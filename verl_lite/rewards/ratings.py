@@ -11,8 +11,11 @@ from fractions import Fraction
 
 _LABEL = r"\bscore\b(?:(?!\bscore\b)[^\n:=]){0,60}?[:=]"
 """The word and its colon, with words such as "(0 to 10)" between them."""
+# at the beginning of a line, after marks and words such as "final"
 _LINE_LABEL = re.compile(rf"(?im)^[^\w\n]*(?:(?:final|overall|total|my|the|so)\s+){{0,3}}{_LABEL}")
+# a key of JSON
 _KEY_LABEL = re.compile(r"""(?i)(?<!\\)["']score["']\s*:""")
+# inside a line, but not in quotation marks
 _INLINE_LABEL = re.compile(rf"""(?i)(?<!["'`“‘«„])(?<!\*\*){_LABEL}|\*\*{_LABEL}""")
 _QUOTED = re.compile(r"""[>"'“‘«„][^"'“‘«„]*\bscore\b[^\n:=]*[:=]$""", re.IGNORECASE)
 """The end of a text whose last label is quoted."""
@@ -85,7 +88,6 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
             raise ValueError("it has several ratings, and the answer contains ratings that it may quote")
 
     rating = _rating_at(last, highest)
-    # not limited to the bounds, because a rating outside them shows that the judge used another scale
     if not lowest <= rating <= highest:
         raise ValueError(f"its rating {_as_text(rating)} is not between {lowest:g} and {highest:g}")
     return float(rating)

@@ -261,6 +261,7 @@ CHANGEABLE = (list, dict, set, bytearray, deque)
 
 def _replace(ours: object, theirs: object) -> bool:
     """Replaces the content of a container with its content after the call. Returns False if the types differ."""
+    # in place, because the test holds the container
     if isinstance(ours, list) and type(theirs) is list:
         ours[:] = theirs
     elif isinstance(ours, bytearray) and type(theirs) is bytearray:

@@ -434,6 +434,7 @@ def _returned(message: JsonObject, number: int) -> Outcome:
         number: number of the call, from 1; 0 for the reply to loading the code.
     """
     forged = Outcome(True, error=FORGED)
+    # the number shows a line that the code itself has written between the replies
     if number and message.pop("number", None) != number:
         return forged
     raised = fields(message, raised=dict)

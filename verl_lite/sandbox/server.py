@@ -140,7 +140,8 @@ class _Process:
         self.met = ""
         self._limits = limits
         self._wall_s = limits.wall_s + grace_s
-        _, *self._output_files = files[:3]
+        _, stdout, stderr, *_ = files
+        self._output_files = (stdout, stderr)
         self._folder = str(new_folder(_PREFIX))
         run = functools.partial(_run_confined, program, files, limits, self._folder, readable)
         self._process = ForkedProcess(run)

@@ -121,6 +121,7 @@ def decode(data: JsonValue, depth: int = 0) -> Any:
     if not isinstance(data, dict):
         return data
     try:
+        # raises ValueError for another number of entries
         [(name, encoded)] = data.items()
         kind = _KINDS.get(name)
         content = decode(encoded, depth + 1)

@@ -45,6 +45,7 @@ def create_worker_groups(
         WorkerDiedError: a process ended.
         ValueError: the backend is unknown.
     """
+    # here, because importing this package imports neither torch nor Ray
     from verl_lite.single_controller.worker_group import LocalTransport, Transport, WorkerGroup
 
     if _is_ray(backend):

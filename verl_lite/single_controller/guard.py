@@ -105,6 +105,7 @@ def worker_template_running(env: Mapping[str, str]) -> Iterator[None]:
             yield
             return
         try:
+            # the template finds the modules of this process
             python_path = os.pathsep.join(filter(None, sys.path))
             guard.template_env = env
             guard.template = ProcessTree(

@@ -80,9 +80,10 @@ class Lookout:
         with ThreadPoolExecutor(num_threads) as pool:
             silences = list(pool.map(silence_of, addresses))
         for address, silence in zip(addresses, silences, strict=True):
-            self._silent_looks[address] += 1
             if silence is None:
                 self._silent_looks[address] = 0
+            else:
+                self._silent_looks[address] += 1
 
 
 def silent_process(address: Address, pid: int | None = None) -> str:

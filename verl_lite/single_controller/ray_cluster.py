@@ -206,7 +206,7 @@ def call_ray(call: Callable[[], Answer]) -> Answer:
 def process_of(actor: ray.actor.ActorHandle) -> tuple[Address, int]:
     """Returns the address at which the process of a started actor listens, and its process id."""
     actor_id = actor._actor_id.hex()
-    # Ray has no public call for one actor
+    # the public calls of `ray.util.state` need the dashboard, which a private cluster does not have
     state = call_ray(lambda: ray._private.state.actors(actor_id))
     host = state["Address"]["IPAddress"]
     port = state["Address"]["Port"]

@@ -260,6 +260,7 @@ class RayTransport:
         runtime_env = ray_cluster.worker_runtime(env)
         umask = ray_cluster.current_umask()
         actors = []
+        # each bundle is a machine of the pool
         for node, log in zip(pool.nodes, self._logs, strict=True):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
             placed = actor.options(
@@ -282,6 +283,7 @@ class RayTransport:
             handles.append(_Handle(ref, rank, name, "start"))
         started = self._wait(handles)
 
+        # all processes of a private cluster are on this machine
         machine_of_node: dict[str, ray_cluster.Machine] = {}
         if ray_cluster.joined_cluster() is not None:
             machine_of_node = {machine.node_id: machine for machine in ray_cluster.machines()}
@@ -302,6 +304,7 @@ class RayTransport:
         store: Address,
     ) -> None:
         """Constructs the objects of all roles in the processes. An error ends the processes."""
+        # the arguments of the constructors are sent once for all ranks
         shared_roles = self.share(roles)
         handles = []
         for rank, node in enumerate(pool.nodes):
@@ -435,10 +438,12 @@ class RayTransport:
 
     def _death(self, handle: _Handle, cause: str, note: str = "") -> WorkerDiedError:
         """Returns the error of a rank whose process has ended for this reason."""
-        rank = handle.rank
-        machine = self._machines.get(rank)
-        node = None if machine is None else machine.name
-        return ray_errors.death(cause, handle.role, rank, handle.method, self._logs[rank], node, note)
+        # only in a joined cluster
+        node = None
+        if handle.rank in self._machines:
+            node = self._machines[handle.rank].name
+        log = self._logs[handle.rank]
+        return ray_errors.death(cause, handle.role, handle.rank, handle.method, log, node, note)
 
     def _handle_crash(self, errors: list[Exception], pending: list[_Handle], fatal: bool) -> Exception:
         """Returns the error to raise: the first that is not a consequence of another one.

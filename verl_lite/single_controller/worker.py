@@ -143,6 +143,7 @@ class Worker:
                 f"trainer.backend=inline has one process, found {self.world_size} ranks that want torch.distributed: "
                 "set trainer.n_gpus_per_node=1 or trainer.backend=ray"
             )
+        # the workers of all roles in a process share one group
         if dist.is_initialized():
             return
         store = self._connected_store()
@@ -219,6 +220,7 @@ def invoke(slot: Slot, role: str, method: str, arguments: WorkerArguments) -> tu
     function = getattr(slot.roles[role], method)
     usage_before = profiling.usage()
     with _with_circumstances(slot, role, method), profiling.span(method):
+        # also in the driver's process, so that no worker can change an object of the caller
         received = arguments.map(unpacked)
         result = function(*received.positional, **received.keywords)
         if inspect.iscoroutine(result):

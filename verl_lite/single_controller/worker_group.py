@@ -116,6 +116,7 @@ class WorkerGroup:
         self._transport = transport
         self._meshes: dict[str, Mesh] = {}
         self.methods: list[str] = []
+        # with the methods of base classes, which `vars` leaves out
         for name in dir(cls):
             method = getattr(cls, name, None)
             registration = getattr(method, REGISTRATION, None)

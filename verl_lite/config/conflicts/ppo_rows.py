@@ -114,6 +114,7 @@ LENGTH_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("rollout.max_num_batched_tokens",),
+        # with chunked prefill, a prompt is split over several steps
         lambda config, tokens: not config.rollout.enable_chunked_prefill and tokens < _context(config),
         "one step of the engine is shorter than the context",
         lambda config: (
@@ -200,6 +201,7 @@ ENGINE_ROWS: tuple[Conflict[PPOConfig], ...] = (
 
 def _samples_in_training(config: PPOConfig, threshold: int) -> bool:
     """True if an engine that frees its memory during training would have to sample then."""
+    # nothing is sampled ahead, or the running samples are interrupted
     if config.async_training.depth < 1 or config.spans_updates:
         return False
     # only an engine on the trainer's GPUs frees its memory for the training

@@ -24,6 +24,7 @@ from verl_lite.config.micro_batches import MICRO_BATCHES
 _NO_CRITIC = "only the estimator gae has a critic"
 _LOSS_REMEDY = "set actor.policy_loss.loss_mode, or leave it out"
 _ESTIMATOR_REMEDY = "set algorithm.adv_estimator, or leave it out"
+# losses that read the clip range of the ratio
 _CLIPPING_LOSSES = ("vanilla", "a3po", "gspo", "geo_mean", "clip_cov", "cispo", "dppo_tv", "dppo_kl")
 _PROMPT_KEYS = tuple(
     f"data.{name}"

@@ -73,6 +73,7 @@ class IdleOption:
 def _matches(pattern: str, key: str) -> bool:
     """Returns True if an entry of `IdleOption.keys` stands for a key."""
     if pattern.startswith("*."):
+        # with a dot before the key, since a section can be at the top: optim.lr of `trainer.main_sft`
         return f".{key}".endswith(pattern[1:])
     if pattern.endswith("."):
         return key.startswith(pattern)
