@@ -62,16 +62,18 @@ def merged(
         (name in the base model, weight).
     """
     for adapted_name, weight in weights:
+        # peft wraps an adapted layer, which then is the base_layer of the wrapper
         name = adapted_name.replace(".base_layer.", ".")
         layer = name.removesuffix(".weight")
         down = adapter.get(f"{layer}.lora_A{IN_NETWORK}weight")
-        if down is None or layer == name:  # no adapter, or the bias of a layer that has one
+        # no adapter, or the bias of a layer that has one
+        if down is None or layer == name:
             yield name, weight
             continue
         up = adapter[f"{layer}.lora_B{IN_NETWORK}weight"]
         # one rounding to bf16, of the sum: a small change would vanish in a sum of bf16 numbers
-        merged_weight = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
-        yield name, merged_weight.to(weight.dtype)
+        exact = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
+        yield name, exact.to(weight.dtype)
 
 
 def load_adapter_config(folder: Path) -> LoraConfig | None:

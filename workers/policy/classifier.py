@@ -40,7 +40,8 @@ def classifier_of(kind: str, config: PretrainedConfig) -> AutoClass:
         UserError: the family has no causal language model from which the class could be made.
     """
     auto_class, layers = KINDS[kind]
-    classes_with_code = getattr(config, "auto_map", None) or {}  # their code comes with the model
+    # their code comes with the model
+    classes_with_code = getattr(config, "auto_map", None) or {}
     if type(config) in auto_class._model_mapping or auto_class.__name__ in classes_with_code:
         return auto_class
     causal_lm_class = causal_lm_class_of(config)
@@ -74,7 +75,9 @@ def causal_lm_class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None
 
 def is_of_transformers(network: PreTrainedModel) -> bool:
     """True if the network's class is part of transformers."""
-    return getattr(transformers, type(network).__name__, None) is type(network)
+    own_class = type(network)
+    # code that comes with a model may have a class of the same name
+    return getattr(transformers, own_class.__name__, None) is own_class
 
 
 def config_has_code(config: PretrainedConfig) -> bool:

@@ -45,4 +45,5 @@ def value_head(spec: NetworkSpec) -> ValuePolicy:
         "critic.model.path={path!r}: a token-classification model with {labels} labels; a critic has one label, the "
         "value. Set the path of a causal language model or of a saved critic"
     )
-    return ValuePolicy(build_with_label("TokenClassification", spec, refusal))
+    network = build_with_label("TokenClassification", spec, refusal)
+    return ValuePolicy(network)

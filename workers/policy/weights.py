@@ -94,9 +94,12 @@ def require_fitting_weights(
 
 def _listed(names: Collection[str]) -> str:
     """Returns the first names, and the number of the others."""
-    first_names = ", ".join(list(names)[:_MOST_NAMES])
-    others = len(names) - _MOST_NAMES
-    return f"{first_names} and {others} more" if others > 0 else first_names
+    first_names = list(names)[:_MOST_NAMES]
+    text = ", ".join(first_names)
+    num_others = len(names) - _MOST_NAMES
+    if num_others > 0:
+        text += f" and {num_others} more"
+    return text
 
 
 def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
@@ -108,7 +111,8 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
         UserError: the weight files or their index cannot be read.
     """
     tied_names = getattr(causal_lm_class_of(config), "_tied_weights_keys", None)
-    if not isinstance(tied_names, dict):  # None, or a class of other code
+    # None, or a class of other code
+    if not isinstance(tied_names, dict):
         return False
     remedy = "its weight files must be complete; copy or download the folder again"
     with user_error_on_failure(f"model.path={path!r}: the weights cannot be loaded", remedy):
@@ -129,15 +133,17 @@ def weight_files(path: str) -> list[str]:
             return [single_file]
         index_file = model_file(path, index)
         if index_file is not None:
-            weight_map = json.loads(Path(index_file).read_text(encoding="utf-8"))["weight_map"]
-            shards = [model_file(path, name) for name in sorted(set(weight_map.values()))]
+            content = json.loads(Path(index_file).read_text(encoding="utf-8"))
+            names = set(content["weight_map"].values())
+            shards = [model_file(path, name) for name in sorted(names)]
             return [shard for shard in shards if shard is not None]
     return []
 
 
 def _tail(name: str) -> str:
     """Returns the last two parts of a parameter's name. Files may have other prefixes than the network."""
-    return ".".join(name.split(".")[-2:])
+    parts = name.split(".")
+    return ".".join(parts[-2:])
 
 
 @lru_cache(maxsize=32)
@@ -159,7 +165,8 @@ def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[to
                     if f".{name}".endswith(f".{tail}"):
                         yield tensors.get_tensor(name)
         else:
-            is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not, and cannot be mapped
+            # files of torch before 1.6 are not, and cannot be mapped
+            is_zip = zipfile.is_zipfile(file)
             state = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
             for name, tensor in state.items():
                 if f".{name}".endswith(f".{tail}"):

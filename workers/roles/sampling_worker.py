@@ -145,7 +145,8 @@ class SamplingWorker(Worker):
 
     def _program_runner(self) -> SampleRunner:
         """Starts the endpoint and the processes of the programs, and returns the runner of their episodes."""
-        from workers.agents.endpoint.server import Endpoint  # imports aiohttp, which takes a second; other runs skip it
+        # here and not above: aiohttp takes a second, which other runs skip
+        from workers.agents.endpoint.server import Endpoint
         from workers.agents.programs import ProgramRunner
 
         config = self.config
@@ -160,10 +161,12 @@ class SamplingWorker(Worker):
         spec = program_pool(agentic, self._log_folder("programs"), on_repeat=lambda number: runner.repeat(number))
         programs = ProcessPool(spec)
         port = agentic.endpoint.port
-        if port:  # 0 is any free port
+        # 0 is any free port
+        if port:
             port += self.engine_index
         training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-        endpoint = Endpoint(agentic.endpoint, port, Path(str(config.model.path)).name, programs.wake, training)
+        model_name = Path(str(config.model.path)).name
+        endpoint = Endpoint(agentic.endpoint, port, model_name, programs.wake, training)
         # commands run as one user, and each can read the keys of the others
         if agentic.program is not None and is_command(agentic.program):
             endpoint.callers = Callers(lambda: programs.pids)
@@ -190,7 +193,9 @@ class SamplingWorker(Worker):
 
     def _log_folder(self, name: str) -> str | None:
         """Returns the folder of the logs of this engine's environments or programs."""
-        return None if self.log_dir is None else str(Path(self.log_dir) / f"{name}-{self.engine_index}")
+        if self.log_dir is None:
+            return None
+        return str(Path(self.log_dir) / f"{name}-{self.engine_index}")
 
     def _rows_of_episodes(self, trajectories: Sequence[Trajectory]) -> DataProto:
         data = self.config.data
