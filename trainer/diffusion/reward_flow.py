@@ -255,7 +255,8 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
         UserError: the reward cannot be built, has no gradient, or cannot use the clip as a reference.
     """
     reward = build_visual_reward(options)
-    frames = data.batch([0], [0]).batch["video"][0]
+    first_clip = data.batch([0], [0])
+    frames = first_clip.batch["video"][0]
     try:
         with torch.no_grad():
             reference = reward.prepare(frames)
@@ -272,8 +273,9 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
     # nothing to score in the noisy frames, and so no gradient to check
     if not score.counted:
         return
-    (gradient,) = torch.autograd.grad(score.value, noisy, allow_unused=True)
-    if gradient is None or not gradient.isfinite().all() or not gradient.any():
+    [gradient] = torch.autograd.grad(score.value, noisy, allow_unused=True)
+    is_usable = gradient is not None and gradient.isfinite().all() and gradient.any()
+    if not is_usable:
         raise UserError(
             f"reward.name={options.name!r} cannot be trained with: the score of the first clip has no gradient with "
             "respect to the frames, or the gradient is 0 or not finite. Compute the score by differentiable torch "

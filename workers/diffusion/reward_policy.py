@@ -220,8 +220,9 @@ class RewardFlowPolicy(EngineNetwork):
         # the policy gets only the first frame; the gray frames after it are those of diffusers' pipeline
         clip[:, :, 1:] = 0
         latents = self.codec.encode(clip)
-        is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
         # a mask channel for each of the frames that one latent frame encodes
+        mask_shape = (len(latents), self.codec.temporal_factor, *latents.shape[2:])
+        is_given = latents.new_zeros(mask_shape)
         is_given[:, :, 0] = 1
         return torch.cat([is_given, latents], dim=1)
 

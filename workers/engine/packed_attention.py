@@ -347,14 +347,16 @@ def _sink_attention(
     key_value_heads = keys.shape[1]
     # SDPA multiplies all products by the scale
     sink_products = (sinks / scale).to(queries)
-    sink_dimension = sink_products.view(1, -1, 1, 1).expand(count, heads, length, 1)
+    sink_of_head = sink_products.view(1, -1, 1, 1)
+    sink_dimension = sink_of_head.expand(count, heads, length, 1)
     queries_and_sinks = torch.cat([queries, sink_dimension], dim=3)
     wide_queries = F.pad(queries_and_sinks, (0, 7))
 
     # only the sink's key has a 1 in this dimension
     ones = keys.new_ones(count, key_value_heads, 1, 1)
     sink_key = F.pad(ones, (size, 7))
-    wide_keys = torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2)
+    padded_keys = F.pad(keys, (0, 8))
+    wide_keys = torch.cat([sink_key, padded_keys], dim=2)
     wide_values = F.pad(values, (0, 8, 1, 0))
 
     # every token sees the sink, also outside its window

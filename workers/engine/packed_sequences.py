@@ -35,7 +35,9 @@ class PromptTrees:
 
     def to(self, device: torch.device) -> PromptTrees:
         """Returns a copy on `device`."""
-        return PromptTrees(self.index.to(device), self.mask.to(device), self.flat_positions.to(device))
+        index = self.index.to(device)
+        mask = self.mask.to(device)
+        return PromptTrees(index, mask, self.flat_positions.to(device))
 
 
 class SequenceRows(NamedTuple):

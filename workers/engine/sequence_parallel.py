@@ -78,16 +78,21 @@ class SequenceGroup:
 
         # all three in one exchange; entry i of (n, T / n, values) goes to rank i
         heads_by_rank = [tensor.unflatten(1, (n, -1)) for tensor in (query, key, value)]
-        values_by_rank = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2)
+        flat_heads = [heads.flatten(2) for heads in heads_by_rank]
+        values_by_rank = torch.cat(flat_heads, dim=2)
         sent = values_by_rank.transpose(0, 1).contiguous()
         shards = all_to_all_single_autograd(sent, None, None, self.group)
         # without the tokens that fill up the last shards
         received = shards.flatten(0, 1)[:tokens]
 
+        # query, key and value of this rank's heads
         own_shapes = [tensor.shape[2:] for tensor in heads_by_rank]
         sizes_of_parts = [shape.numel() for shape in own_shapes]
         parts = received.split(sizes_of_parts, dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, own_shapes, strict=True)]
+        own_tensors = []
+        for part, shape in zip(parts, own_shapes, strict=True):
+            own_tensors.append(part.unflatten(1, shape))
+        return own_tensors
 
     def shards_of_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Exchanges all tokens of this rank's heads for its tokens of all heads: (tokens, H / n, D) to (T / n, H, D).

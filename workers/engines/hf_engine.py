@@ -163,7 +163,11 @@ class HFEngine:
         slots = self._slots
         device = self._device
         self._cache: SlotCache | None = SlotCache(
-            self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
+            self._model.config,
+            slots=slots,
+            max_length=self._max_model_len,
+            device=device,
+            dtype=self._dtype,
         )
         self._kept = KeptSlots(slots)
         # last token, its number in the sequence, its position minus this number, seed, top_k
@@ -409,7 +413,8 @@ class HFEngine:
             if token_ids:
                 missing[slot] = token_ids
 
-        for slots in batches(missing, lambda slot: len(missing[slot]), self._config.max_num_batched_tokens):
+        token_budget = self._config.max_num_batched_tokens
+        for slots in batches(missing, lambda slot: len(missing[slot]), token_budget):
             ids = padded([missing[slot] for slot in slots])
             starts = torch.tensor([rows[slot - first].held for slot in slots])
 

@@ -105,7 +105,8 @@ class LeanDecoder:
         self._cos = cos[0].unsqueeze(1)
         # rotate_half(x) * sin is x rolled by half a head, times sin with this sign
         first_half, second_half = sin[0].chunk(2, dim=1)
-        self._sin = torch.cat([-first_half, second_half], dim=1).unsqueeze(1)
+        signed_sin = torch.cat([-first_half, second_half], dim=1)
+        self._sin = signed_sin.unsqueeze(1)
 
     def discard_copies(self) -> None:
         """Discards the copies in oneDNN's layout. Call it after each change of the model's parameters."""

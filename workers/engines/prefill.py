@@ -43,7 +43,8 @@ def batches(rows: Iterable[T], length_of: Callable[[T], int], token_budget: int)
 def prefill_inputs(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
     """Returns the inputs of a forward over these prompts: token ids (B, L), positions, and their images, if any."""
     ids = padded([prompt.token_ids for prompt in prompts])
-    positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
+    longest = ids.shape[1]
+    positions = torch.arange(longest).expand(len(prompts), -1)
     images = [prompt.images for prompt in prompts]
     present = [entry for entry in images if entry is not None]
     if not present:

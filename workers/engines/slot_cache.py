@@ -94,9 +94,11 @@ class SlotCache(Cache):
         index = first_of_head[:, :, None] + positions[:, None]
         self._index = index.flatten()
 
-        mask = torch.zeros(*positions.shape, length, device=positions.device, dtype=self._storage.dtype)
+        # in the dtype of the queries, to which SDPA adds it
         is_later = self._arange[:length] > positions[..., None]
-        return mask.masked_fill_(is_later, -torch.inf)[:, None]
+        mask = torch.zeros_like(is_later, dtype=self._storage.dtype)
+        mask.masked_fill_(is_later, -torch.inf)
+        return mask[:, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -177,8 +179,8 @@ class SlotCache(Cache):
     def clear(self, first: int = 0) -> None:
         """Sets the written positions of the slots from `first` on to zero. Attention multiplies masked positions by 0,
         so a NaN would spread."""
-        written = self._storage[:, :, first : self._dirty_slots, :, : self._dirty_length]
-        written.zero_()
+        written_slots = self._storage[:, :, first : self._dirty_slots]
+        written_slots[..., : self._dirty_length, :] = 0
         self._dirty_slots = min(first, self._dirty_slots)
         if first == 0:
             self._dirty_length = 0

@@ -233,7 +233,10 @@ def read_routes(output: RequestOutput, model: PreTrainedModel, routers: Routers)
         of_routers = recorded[:, routers.layers]
         routes = torch.from_numpy(of_routers.astype("int16"))
         # a layer that vLLM did not record has zeros: the first expert, several times for each token
-        if routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
+        if routers.top_k == 1:
+            return routes
+        differs = routes[..., 0] != routes[..., 1]
+        if differs.all():
             return routes
         actual = "an expert twice for one token, so it did not record every layer"
     raise UserError(

@@ -132,7 +132,8 @@ def base_note(model: NetworkConfig) -> str:
         return ""
     saved = read_adapter_config(Path(model.lora_adapter_path))
     base = str(saved.get("base_model_name_or_path") or "")
-    if not base or Path(base).name == Path(str(model.path)).name:
+    own_name = Path(str(model.path)).name
+    if not base or Path(base).name == own_name:
         return ""
     return (
         f"the adapter of model.lora_adapter_path={model.lora_adapter_path} was trained on {base}, and "
@@ -368,9 +369,12 @@ class KeptBase:
                 adapter[name] = tensor
             else:
                 self.tensors[name] = tensor.to("cpu", copy=True)
-        # a generator, so that the device holds one base weight at a time
-        base = ((name, tensor.to(device)) for name, tensor in self.tensors.items())
-        yield from merged(base, adapter, self._scale)
+        yield from merged(self._on_device(device), adapter, self._scale)
+
+    def _on_device(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        # one after another, so that the device holds one base weight at a time
+        for name, tensor in self.tensors.items():
+            yield name, tensor.to(device)
 
 
 def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> int:

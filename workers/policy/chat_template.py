@@ -184,7 +184,8 @@ def serve(connection_fd: int) -> None:
     memory_at_start = psutil.Process().memory_info().vms
     _, memory_hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     # transformers imports Jinja with the first template, which is not to be charged for it
-    _Template("{{ messages }}", {}).apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    trial = _Template("{{ messages }}", {})
+    trial.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     template: _Template | None = None
     seconds_left = 0.0
     forms: dict[str, CallForm] = {}

@@ -52,7 +52,8 @@ def classifier_of(kind: str, config: PretrainedConfig) -> AutoClass:
         )
 
     # the class `...PreTrainedModel` of the family, from which its networks derive
-    family_base = next(base for base in causal_lm_class.__mro__[1:] if issubclass(base, PreTrainedModel))
+    bases = causal_lm_class.__mro__[1:]
+    family_base = next(base for base in bases if issubclass(base, PreTrainedModel))
     entries = {
         "config_class": causal_lm_class.config_class,
         "base_model_prefix": causal_lm_class.base_model_prefix,

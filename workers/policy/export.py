@@ -229,6 +229,8 @@ def _checkpoint(path: str) -> Path:
     folder = Path(path)
     if not folder.exists():
         raise UserError(f"{path} does not exist: expected the folder of a run, or of one of its steps")
-    if not (folder / ".metadata").is_file() or not (folder / ASSETS).is_dir():
+    has_weights = (folder / ".metadata").is_file()
+    has_assets = (folder / ASSETS).is_dir()
+    if not has_weights or not has_assets:
         raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
     return folder

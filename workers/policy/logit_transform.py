@@ -89,7 +89,8 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
         backbone.forward = lambda *args, **kwargs: _BackboneOutputs(hidden)
         head.forward = output_layer
         with user_error_on_failure(problem, _REMEDY):
-            outputs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+            one_token = torch.zeros(1, 1, dtype=torch.long)
+            outputs = model(input_ids=one_token, use_cache=False)
             transformed = outputs.logits.double()
     finally:
         del backbone.forward, head.forward

@@ -149,8 +149,10 @@ class _Watch(TorchFunctionMode):
     def _selection(self, logits: torch.Tensor, selection: torch.return_types.topk) -> torch.return_types.topk:
         """Records a selection of experts. Returns it, or with replay the replayed one."""
         own_experts = selection.indices
+        num_scores = logits.shape[-1]
+        num_selected = own_experts.shape[-1]
         # of groups of experts
-        if logits.shape[-1] != self.num_experts or own_experts.shape[-1] != self.top_k:
+        if num_scores != self.num_experts or num_selected != self.top_k:
             return selection
         self.logits = logits
         self.experts = own_experts

@@ -76,7 +76,8 @@ def tile_gradient(
     if offset is None:
         gradient.mul_(slope.unsqueeze(1))
     else:
-        gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
+        factor = torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits)
+        gradient.mul_(factor)
     # compiled, a comparison is fused with the rest, unlike a scatter
     if torch.compiler.is_compiling() and index.shape[1] == 1:
         is_target = torch.arange(logits.shape[1], device=logits.device) == index

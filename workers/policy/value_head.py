@@ -25,7 +25,10 @@ class ValuePolicy(Policy):
         super().__init__()
         self.model = model
         # `score` in most families, `classifier` in some
-        linear_layers = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+        linear_layers = []
+        for name, child in model.named_children():
+            if isinstance(child, nn.Linear):
+                linear_layers.append(name)
         [self.head_name] = linear_layers
 
     def forward(self, inputs: ModelInputs) -> dict[str, torch.Tensor]:

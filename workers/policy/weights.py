@@ -117,9 +117,12 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
     remedy = "its weight files must be complete; copy or download the folder again"
     with user_error_on_failure(f"model.path={path!r}: the weights cannot be loaded", remedy):
         # with the times of change, because `_differ` remembers its results
-        files = tuple((file, Path(file).stat().st_mtime_ns) for file in weight_files(path))
+        files = []
+        for file in weight_files(path):
+            changed_at = Path(file).stat().st_mtime_ns
+            files.append((file, changed_at))
         for output, embedding in tied_names.items():
-            if _differ(files, _tail(output), _tail(embedding)):
+            if _differ(tuple(files), _tail(output), _tail(embedding)):
                 return True
         return False
 
@@ -158,16 +161,17 @@ def _differ(files: tuple[tuple[str, int], ...], output: str, embedding: str) -> 
 
 def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[torch.Tensor]:
     """Yields the tensors whose name is `tail` or ends with it after a dot."""
+    ending = f".{tail}"
     for file, _ in files:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
-                    if f".{name}".endswith(f".{tail}"):
+                    if f".{name}".endswith(ending):
                         yield tensors.get_tensor(name)
         else:
             # files of torch before 1.6 are not, and cannot be mapped
             is_zip = zipfile.is_zipfile(file)
             state = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
             for name, tensor in state.items():
-                if f".{name}".endswith(f".{tail}"):
+                if f".{name}".endswith(ending):
                     yield tensor

@@ -166,7 +166,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.enter_rollout()
         meta = prompts.meta_info
         keys = [f"generate/{row}" for row in range(len(prompts))]
-        plans = answer_plans(prompts, [1] * len(keys), keys, meta["seed"], meta["step"])
+        one_answer_each = [1] * len(keys)
+        plans = answer_plans(prompts, one_answer_each, keys, meta["seed"], meta["step"])
         with self.runner.lead() as leads:
             # only the first rank of an engine returns its rows
             if not leads:

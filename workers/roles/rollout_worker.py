@@ -168,7 +168,7 @@ class RolloutWorker(SamplingWorker):
                 self._channel = own_end.connect(self.device)
                 self._address = end.address
             assert self._channel is not None
-            self._channel.receive(lambda weights: self.rollout.load_weights(self._whole(weights), version))
+            self._channel.receive(lambda weights: self._load(weights, version))
             self.rollout.reset_cache()
         except TransferError as error:
             # the ends no longer agree on the buckets that were sent; the trainer opens another channel
@@ -177,11 +177,11 @@ class RolloutWorker(SamplingWorker):
             return error
         return None
 
-    def _whole(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Merges an adapter into the base model. Returns all other weights unchanged."""
-        if self._base is None:
-            return weights
-        return self._base.merged(weights, self.device)
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        # of an adapter, the engine gets the whole model
+        if self._base is not None:
+            weights = self._base.merged(weights, self.device)
+        self.rollout.load_weights(weights, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

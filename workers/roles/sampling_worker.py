@@ -117,7 +117,8 @@ class SamplingWorker(Worker):
         """Starts the processes of the environments and returns the runner of their episodes."""
         agentic = self.config.agentic
         templates = env_templates(agentic.custom_envs)
-        pool = EnvPool(agentic.env_pool, templates, modules=self.env_modules, log_dir=self._log_folder("environments"))
+        log_folder = self._log_folder("environments")
+        pool = EnvPool(agentic.env_pool, templates, modules=self.env_modules, log_dir=log_folder)
         pool.start()
 
         # one limit for training and validation, which allows all episodes of the larger one
@@ -156,9 +157,11 @@ class SamplingWorker(Worker):
         tokenizer = copy.deepcopy(self.tokenizer)
         template_kwargs = config.data.apply_chat_template_kwargs
         joins = ChatJoins(tokenizer, template_kwargs, most_tokens=self._token_limits.max_model_len)
-        stop_ids = sorted({*stop_token_ids(config.model, self.tokenizer), *joins.ends_of_turn})
+        stops = set(stop_token_ids(config.model, self.tokenizer))
+        stop_ids = sorted(stops.union(joins.ends_of_turn))
 
-        spec = program_pool(agentic, self._log_folder("programs"), on_repeat=lambda number: runner.repeat(number))
+        log_folder = self._log_folder("programs")
+        spec = program_pool(agentic, log_folder, on_repeat=lambda number: runner.repeat(number))
         programs = ProcessPool(spec)
         port = agentic.endpoint.port
         # 0 is any free port

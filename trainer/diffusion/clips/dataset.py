@@ -157,8 +157,9 @@ class VideoDataset:
             "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
             "row": torch.tensor(list(rows), dtype=torch.int64),
         }
-        prompts = np.array([self.rows[row].prompt for row in rows], dtype=object)
-        return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
+        prompts = [self.rows[row].prompt for row in rows]
+        prompt_column = np.array(prompts, dtype=object)
+        return DataProto.from_dict(columns, non_tensors={"prompt": prompt_column})
 
     def selection(self, row: int) -> Selection:
         """Reads the header of a row's file and computes its frame size. Raises ClipError for an invalid clip."""
@@ -242,7 +243,8 @@ class VideoDataset:
             return []
         height, width = counts[0][0]
         other_row = next(row for row, size in enumerate(sizes) if size != (height, width))
-        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS])
+        descriptions = [f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS]]
+        listed = ", ".join(descriptions)
         return [
             f"The clips have {len(counts)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
             f"{listed}; the first clip without the most frequent size is {self.rows[other_row].place}. All clips of a "

@@ -29,8 +29,9 @@ def write_mp4(path: Path, frames: Frames) -> None:
     av = require_av()
     height, width = frames.shape[1:3]
     # yuv420p has one colour value for 2 x 2 pixels
-    padding = ((0, 0), (0, height % 2), (0, width % 2), (0, 0))
-    even_frames = np.pad(frames, padding, mode="edge")
+    added_lines = (0, height % 2)
+    added_columns = (0, width % 2)
+    even_frames = np.pad(frames, ((0, 0), added_lines, added_columns, (0, 0)), mode="edge")
     even_height, even_width = even_frames.shape[1:3]
 
     # faststart: the index comes first in the file, so that a browser can play it before it has all of it
@@ -70,9 +71,11 @@ def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: C
         tell: called with a message for each clip that could not be written.
     """
     for index, (row, video) in enumerate(zip(rows, videos, strict=True)):
+        name = f"row_{row}"
         earlier_clips = rows[:index].count(row)
-        name = f"row_{row}_{earlier_clips}.mp4" if earlier_clips else f"row_{row}.mp4"
-        path = folder / name
+        if earlier_clips:
+            name += f"_{earlier_clips}"
+        path = folder / f"{name}.mp4"
         # renamed when it is complete, so that no file with the final name is half written
         draft = path.with_name(f".{path.name}.part")
         try:
