@@ -195,7 +195,7 @@ class _Planner(DefaultLoadPlanner):
 def _state(
     parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None, scheduler_step: int
 ) -> dict[str, torch.Tensor | int]:
-    """The checkpoint's state with flat keys: model.NAME, the optimizer's moments, steps_taken, scheduler_step."""
+    """Returns the state with flat keys: model.NAME, the optimizer's moments, steps_taken and scheduler_step."""
     state: dict[str, torch.Tensor | int] = {}
     for name, parameter in parameters.items():
         state[f"model.{name}"] = parameter.detach()
@@ -219,7 +219,7 @@ def load_random_state(path: str, rank: int) -> None:
 
 
 def read_weights(source: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's model tensors by name, unsharded."""
+    """Returns the model tensors of a checkpoint by name, unsharded."""
     metadata = read_metadata(source / ".metadata")
     # fp32, the dtype of the checkpoint; the moments are left out, which need twice the memory of the weights
     sizes = _sizes(metadata)

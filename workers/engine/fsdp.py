@@ -173,7 +173,7 @@ class FSDPEngine:
         return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
-        """The sharded parameters by the network's own names; a tied parameter appears once."""
+        """Returns the sharded parameters by the network's own names. A tied parameter appears once."""
         # gathered weights take the place of the shards until the network is resharded
         self._reshard()
         self._whole = None
@@ -269,7 +269,7 @@ class FSDPEngine:
         return deterministic_kernels(deterministic) if self.deterministic else nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Context manager in which the policy computes the outputs of its base model, without the adapter."""
+        """Returns a context manager in which the policy computes the outputs of its base model, without the adapter."""
         return adapter_off(self.policy)
 
     def copy_trained(self) -> dict[str, torch.Tensor]:
@@ -283,7 +283,7 @@ class FSDPEngine:
 
     @contextmanager
     def trained_replaced(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Context manager in which the trained parameters have the values of `copy_trained`. For inference only."""
+        """Gives the trained parameters the values of `copy_trained` inside the context. For inference only."""
         current = self.copy_trained()
         self._set_trained(shards)
         try:

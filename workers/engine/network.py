@@ -70,11 +70,11 @@ class EngineNetwork(nn.Module):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated modules, such as decoder layers, each of which the engine may shard separately."""
+        """Returns the repeated modules, such as decoder layers, each of which the engine may shard separately."""
 
     @abstractmethod
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[Any, bool]:
-        """The inputs of the forward on `device`, and True if any of its outputs will count.
+        """Returns the inputs of the forward on `device`, and True if any of its outputs will count.
 
         If no output counts, the inputs are a small placeholder, because every rank must take part in the collectives.
         """

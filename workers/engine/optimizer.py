@@ -41,7 +41,7 @@ class ShardedAdamW:
         self.steps_taken = 0
 
     def _adamw_indices(self) -> list[int]:
-        """The positions of the parameters that AdamW updates, in the order of exp_avg_sq."""
+        """Returns the positions of the parameters that AdamW updates, in the order of exp_avg_sq."""
         return list(range(len(self.shards)))
 
     def bind(self, parameters: Mapping[str, DTensor]) -> None:
@@ -154,7 +154,7 @@ class ShardedAdamW:
         self.exp_avg_sq = [square.to(device, non_blocking=is_async) for square in self.exp_avg_sq]
 
     def moments(self) -> dict[str, DTensor]:
-        """The moments as DTensors that share this rank's memory, by the names exp_avg.NAME and exp_avg_sq.NAME."""
+        """Returns the moments as DTensors that share this rank's memory, named exp_avg.NAME and exp_avg_sq.NAME."""
         names = list(self.parameters)
         moments = {}
         for name, mean in zip(names, self.exp_avg, strict=True):
@@ -226,7 +226,7 @@ class ShardedMuon(ShardedAdamW):
             shard.add_(own_change.to_local())
 
     def moments(self) -> dict[str, DTensor]:
-        """The moments as DTensors that share this rank's memory: momentum.NAME for a matrix, else as for AdamW."""
+        """Returns the moments as `ShardedAdamW.moments` does, but that of a matrix by the name momentum.NAME."""
         moments = {}
         for key, moment in super().moments().items():
             name = key.removeprefix("exp_avg.")
@@ -268,7 +268,12 @@ def hidden_matrices(blocks: Collection[nn.Module], parameters: Mapping[str, DTen
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
-    """Learning rate at `step` (number of training steps completed before this one) divided by the peak learning rate.
+    """Returns the learning rate of a step, divided by the peak learning rate.
+
+    Args:
+        step: number of training steps completed before this one.
+        config: options of the schedule.
+        total_steps: number of training steps of the run.
 
     The schedule is a linear warm-up that reaches the peak at its last step (verl's warm-up starts with a step of
     learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.

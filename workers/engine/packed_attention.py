@@ -298,7 +298,7 @@ def _causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 
 
 def _has_groups(heads: int, key_value_heads: int) -> bool:
-    """True if several query heads share a key/value head."""
+    """Returns True if several query heads share a key/value head."""
     # a branch, because torch.compile keeps the comparison itself as a symbol
     if heads != key_value_heads:
         return True
@@ -313,8 +313,16 @@ def _capped_attention(
     cap: float,
     window: int,
 ) -> torch.Tensor:
-    """Causal attention with scores cap * tanh(score / cap). queries and output: (count, H, length, D); keys and values:
-    (count, K, length, D)."""
+    """Computes causal attention with scores cap * tanh(score / cap).
+
+    Args:
+        queries: (count, H, length, D), as the output.
+        keys: (count, K, length, D).
+        values: (count, K, length, D).
+        scale: factor of the products.
+        cap: the soft cap.
+        window: number of tokens that a token sees, including itself.
+    """
     # SDPA has no soft cap, so that the scores are computed here
     heads_per_key = queries.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(heads_per_key, dim=1)
@@ -340,7 +348,7 @@ def _sink_attention(
     sinks: torch.Tensor,
     window: int,
 ) -> torch.Tensor:
-    """Causal attention with sinks (H,). Shapes as in `_capped_attention`."""
+    """Computes causal attention with sinks (H,). The shapes are those of `_capped_attention`."""
     # A sink is a first key with value 0. One more dimension makes its product with a query equal to the head's sink;
     # seven more of zeros keep the size a multiple of 8 for fast kernels.
     count, heads, length, size = queries.shape
@@ -375,7 +383,7 @@ def _sink_attention(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """A (length, length) bool mask in which each token sees itself and the window - 1 tokens before it."""
+    """Returns a bool mask (length, length) in which each token sees itself and the window - 1 tokens before it."""
     all_pairs = torch.ones(length, length, dtype=torch.bool, device=device)
     is_before = all_pairs.tril()
     return is_before.triu(1 - window)
@@ -388,7 +396,8 @@ def _varlen_attention(
     scores: Scores,
     sequences: PackedSequences,
 ) -> torch.Tensor:
-    """Variable-length attention, (U, heads, D): flash-attn if installed, otherwise PyTorch's own, then `_sdpa_runs`."""
+    """Computes attention (U, heads, D) by flash-attn if it is installed, else by PyTorch's own function for variable
+    lengths, else by `_sdpa_runs`."""
     bounds = sequences.cu_seqlens
     longest = sequences.max_length
     # tokens before and after; -1 for all tokens before

@@ -362,7 +362,7 @@ def _prompt_trees(
 
 
 def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(b, P+R) bool: True for real tokens before the last predicted token; later tokens influence no prediction."""
+    """Returns (b, P+R) bool: the real tokens before the last predicted token. Later tokens influence no prediction."""
     width = attention_mask.shape[1]
     response_width = response_mask.shape[1]
     prompt_width = width - response_width
@@ -498,7 +498,7 @@ def _model_inputs(
 
 
 def _response_mask(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The response_mask (b, R) as bool, False in padding rows."""
+    """Returns the response_mask (b, R) as bool, False in padding rows."""
     mask = columns["response_mask"].bool()
     if "is_padding" in columns.keys():
         mask = mask & ~columns["is_padding"].unsqueeze(1)

@@ -33,7 +33,7 @@ class SequenceGroup:
         return first_token, tokens_per_rank
 
     def own_heads(self, heads: int) -> slice:
-        """The query heads whose attention this rank computes."""
+        """Returns the query heads whose attention this rank computes."""
         # heads are a multiple of the ranks, see `shards_of_heads`
         heads_per_rank = heads // self.size
         first = self.rank * heads_per_rank
@@ -135,7 +135,7 @@ def sequence_group(size: int) -> SequenceGroup:
 
 
 def valid_sizes(heads: int, key_value_heads: int) -> list[int]:
-    """Sizes of a group among which attention of these heads can be distributed."""
+    """Returns the sizes of a group among which attention of these heads can be distributed."""
     sizes = []
     for size in range(1, heads + 1):
         divides_keys = key_value_heads % size == 0 or size % key_value_heads == 0

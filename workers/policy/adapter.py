@@ -41,7 +41,7 @@ _PREFIX_IN_FILE = "base_model.model."
 
 
 def has_adapter(model: NetworkConfig) -> bool:
-    """True if only an adapter of the network is trained."""
+    """Returns True if only an adapter of the network is trained."""
     return isinstance(model, ModelConfig) and model.lora_rank > 0
 
 
@@ -267,7 +267,7 @@ def _last_part(name: str) -> str:
 
 
 def _name_in_file(name: str) -> str:
-    """The name in peft's file of an adapter's parameter, given its name in the network."""
+    """Returns the name in peft's file of an adapter's parameter, given its name in the network."""
     return f"{_PREFIX_IN_FILE}{name.replace(IN_NETWORK, '.')}"
 
 
@@ -333,7 +333,7 @@ def _require_linear_layers(network: PreTrainedModel, key: str, targets: list[str
 
 
 def sends_adapter(config: PPOConfig) -> bool:
-    """True if weight updates after the first one send only the adapter to the rollout engines."""
+    """Returns True if weight updates after the first one send only the adapter to the rollout engines."""
     if config.model.lora_rank == 0:
         return False
     # between processes the adapter is far less to send; within one, a copy of the base model would be kept on the host
@@ -378,7 +378,7 @@ class KeptBase:
 
 
 def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> int:
-    """Number of trained parameters. Adds the adapter to `network`, which may be on the meta device."""
+    """Counts the trained parameters. Adds the adapter to `network`, which may be on the meta device."""
     if has_adapter(model):
         assert isinstance(model, ModelConfig)
         add_adapter(network, model)

@@ -144,7 +144,7 @@ class CausalLMPolicy(Policy):
         return outputs
 
     def _output_bias(self, head: nn.Linear) -> torch.Tensor | None:
-        """The bias of the output layer: -inf for tokens that the rollout engines never sample."""
+        """Returns the bias of the output layer: -inf for tokens that the rollout engines never sample."""
         bias: torch.Tensor | None = getattr(head, "bias", None)
         if not self.excluded_tokens:
             return bias
@@ -194,7 +194,7 @@ def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """True if `torch.mm` on this device can multiply bf16 matrices into an fp32 result (`out_dtype`)."""
+    """Returns True if `torch.mm` on this device can multiply bf16 matrices into an fp32 result (`out_dtype`)."""
     return device.type == "cuda"
 
 

@@ -75,12 +75,12 @@ def causal_lm_class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None
 
 
 def is_of_transformers(network: PreTrainedModel) -> bool:
-    """True if the network's class is part of transformers."""
+    """Returns True if the network's class is part of transformers."""
     own_class = type(network)
     # code that comes with a model may have a class of the same name
     return getattr(transformers, own_class.__name__, None) is own_class
 
 
 def config_has_code(config: PretrainedConfig) -> bool:
-    """True if the classes of a model come with it as Python code (`auto_map`)."""
+    """Returns True if the classes of a model come with it as Python code (`auto_map`)."""
     return bool(getattr(config, "auto_map", None))

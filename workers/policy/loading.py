@@ -88,11 +88,11 @@ class Policy(EngineNetwork):
     assets: Mapping[str, bytes] = MappingProxyType({})
 
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
+        """Returns the decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
         return blocks_named(self.model, block_classes(self.model))
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
-        """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
+        """Returns the inputs of a micro-batch on `device`, and True if any predicted token counts."""
         columns: dict[str, torch.Tensor] = {}
         for key in micro_batch.batch.keys():
             columns[str(key)] = micro_batch.batch[key]
@@ -120,7 +120,7 @@ class Policy(EngineNetwork):
         save_assets(path, self.assets, self.adapter)
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
-        """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
+        """Computes the backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
         options: dict[str, object] = dict(inputs.images or {})
         if inputs.sequences is not None:
             options["packed_sequences"] = inputs.sequences

@@ -76,7 +76,7 @@ class Routers:
 
     @contextmanager
     def watched(self, replayed: torch.Tensor | None = None) -> Iterator[list[Routes]]:
-        """Context manager that records the routes of the forward inside, one entry per router.
+        """Records the routes of the forward inside the context, one entry per router.
 
         A backward pass after the context, which may recompute parts of the forward, also replays, and is not recorded.
 
@@ -254,7 +254,9 @@ def replay_counts(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor
 
 
 def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor:
-    """The load-balancing loss (b,) of each sequence, averaged over layers: 1 if even, at most E / k, 0 without tokens.
+    """Computes the load-balancing loss (b,) of each sequence, averaged over layers.
+
+    It is 1 if the load is even, at most E / k, and 0 without tokens.
 
     The loss of one layer is sum_e f_e P_e, where f_e is E / k times the share of the sequence's tokens that selected
     expert e, and P_e is the mean score of expert e over these tokens, with each token's scores normalised to sum 1. It

@@ -97,7 +97,7 @@ def require_plain_lora(entries: JsonMapping, folder: Path) -> None:
 
 
 def _is_one_of(value: JsonValue, accepted: Collection[JsonValue]) -> bool:
-    """True if the value is equal to an accepted one and has its type: 1 is not true."""
+    """Returns True if the value is equal to an accepted one and has its type: 1 is not true."""
     # peft accepts the names of initializations in any case, such as Gaussian
     if isinstance(value, str) and value.lower() in accepted:
         value = value.lower()

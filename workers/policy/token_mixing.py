@@ -253,7 +253,12 @@ def _test_borders(
 
 
 def _largest_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The largest error of a token's vector, relative to its norm plus the median norm. actual, expected: (1, T, H)."""
+    """Returns the largest error of a token's vector, relative to its norm plus the median norm.
+
+    Args:
+        actual: (1, T, H).
+        expected: (1, T, H).
+    """
     precise = torch.promote_types(expected.dtype, torch.float32)
     actual = actual.to(precise)
     expected = expected.to(precise)

@@ -55,13 +55,15 @@ torch.serialization.add_safe_globals([ImageInputs])  # prompts that wait are par
 
 
 def has_vision(config: PretrainedConfig) -> bool:
-    """True if this is the config of a supported vision-language model."""
+    """Returns True if this is the config of a supported vision-language model."""
     return config.model_type in VISION_FAMILIES
 
 
 def placeholder_ids(config: PretrainedConfig) -> list[int]:
-    """Ids of the tokens that stand for images and videos, which no policy may sample: the network would expect pixels
-    for them. Empty for a model of text."""
+    """Returns the tokens that stand for images and videos; none for a model of text.
+
+    No policy may sample them, because the network would expect pixels for them.
+    """
     if not has_vision(config):
         return []
     return [config.image_token_id, config.video_token_id]

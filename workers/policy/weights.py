@@ -103,7 +103,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
-    """True if the weights of a causal language model contain an output layer that differs from the embedding.
+    """Returns True if the weights of a causal language model contain an output layer that differs from the embedding.
 
     Equal weights that are stored twice are no output layer of its own. Returns False if `path` has no weights.
 
@@ -151,7 +151,7 @@ def _tail(name: str) -> str:
 
 @lru_cache(maxsize=32)
 def _differ(files: tuple[tuple[str, int], ...], output: str, embedding: str) -> bool:
-    """True if files, given with their times of change, contain both weights and their values differ."""
+    """Returns True if files, given with their times of change, contain both weights and their values differ."""
     outputs = list(_tensors_named(files, output))
     embeddings = list(_tensors_named(files, embedding))
     if not outputs or not embeddings:
