@@ -35,8 +35,10 @@ class _RecordsAdapter(Protocol):
 def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
     """Adds a LoRA adapter to the linear layers in `model.target_modules` and freezes all other parameters.
 
-    The adapter's parameters are fp32 and compute in the dtype of their inputs. Raises UserError if
-    `model.target_modules` is empty, or if one of its names matches no linear layer.
+    The adapter's parameters are fp32 and compute in the dtype of their inputs.
+
+    Raises:
+        UserError: `model.target_modules` is empty, or one of its names matches no linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer

@@ -71,7 +71,8 @@ class RewardFlowWorker(TrainingWorker):
     def _own_part(self, data: DataProto) -> DataProto:
         """Returns this rank's planned part of a whole batch; adds the columns noise_seed and row if they are missing.
 
-        Raises ValueError if a column is missing or out of range, or if the ranks received different batches.
+        Raises:
+            ValueError: a column is missing or out of range, or the ranks received different batches.
         """
         check(data, ["video", "prompt"], "train_step")
         video = data.batch["video"]

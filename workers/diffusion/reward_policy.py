@@ -210,7 +210,7 @@ class RewardFlowPolicy(EngineNetwork):
         return inputs, is_counting
 
     def _condition(self, video: torch.Tensor) -> torch.Tensor:
-        """Returns `FlowInputs.condition`. video: (n, F, 3, H, W) in [0, 1]."""
+        """Returns `FlowInputs.condition` of clips (n, F, 3, H, W) in [0, 1]."""
         # (n, 3, F, H, W) in [-1, 1], as the autoencoder expects
         clip = video.transpose(1, 2) * 2 - 1
         if self.expand_timesteps:
@@ -227,7 +227,7 @@ class RewardFlowPolicy(EngineNetwork):
         return torch.cat([is_given, latents], dim=1)
 
     def _reference(self, row: int, clip: torch.Tensor) -> object:
-        """Returns the reward's `prepare` of a clip, cached by row. clip: (F, 3, H, W) in [0, 1]."""
+        """Returns the reward's `prepare` of a clip (F, 3, H, W) in [0, 1], cached by row."""
         if row in self._references:
             return self._references[row]
         try:

@@ -285,7 +285,8 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
 def load_network(options: FlowModelConfig) -> nn.Module:
     """Loads the `FlowNetwork` in model.network from the folder model.path.
 
-    Raises UserError if the class or folder does not exist, or if the class lacks a member of `FlowNetwork`.
+    Raises:
+        UserError: the class or the folder does not exist, or the class lacks a member of `FlowNetwork`.
     """
     name = f"model.network={options.network!r}"
     try:

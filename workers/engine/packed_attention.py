@@ -118,8 +118,15 @@ def _attention_within_sequences(
     scores: Scores,
     sequences: PackedSequences,
 ) -> torch.Tensor:
-    """Computes attention of the packed row with the fastest function that supports it. query and output: (T, H, D);
-    key, value: (T, K, D)."""
+    """Computes attention of the packed row with the fastest function that supports it.
+
+    Args:
+        query: (T, H, D), as the output.
+        key: (T, K, D).
+        value: (T, K, D).
+        scores: options of the scores.
+        sequences: the sequences in the row.
+    """
     trees = sequences.trees
     # the mask of the trees has no window
     if trees is not None and scores.is_plain:
@@ -221,7 +228,15 @@ def _tree_attention(
     scale: float,
     trees: PromptTrees,
 ) -> torch.Tensor:
-    """Computes attention with one call of SDPA for all prompts. query and output: (T, H, D); key, value: (T, K, D)."""
+    """Computes attention with one call of SDPA for all prompts.
+
+    Args:
+        query: (T, H, D), as the output.
+        key: (T, K, D).
+        value: (T, K, D).
+        scale: factor of the products.
+        trees: the rows of the prompts.
+    """
 
     def rows_of_heads(tensor: torch.Tensor) -> torch.Tensor:
         """Arranges tokens (T, heads, D) in the rows of the trees: (G, heads, L, D)."""
@@ -275,8 +290,14 @@ def _sdpa_runs(
 
 
 def _causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Computes attention of sequences of one length. queries and output: (count, H, length, D); keys and values:
-    (count, K, length, D)."""
+    """Computes attention of sequences of one length.
+
+    Args:
+        queries: (count, H, length, D), as the output.
+        keys: (count, K, length, D).
+        values: (count, K, length, D).
+        scores: options of the scores.
+    """
     length = queries.shape[2]
     window = length if scores.window is None else scores.window
     if scores.softcap is not None:

@@ -403,7 +403,9 @@ class HFEngine:
     def _extend(self, rows: list[_Continued], first: int) -> None:
         """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
 
-        rows: one per slot from `first` on.
+        Args:
+            rows: the sequences in the slots from `first` on.
+            first: the first slot.
         """
         assert self._cache is not None
         missing: dict[int, tuple[int, ...]] = {}  # by slot

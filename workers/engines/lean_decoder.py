@@ -152,7 +152,17 @@ class LeanDecoder:
         mask: torch.Tensor,
         cache: SlotCache,
     ) -> torch.Tensor:
-        """Returns the output of a layer's attention. index: number of the layer."""
+        """Returns the output (n, H) of a layer's attention.
+
+        Args:
+            layer: the layer.
+            index: its number.
+            hidden: (n, H), the input of the layer.
+            cos: (n, 1, head_dim), of the rotary embedding.
+            sin: (n, 1, head_dim), with the signs of `_sin`.
+            mask: the result of `cache.begin_decode`.
+            cache: gets the keys and values of the layer.
+        """
         n = len(hidden)
         half = self._head_dim // 2
         attention = layer.module.self_attn

@@ -232,7 +232,12 @@ class VLLMEngine:
         unfinished.id = self._engine.add_request(request.request_id, prompt, params)
 
     def _prompt(self, request: Request, before: Sequence[int]) -> TokensPrompt:
-        """Returns the input of vLLM for a request. before: tokens of its response that were sampled before."""
+        """Returns the input of vLLM for a request.
+
+        Args:
+            request: the request.
+            before: tokens of its response that were sampled before.
+        """
         from vllm.inputs import TokensPrompt, tokens_input
 
         # entries of the prefix cache with another salt are not used: they are those of earlier weights

@@ -47,7 +47,10 @@ class VideoRow:
 def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]:
     """Reads the rows of data.train_files (at most data.train_max_samples), or of data.val_files with split="val".
 
-    A folder means its metadata.csv. Raises UserError for an unreadable file or an incomplete row.
+    A folder means its metadata.csv.
+
+    Raises:
+        UserError: a file cannot be read, or a row is incomplete.
     """
     option = f"data.{split}_files"
     files = config.train_files if split == "train" else config.val_files
@@ -140,7 +143,8 @@ class VideoDataset:
     def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
         """Returns video (B, F, 3, H, W) float32 in [0, 1], noise_seed and row (B,) int64, and prompt (B,).
 
-        Raises UserError for a file that cannot be decoded.
+        Raises:
+            UserError: a file cannot be decoded.
         """
         # a batch can contain a row several times
         distinct_rows = list(set(rows))
@@ -213,7 +217,8 @@ class VideoDataset:
     def table(self) -> str:
         """Returns a table of all clips with their number of frames, their size, and their size in training.
 
-        Raises ClipError for an invalid clip, which `check` reports with its row.
+        Raises:
+            ClipError: a clip is invalid; `check` reports it with its row.
         """
         lines = [f"{'row':>5}  {'file':<32}{'frames':>7}  {'size':<12}in training"]
         for number, row in enumerate(self.rows):
@@ -285,9 +290,16 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
 
 
 def batch_of_step(data: VideoDataset, steps: EpochSteps, step: int, noise_seed: int | None) -> DataProto:
-    """Returns the batch of a step (counted from 1), with meta_info["global_step"]. noise_seed: sampler.noise_seed.
+    """Returns the batch of a step, with meta_info["global_step"].
 
-    Raises UserError for a file that cannot be decoded.
+    Args:
+        data: the clips.
+        steps: chooses the rows of a step.
+        step: number of the step, from 1.
+        noise_seed: value of sampler.noise_seed.
+
+    Raises:
+        UserError: a file cannot be decoded.
     """
     rows = steps.rows_of(step)
     seeds = noise_seeds(step, rows, steps.seed, noise_seed)
