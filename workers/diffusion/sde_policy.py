@@ -235,7 +235,7 @@ class SDEPolicy(EngineNetwork):
 
     def _means(
         self,
-        model: Any,
+        model: FlowNetwork,
         latents: torch.Tensor,
         condition: torch.Tensor,
         sigmas: list[float],

@@ -69,7 +69,8 @@ def has_stale_experts(worker: Worker) -> bool:
     model = worker.model_runner.get_model()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        has_experts = method is not None and hasattr(method, "moe_kernel")
-        if has_experts and method.moe_kernel is None:
+        if method is None or not hasattr(method, "moe_kernel"):
+            continue
+        if method.moe_kernel is None:
             return True
     return False

@@ -112,16 +112,17 @@ def require_equal_sizes(entries: JsonMapping, folder: Path, lora_rank: int, lora
     for name, key, option in (("r", "lora_rank", lora_rank), ("lora_alpha", "lora_alpha", lora_alpha)):
         # other writers of JSON have 16.0 for 16
         saved = entries.get(name)
-        is_whole_float = isinstance(saved, float) and saved.is_integer()
-        if type(saved) is not int and not is_whole_float:
+        if isinstance(saved, float) and saved.is_integer():
+            saved = int(saved)
+        if type(saved) is not int:
             raise UserError(
                 f"model.lora_adapter_path={folder}: its {CONFIG_FILE} has {name}={json.dumps(saved)[:200]}; accepted: "
                 f"an integer of at least 1. To train from this adapter, {_MERGE}"
             )
         if saved != option:
             raise UserError(
-                f"model.{key}={option}: the adapter of model.lora_adapter_path={folder} has {int(saved)}; set "
-                f"model.{key}={int(saved)}"
+                f"model.{key}={option}: the adapter of model.lora_adapter_path={folder} has {saved}; set "
+                f"model.{key}={saved}"
             )
 
 
