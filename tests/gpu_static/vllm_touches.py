@@ -69,12 +69,12 @@ RESULTS: dict[str, str | None] = {
 VARIABLES = {
     "_store": {"output": OUTPUT},
     "read_candidates": {"result": COMPLETION},
-    "_routes_of": {"output": OUTPUT},
+    "read_routes": {"output": OUTPUT},
     "disable_expert_recording": {"core": CLIENT},
     "summarize_engine": {"worker": WORKER, "cache": "vllm.config:CacheConfig", "layer": LAYER},
     "repack_tied_head": {"worker": WORKER, "head": HEAD},
-    "unpack_experts": {"worker": WORKER, "module.quant_method": EXPERTS},
-    "has_stale_experts": {"worker": WORKER, "methods": EXPERTS},
+    "unpack_experts": {"worker": WORKER, "method": EXPERTS},
+    "has_stale_experts": {"worker": WORKER, "method": EXPERTS},
     "_shut_down_within_process_group": {"core": CLIENT},
 }
 """The classes of a function's parameters and variables."""

@@ -71,8 +71,9 @@ class DiffusionJob(Job[Options]):
             repeat: how often an epoch contains each row.
         """
         data = self.config.data
+        trainer = self.config.trainer
         self.steps = EpochSteps(
-            rows, data.train_batch_size, self.config.trainer, shuffle=data.shuffle, repeat=repeat, dataset=dataset
+            rows, data.train_batch_size, trainer, shuffle=data.shuffle, repeat=repeat, dataset=dataset
         )
         return self.steps.total
 
@@ -88,10 +89,12 @@ class DiffusionJob(Job[Options]):
             modules: modules that each worker process imports first, because they register what the options name.
         """
         unique_modules = list(dict.fromkeys(modules))
+        actor = ClassWithInitArgs(self.worker, self.config, self.steps.total)
+        log_folder = self.run_dir / "logs"
+        # the stack ends the workers before it leaves Ray
         with ExitStack() as stack:
             join_ray(self.config, self.run_dir.name, tracking.note, stack)
-            roles = {"actor": ClassWithInitArgs(self.worker, self.config, self.steps.total)}
-            groups = start_workers(self.config, roles, unique_modules, self.run_dir / "logs", stack)
+            groups = start_workers(self.config, {"actor": actor}, unique_modules, log_folder, stack)
             yield groups["actor"]
 
 
@@ -122,13 +125,14 @@ class DiffusionTrainer(TrainingLoop[EpochSteps, DiffusionResult]):
     def begin(self) -> None:
         """Validates the untrained model, also in a run that then continues from a checkpoint, and restores."""
         # before `resume` replaces the weights, so that a continued run also has the untrained samples to compare with
+        result = self.result
         if self.validates and self.options.val_before_train:
-            self.result.before = self.validate(self.result)
+            result.before = self.validate(result)
         self.resume()
         # a run that continues has logged this validation when it started
-        if self.result.before and self.steps.global_step == 0:
-            self.tracking.log(self.result.before, step=0)
-            self.report_validation(self.result.before)
+        if result.before and self.steps.global_step == 0:
+            self.tracking.log(result.before, step=0)
+            self.report_validation(result.before)
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Sends this step's metrics to the trackers."""
@@ -191,25 +195,36 @@ def draw_before_and_after(
     # each prompt gets two strips, or three with a reference
     strips_of_prompts = []
     for index, (prompt, rows) in enumerate(groups):
-        strips = [Strip("reference", as_frames(clip)) for clip in references[index : index + 1]]
+        strips = []
+        if index < len(references):
+            reference = as_frames(references[index])
+            strips.append(Strip("reference", reference))
+
         score_before = _mean_score(result.first, rows)
+        frames_before = _frames_of(result.first, rows)
+        strips.append(Strip(f"before\n{score_before:.2f}", frames_before))
+
         score_after = _mean_score(result.last, rows)
-        strips.append(Strip(f"before\n{score_before:.2f}", _frames_of(result.first, rows)))
+        frames_after = _frames_of(result.last, rows)
         is_better = score_after > score_before
-        strips.append(Strip(f"after\n{score_after:.2f}", _frames_of(result.last, rows), is_better))
+        strips.append(Strip(f"after\n{score_after:.2f}", frames_after, is_better))
         strips_of_prompts.append((prompt, strips))
     return draw_strips(run_dir / "before_after.png", strips_of_prompts, run_dir.name, columns)
 
 
 def _mean_score(samples: DataProto, rows: slice) -> float:
     """Returns the mean score of the rows that have one."""
-    return samples.batch["face_score"][rows].nanmean().item()
+    # a sample without a score has NaN
+    scores = samples.batch["face_score"][rows]
+    return scores.nanmean().item()
 
 
 def _frames_of(samples: DataProto, rows: slice) -> Frames:
     """Returns the frames of a single sample, or the first frame of each of several samples."""
     clips = samples.batch["frames"][rows]
-    return as_frames(clips[0] if len(clips) == 1 else clips[:, 0])
+    if len(clips) == 1:
+        return as_frames(clips[0])
+    return as_frames(clips[:, 0])
 
 
 def fingerprint(entries: Iterable[str]) -> str:

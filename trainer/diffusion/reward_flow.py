@@ -81,11 +81,13 @@ class RewardFlowTrainer(DiffusionTrainer):
         with self.timed("data"):
             batch = self.read_batch(data)
         with self.timed("train"):
-            self.metrics |= values(self.actor.train_step(batch))
+            metrics = self.actor.train_step(batch)
+        self.metrics |= values(metrics)
         if self.steps.due(self.config.trainer.video_freq):
             with self.timed("videos"):
                 samples = self.actor.last_frames()
-                self.save_clips(data, samples.batch["row"].tolist(), samples.batch["frames"])
+                rows = samples.batch["row"].tolist()
+                self.save_clips(data, rows, samples.batch["frames"])
         return batch
 
     def evaluate(self) -> tuple[dict[str, float], DataProto]:
@@ -95,10 +97,13 @@ class RewardFlowTrainer(DiffusionTrainer):
             Metrics (mean score of the counted samples, and the share of the others) and the samples.
         """
         samples = self.actor.sample(self.validation)
-        counted = samples.batch["counted"].bool()
-        scores = samples.batch["face_score"][counted]
+        is_counted = samples.batch["counted"].bool()
+        scores = samples.batch["face_score"][is_counted]
+        # of a reward "module:function", the function
         name = self.config.reward.name.rpartition(":")[2]
-        metrics = {f"val-aux/{name}/no_face_frac": 1.0 - float(counted.float().mean())}
+        counted_frac = float(is_counted.float().mean())
+        metrics = {f"val-aux/{name}/no_face_frac": 1.0 - counted_frac}
+        # the mean of no scores would be NaN
         if len(scores):
             metrics[f"val-core/{name}/reward/mean@1"] = float(scores.mean())
         return metrics, samples
@@ -115,12 +120,15 @@ class FlowActorRole(DiffusionRole):
             metrics_of_step = results[0].meta_info["metrics"]
             return {name: Metric.last(value) for name, value in metrics_of_step.items()}
         planned = self.plan_of(batch).apply(batch)
-        return join(self.group.train_step(planned).meta_info["metrics"])
+        result = self.group.train_step(planned)
+        return join(result.meta_info["metrics"])
 
     def sample(self, batch: DataProto) -> DataProto:
         """Samples each row without training: frames (B, F, 3, H, W) in [0, 1], face_score (B,) and counted (B,)."""
         plan = self.plan_of(batch)
-        return plan.restore(self.group.sample(plan.apply(batch)))
+        planned = plan.apply(batch)
+        samples = self.group.sample(planned)
+        return plan.restore(samples)
 
     def last_frames(self) -> DataProto:
         """Returns frames, row and face_score of the last step's samples, without padding and in no fixed order."""
@@ -131,7 +139,8 @@ class FlowActorRole(DiffusionRole):
     def save(self, folder: str, background: bool = False) -> None:
         """Saves adapter, optimizer and random states in `folder`, and the adapter for diffusers in a sibling folder."""
         super().save(folder, background)
-        self.group.export_lora(str(Path(folder).with_name(LORA)))
+        adapter_folder = Path(folder).with_name(LORA)
+        self.group.export_lora(str(adapter_folder))
 
 
 class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
@@ -153,9 +162,11 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
     def read_data(self) -> int:
         self.data = VideoDataset(self.config.data)
         # the clips first, because the reward is tried on one of them
-        self.data.check(list_all=self.config.trainer.dry_run)
-        try_reward(self.config.reward, self.data)
-        return self.count_steps(len(self.data), self.data.fingerprint(), self.config.data.repeat)
+        config = self.config
+        self.data.check(list_all=config.trainer.dry_run)
+        try_reward(config.reward, self.data)
+        dataset = self.data.fingerprint()
+        return self.count_steps(len(self.data), dataset, config.data.repeat)
 
     def plan(self) -> str:
         config = self.config
@@ -188,8 +199,12 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         if config.trainer.video_freq != 0:
             require_encoder()
 
+        def read_batch(step: int) -> DataProto:
+            return batch_of_step(data, self.steps, step, config.sampler.noise_seed)
+
         def save_clips(step: int, rows: Sequence[int], clips: torch.Tensor) -> None:
-            write_clips(self.run_dir / "videos" / f"step_{step}", rows, clips, tracking.note)
+            folder = self.run_dir / "videos" / f"step_{step}"
+            write_clips(folder, rows, clips, tracking.note)
 
         with self.workers(tracking, modules) as group:
             rows = data.validation[: config.trainer.val_clips]
@@ -199,7 +214,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
             yield RewardFlowTrainer(
                 config,
                 actor=actor,
-                read_batch=lambda step: batch_of_step(data, self.steps, step, config.sampler.noise_seed),
+                read_batch=read_batch,
                 validation=data.batch(rows, seeds),
                 save_clips=save_clips,
                 steps=self.steps,
@@ -240,7 +255,8 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
         UserError: the reward cannot be built, has no gradient, or cannot use the clip as a reference.
     """
     reward = build_visual_reward(options)
-    frames = data.batch([0], [0]).batch["video"][0]
+    first_clip = data.batch([0], [0])
+    frames = first_clip.batch["video"][0]
     try:
         with torch.no_grad():
             reference = reward.prepare(frames)
@@ -248,14 +264,18 @@ def try_reward(options: FlowRewardConfig, data: VideoDataset) -> None:
         raise UserError(f"{data.sentence(0, error)}. Take this clip out, or choose another reward.name") from error
 
     # NumPy's generator, so that the trial leaves torch's random state as it is
-    noise = torch.from_numpy(np.random.default_rng(0).standard_normal(frames.shape, dtype=np.float32))
-    noisy = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1).requires_grad_()
+    generator = np.random.default_rng(0)
+    noise = torch.from_numpy(generator.standard_normal(frames.shape, dtype=np.float32))
+    # rewards score frames in [-1, 1], as the decoder returns them
+    noisy = (2 * frames - 1 + _NOISE * noise).clamp(-1, 1)
+    noisy.requires_grad_()
     score = score_frames(reward, noisy, reference)
     # nothing to score in the noisy frames, and so no gradient to check
     if not score.counted:
         return
-    (gradient,) = torch.autograd.grad(score.value, noisy, allow_unused=True)
-    if gradient is None or not gradient.isfinite().all() or not gradient.any():
+    [gradient] = torch.autograd.grad(score.value, noisy, allow_unused=True)
+    is_usable = gradient is not None and gradient.isfinite().all() and gradient.any()
+    if not is_usable:
         raise UserError(
             f"reward.name={options.name!r} cannot be trained with: the score of the first clip has no gradient with "
             "respect to the frames, or the gradient is 0 or not finite. Compute the score by differentiable torch "

@@ -15,7 +15,7 @@ from verl_lite.errors import UserError
 from verl_lite.machine.device import device_type
 from workers.engines.base import ROLLOUT_ENGINES, resolve_engine_name, vllm_problem
 from workers.engines.slot_cache import check_layers
-from workers.engines.vllm_engine import check_replay
+from workers.engines.vllm_process import check_replay
 from workers.policy.loading import empty_network, load_model_config
 from workers.policy.router import check_routers
 from workers.roles.critic import critic_network

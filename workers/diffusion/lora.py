@@ -35,8 +35,10 @@ class _RecordsAdapter(Protocol):
 def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfig) -> LoraConfig:
     """Adds a LoRA adapter to the linear layers in `model.target_modules` and freezes all other parameters.
 
-    The adapter's parameters are fp32 and compute in the dtype of their inputs. Raises UserError if
-    `model.target_modules` is empty, or if one of its names matches no linear layer.
+    The adapter's parameters are fp32 and compute in the dtype of their inputs.
+
+    Raises:
+        UserError: `model.target_modules` is empty, or one of its names matches no linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -54,7 +56,10 @@ def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfi
             f"{type(network).__name__}; expected names of layers, or their last parts, such as {', '.join(names)}"
         )
     config = LoraConfig(
-        r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, base_model_name_or_path=str(model.path)
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        target_modules=targets,
+        base_model_name_or_path=str(model.path),
     )
     network.requires_grad_(False)
     if isinstance(network, _RecordsAdapter):
@@ -63,11 +68,13 @@ def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfi
         inject_adapter_in_model(config, network)
 
     for layer in network.modules():
-        if isinstance(layer, LoraLayer):
-            # peft's cast of the input to the adapter's dtype; `_InputDtypeLinear` says why the weights are cast instead
-            layer.cast_input_dtype_enabled = False
-            for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
-                matrix.to(torch.float32).__class__ = _InputDtypeLinear
+        if not isinstance(layer, LoraLayer):
+            continue
+        # peft's cast of the input to the adapter's dtype; `_InputDtypeLinear` says why the weights are cast instead
+        layer.cast_input_dtype_enabled = False
+        for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
+            matrix.to(torch.float32)
+            matrix.__class__ = _InputDtypeLinear
     return config
 
 
@@ -100,8 +107,10 @@ def write_lora(path: str, weights: Mapping[str, torch.Tensor], config: LoraConfi
     from diffusers.loaders import WanLoraLoaderMixin
 
     Path(path).mkdir(parents=True, exist_ok=True)
+    layers = {}
+    for name, value in weights.items():
+        # files do not contain the adapter's name
+        layers[name.replace(IN_NETWORK, ".")] = value.cpu()
     WanLoraLoaderMixin.save_lora_weights(
-        path,
-        transformer_lora_layers={name.replace(IN_NETWORK, "."): value.cpu() for name, value in weights.items()},
-        transformer_lora_adapter_metadata=config.to_dict(),
+        path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config.to_dict()
     )

@@ -42,7 +42,10 @@ def checkpointed_decode(decode: Decode, vae: nn.Module) -> Decode:
         return frames, *entries
 
     def forward(
-        chunk: torch.Tensor, feat_cache: list[CacheEntry], feat_idx: list[int], first_chunk: bool = False
+        chunk: torch.Tensor,
+        feat_cache: list[CacheEntry],
+        feat_idx: list[int],
+        first_chunk: bool = False,
     ) -> torch.Tensor:
         frames, *entries = checkpoint(run_chunk, chunk, first_chunk, *feat_cache, use_reentrant=False)
         # in place: the autoencoder passes the same list with the next chunk
@@ -86,10 +89,12 @@ class Placement:
             return
 
         # copies from pinned memory do not block the host (`non_blocking` in `at_work`)
+        is_pinned = self.device.type == "cuda"
         for tensor in (*module.parameters(), *module.buffers()):
-            if self.device.type == "cuda":
+            if is_pinned:
                 tensor.data = tensor.data.pin_memory()
-            self._homes[module].append((tensor, tensor.data))
+            home = tensor.data
+            self._homes[module].append((tensor, home))
 
     @contextmanager
     def at_work(self, module: nn.Module) -> Iterator[None]:

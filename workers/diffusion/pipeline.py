@@ -54,8 +54,11 @@ class LatentCodec:
         self.channels = int(config.z_dim)
         self.temporal_factor = int(config.scale_factor_temporal)
         self.spatial_factor = int(config.scale_factor_spatial)
-        self._mean = torch.tensor(config.latents_mean, dtype=torch.float32).view(1, -1, 1, 1, 1)
-        self._std = torch.tensor(config.latents_std, dtype=torch.float32).view(1, -1, 1, 1, 1)
+        # one number per channel of the latents (b, C, T, h, w)
+        means = torch.tensor(config.latents_mean, dtype=torch.float32)
+        stds = torch.tensor(config.latents_std, dtype=torch.float32)
+        self._mean = means.view(1, -1, 1, 1, 1)
+        self._std = stds.view(1, -1, 1, 1, 1)
 
     def latent_shape(self, frames: int, height: int, width: int, multiple: int = 1) -> tuple[int, int, int, int]:
         """Returns the shape (C, T, h, w) of a clip's latents.
@@ -67,14 +70,17 @@ class LatentCodec:
         Raises:
             UserError: decoding the latents would not restore the clip's size.
         """
+        # the first frame has a latent frame of its own, and each later latent frame holds several frames
         sides = self.spatial_factor * multiple
-        if (frames - 1) % self.temporal_factor or height % sides or width % sides:
+        latent_frames_after_first, frames_left = divmod(frames - 1, self.temporal_factor)
+        if frames_left or height % sides or width % sides:
             raise UserError(
                 f"data.num_frames={frames}, data.height={height}, data.width={width}: this pipeline takes "
                 f"{self.temporal_factor} k + 1 frames whose sides are multiples of {sides} (data.side_multiple)"
             )
-        latent_frames = (frames - 1) // self.temporal_factor + 1
-        return self.channels, latent_frames, height // self.spatial_factor, width // self.spatial_factor
+        latent_height = height // self.spatial_factor
+        latent_width = width // self.spatial_factor
+        return self.channels, latent_frames_after_first + 1, latent_height, latent_width
 
     def encode(self, video: torch.Tensor) -> torch.Tensor:
         """Returns normalised latents (b, C, T, h, w), the posterior mode, of clips (b, 3, F, H, W) in [-1, 1]."""
@@ -84,13 +90,19 @@ class LatentCodec:
             latents = self.vae.encode_video(video)
         else:
             latents = self.vae.encode(video).latent_dist.mode()
-        return (latents.float() - self._mean.to(latents.device)) / self._std.to(latents.device)
+        mean = self._mean.to(latents.device)
+        std = self._std.to(latents.device)
+        return (latents.float() - mean) / std
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decodes normalised latents (b, C, T, h, w) into frames (b, F, 3, H, W) in [-1, 1]; differentiable."""
-        plain = latents * self._std.to(latents.device) + self._mean.to(latents.device)
-        video = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)[0]  # (b, 3, F, H, W)
-        return video.float().clamp(-1, 1).transpose(1, 2)
+        mean = self._mean.to(latents.device)
+        std = self._std.to(latents.device)
+        plain = latents * std + mean
+        # the first entry of the tuple: (b, 3, F, H, W)
+        decoded = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)
+        video = decoded[0].float()
+        return video.clamp(-1, 1).transpose(1, 2)
 
 
 class PromptEncoder:
@@ -109,7 +121,8 @@ class PromptEncoder:
         self.text_encoder = text_encoder
         self.placement = placement
         self.length = min(LONGEST_PROMPT, int(tokenizer.model_max_length))
-        self._embeddings: dict[str, torch.Tensor] = {}  # (tokens, D) by prompt, on the host
+        # (tokens, D) by prompt, on the host
+        self._embeddings: dict[str, torch.Tensor] = {}
         placement.add(text_encoder)
 
     def __call__(self, prompts: Sequence[str], device: torch.device) -> torch.Tensor:
@@ -124,20 +137,25 @@ class PromptEncoder:
         rows = []
         for prompt in prompts:
             embedding = self._embeddings[prompt].to(device)
-            rows.append(nn.functional.pad(embedding, (0, 0, 0, self.length - len(embedding))))
+            num_padding = self.length - len(embedding)
+            padded = nn.functional.pad(embedding, (0, 0, 0, num_padding))
+            rows.append(padded)
         return torch.stack(rows)
 
     def _encode(self, prompt: str) -> torch.Tensor:
         """Returns the embedding (tokens, D) of one prompt on the host, without the padding."""
         # the cleaning of diffusers' Wan pipeline, which unescapes twice
-        plain = " ".join(html.unescape(html.unescape(prompt)).split())
+        unescaped = html.unescape(html.unescape(prompt))
+        plain = " ".join(unescaped.split())
         tokens = self.tokenizer(
             [plain], return_tensors="pt", padding="max_length", max_length=self.length, truncation=True
         )
         ids = tokens.input_ids.to(self.placement.device)
         mask = tokens.attention_mask.to(self.placement.device)
-        states = self.text_encoder(ids, mask).last_hidden_state[0]
-        return states[: int(mask.sum())].cpu()
+        outputs = self.text_encoder(ids, mask)
+        states = outputs.last_hidden_state[0]
+        num_tokens = int(mask.sum())
+        return states[:num_tokens].cpu()
 
 
 @dataclass
@@ -178,7 +196,10 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
     folder = Path(str(model.path)).expanduser()
     index: JsonObject = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     # diffusers writes [null, null] for an optional component that the pipeline does not have
-    components = {name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
+    components = set()
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 2 and entry[0]:
+            components.add(name)
     missing = [name for name in NEEDED if name not in components]
     if missing:
         raise UserError(
@@ -233,7 +254,9 @@ def _check_layout(parts: DiffusionParts, path: str) -> None:
         layout = "I2V"
         # noisy latents, mask and latents of the first frame
         expected = 2 * codec.channels + codec.temporal_factor
-    for expert in filter(None, (parts.low_noise, parts.high_noise)):
+    for expert in (parts.low_noise, parts.high_noise):
+        if expert is None:
+            continue
         config = expert.config
         # Wan2.1 conditions on an image encoder, which no component of the pipeline here computes
         if getattr(config, "image_dim", None) is not None or config.in_channels != expected:
@@ -254,10 +277,12 @@ def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype | None) 
         dtype: dtype of its weights; None for a component without weights.
     """
     # the keyword differs between the libraries, and a class of another library may have none
-    keyword = {"transformers": "dtype", "diffusers": "torch_dtype"}.get(entry[0])
+    library = entry[0]
     options = {}
-    if keyword is not None and dtype is not None:
-        options[keyword] = dtype
+    if dtype is not None and library == "transformers":
+        options["dtype"] = dtype
+    elif dtype is not None and library == "diffusers":
+        options["torch_dtype"] = dtype
 
     remedy = f"expected a folder that {'.'.join(entry)}.from_pretrained can read"
     component = component_class(name, entry)
@@ -283,7 +308,8 @@ def component_class(name: str, entry: list[str]) -> Any:
         # releases of transformers name tokenizer classes differently
         class_name = "AutoTokenizer"
     try:
-        return getattr(importlib.import_module(library), class_name)
+        module = importlib.import_module(library)
+        return getattr(module, class_name)
     except (ImportError, AttributeError) as error:
         raise UserError(f"{INDEX}: {name} is {library}.{class_name}, which cannot be imported: {error}") from error
 
@@ -300,7 +326,8 @@ def _fuse(expert: WanTransformer3DModel, file: str, option: str) -> None:
 
     remedy = "expected LoRA weights for this expert, as safetensors"
     with user_error_on_failure(f"{option}={file!r} cannot be merged", remedy):
-        state, metadata = WanLoraLoaderMixin.lora_state_dict(str(Path(file).expanduser()), return_lora_metadata=True)
+        path = str(Path(file).expanduser())
+        state, metadata = WanLoraLoaderMixin.lora_state_dict(path, return_lora_metadata=True)
         # diffusers loads a file without a matching weight with only a warning
         expert.load_lora_adapter(state, metadata=metadata, adapter_name="fused")
         if not getattr(expert, "peft_config", None):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from verl_lite.config.diffusion import RewardFlowConfig
-from verl_lite.machine.device import device_memory
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
@@ -20,7 +19,7 @@ from workers.diffusion.lora import write_lora
 from workers.diffusion.reward_policy import RewardFlowPolicy, reward_flow_network
 from workers.engine.parameters import gather_full
 from workers.engines.base import derive_seed
-from workers.roles.training_worker import TrainingWorker
+from workers.roles.training_worker import TrainingWorker, with_prefix
 
 EXPORT_BUCKET_BYTES = 256 << 20
 
@@ -36,7 +35,8 @@ class RewardFlowWorker(TrainingWorker):
     def init_model(self) -> None:
         """Builds the engine and the frozen parts of the pipeline."""
         actor = self.config.actor
-        self.build_engine(reward_flow_network(self.config), actor.fsdp_config, actor.optim)
+        network = reward_flow_network(self.config)
+        self.build_engine(network, actor.fsdp_config, actor.optim)
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def train_step(self, data: DataProto) -> DataProto:
@@ -56,39 +56,39 @@ class RewardFlowWorker(TrainingWorker):
         # `BatchPlan.apply` puts the schedule there, so this is a part of a planned batch
         if "schedule" in data.meta_info:
             return DataProto(meta_info={"metrics": self._train(data)})
-        metrics_of_ranks = _gather_object(self._train(self._own_part(data)))
-        return DataProto(meta_info={"metrics": values(combine(metrics_of_ranks))})
+
+        own_part = self._own_part(data)
+        own_metrics = self._train(own_part)
+        metrics = combine(_gather_object(own_metrics))
+        return DataProto(meta_info={"metrics": values(metrics)})
 
     def _train(self, data: DataProto) -> dict[str, Metric]:
         self.phases.enter(self.engine)
         self._frames: list[DataProto] = []
         metrics = self.engine.train(data, self._loss)
-
-        result = {}
-        for name, metric in metrics.items():
-            full_name = name if "/" in name else f"actor/{name}"
-            result[full_name] = metric
-        for name, value in device_memory(self.device).items():
-            result[f"actor/perf/{name}"] = Metric.max(value)
-        return result
+        return with_prefix(metrics) | self.memory_metrics()
 
     def _own_part(self, data: DataProto) -> DataProto:
         """Returns this rank's planned part of a whole batch; adds the columns noise_seed and row if they are missing.
 
-        Raises ValueError if a column is missing or out of range, or if the ranks received different batches.
+        Raises:
+            ValueError: a column is missing or out of range, or the ranks received different batches.
         """
         check(data, ["video", "prompt"], "train_step")
         video = data.batch["video"]
-        if not (video.is_floating_point() and 0 <= video.min() and video.max() <= 1):
+        lowest = video.min()
+        highest = video.max()
+        if not (video.is_floating_point() and 0 <= lowest and highest <= 1):
             raise ValueError(
-                f"train_step: column 'video' has {video.dtype} from {video.min()} to {video.max()}; expected frames as "
-                "floats in [0, 1]"
+                f"train_step: column 'video' has {video.dtype} from {lowest} to {highest}; expected frames as floats "
+                "in [0, 1]"
             )
 
-        digests = [hashlib.blake2b(clip.float().cpu().numpy().tobytes(), digest_size=8).digest() for clip in video]
+        digests = [_digest_of(clip) for clip in video]
         digests_of_ranks = _gather_object(digests)
         # `train_step` called as a method of the group splits the batch and pads it; each rank then has other clips
-        if "is_padding" in data or any(others != digests for others in digests_of_ranks):
+        has_other_clips = any(others != digests for others in digests_of_ranks)
+        if "is_padding" in data or has_other_clips:
             raise ValueError(
                 "train_step: an unplanned batch was split over the ranks; pass the whole batch to every rank with "
                 'execute_all_sync("train_step", batch), or call `FlowActorRole.train_step`'
@@ -99,13 +99,15 @@ class RewardFlowWorker(TrainingWorker):
             missing["noise_seed"] = torch.tensor(self._noise_seeds(len(digests)))
         if "row" not in data:
             # the row is only a name for the clip, by which its reference is cached; the shift makes it fit into int64
-            missing["row"] = torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests])
+            names = [int.from_bytes(digest, "big") >> 1 for digest in digests]
+            missing["row"] = torch.tensor(names)
         whole_batch = data.select(meta_info_keys=[]) | DataProto.from_dict(missing)
 
         # every rank computes the same plan, as the driver would
         world_size = dist.get_world_size()
         plan = plan_samples(len(whole_batch), world_size, self.config.actor.micro_batch_size_per_gpu)
-        return plan.apply(whole_batch).chunk(world_size)[dist.get_rank()]
+        parts = plan.apply(whole_batch).chunk(world_size)
+        return parts[dist.get_rank()]
 
     def _noise_seeds(self, number: int) -> list[int]:
         """Returns sampler.noise_seed for each sample, or seeds derived from trainer.seed, the step and the sample."""
@@ -114,7 +116,8 @@ class RewardFlowWorker(TrainingWorker):
             return [constant] * number
         # the step that begins: the schedule has counted those that are done
         step = self.engine.scheduler_step + 1
-        return [derive_seed(self.config.trainer.seed, step, sample, 0) for sample in range(number)]
+        seed = self.config.trainer.seed
+        return [derive_seed(seed, step, sample, 0) for sample in range(number)]
 
     def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Computes the loss and metrics of a micro-batch from the network's outputs.
@@ -124,17 +127,19 @@ class RewardFlowWorker(TrainingWorker):
         sampling.
         """
         is_real = ~data.batch["is_padding"]
+        face_score = output_tensor["face_score"]
         # on the CPU, so that the clips of a step's micro-batches do not accumulate on the device
         samples = {
             "frames": output_tensor["frames"][is_real].cpu(),
             "row": data.batch["row"][is_real].cpu(),
-            "face_score": output_tensor["face_score"].detach()[is_real].cpu(),
+            "face_score": face_score.detach()[is_real].cpu(),
         }
         self._frames.append(DataProto.from_dict(samples))
 
+        # of the whole optimizer step: the engine adds up the parts of all micro-batches
         part_of_loss = output_tensor["loss"].sum() / data.meta_info["num_tokens"]
         counted = output_tensor["counted"].cpu()
-        counted_scores = output_tensor["face_score"].cpu()[counted > 0]
+        counted_scores = face_score.cpu()[counted > 0]
         kl = output_tensor["kl_loss"].cpu()[is_real]
         loss, metrics = self.loss_func(data, part_of_loss, counted_scores, kl)
 
@@ -143,7 +148,11 @@ class RewardFlowWorker(TrainingWorker):
         return loss, metrics
 
     def loss_func(
-        self, data: DataProto, loss: torch.Tensor | None, face_score: torch.Tensor, kl_loss: torch.Tensor
+        self,
+        data: DataProto,
+        loss: torch.Tensor | None,
+        face_score: torch.Tensor,
+        kl_loss: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Returns the loss of a micro-batch and its metrics; the counterpart of ROLL's `loss_func`.
 
@@ -162,11 +171,14 @@ class RewardFlowWorker(TrainingWorker):
             policy = self.engine.policy
             assert isinstance(policy, RewardFlowPolicy)
             loss = policy.loss(face_score, kl_loss).mean()
-        return loss, {
+        total_score = float(face_score.detach().sum())
+        total_kl = float(kl_loss.detach().sum())
+        metrics = {
             "actor/loss": Metric.sum(float(loss.detach())),
-            "actor/face_score": Metric.mean(float(face_score.detach().sum()), len(face_score)),
-            "actor/kl_loss": Metric.mean(float(kl_loss.detach().sum()), len(kl_loss)),
+            "actor/face_score": Metric.mean(total_score, len(face_score)),
+            "actor/kl_loss": Metric.mean(total_kl, len(kl_loss)),
         }
+        return loss, metrics
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def sample(self, data: DataProto) -> DataProto:
@@ -176,7 +188,8 @@ class RewardFlowWorker(TrainingWorker):
             frames (n, F, 3, H, W) in [0, 1], face_score and counted (n,); zero in padding rows.
         """
         self.phases.enter(self.engine)
-        return DataProto.from_dict(dict(self.engine.infer(data, is_scored=False)))
+        outputs = self.engine.infer(data, is_scored=False)
+        return DataProto.from_dict(dict(outputs))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def last_frames(self) -> DataProto:
@@ -196,6 +209,12 @@ class RewardFlowWorker(TrainingWorker):
         if dist.get_rank() == 0:
             write_lora(path, weights, adapter)
         dist.barrier()
+
+
+def _digest_of(clip: torch.Tensor) -> bytes:
+    """Returns a hash of the frames of a clip."""
+    content = clip.float().cpu().numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def _gather_object(value: T) -> list[T]:

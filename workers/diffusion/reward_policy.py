@@ -33,7 +33,7 @@ from workers.diffusion.lora import add_adapter
 from workers.diffusion.memory_saving import Decode, Placement, checkpointed_decode
 from workers.diffusion.pipeline import DiffusionParts, PromptEncoder, load_pipeline
 from workers.engine.lora import adapter_off
-from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
+from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, block_classes, blocks_named
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -82,8 +82,10 @@ def noise_of(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device)
     rows = []
     for seed in seeds:
         # on the CPU, because a generator of a GPU draws other numbers from the same seed
-        generator = torch.Generator().manual_seed(int(seed))
-        rows.append(torch.randn(shape, generator=generator))
+        generator = torch.Generator()
+        generator.manual_seed(int(seed))
+        noise = torch.randn(shape, generator=generator)
+        rows.append(noise)
     return torch.stack(rows).to(device)
 
 
@@ -126,7 +128,11 @@ class RewardFlowPolicy(EngineNetwork):
     is_cast = False
 
     def __init__(
-        self, parts: DiffusionParts, reward: VisualReward, config: RewardFlowConfig, device: torch.device
+        self,
+        parts: DiffusionParts,
+        reward: VisualReward,
+        config: RewardFlowConfig,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.model = parts.low_noise
@@ -153,13 +159,14 @@ class RewardFlowPolicy(EngineNetwork):
 
     def blocks(self) -> list[nn.Module]:
         """Returns the transformer's blocks, which FSDP shards one by one."""
-        return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
+        return blocks_named(self.model, block_classes(self.model))
 
     def save_assets(self, path: str) -> None:
         """Writes the adapter's config and the path of its pipeline into the folder `path`."""
         assert self.adapter is not None
         self.adapter.save_pretrained(path)
-        (Path(path) / "pipeline.txt").write_text(f"{self.config.model.path}\n", encoding="utf-8")
+        file = Path(path) / "pipeline.txt"
+        file.write_text(f"{self.config.model.path}\n", encoding="utf-8")
 
     @torch.no_grad()
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[FlowInputs, bool]:
@@ -183,14 +190,18 @@ class RewardFlowPolicy(EngineNetwork):
 
         video = sampled_rows.batch["video"].to(device)
         frames, _, height, width = video.shape[1:]
-        shape = self.codec.latent_shape(frames, height, width, int(self.model.config.patch_size[-1]))
+        patch_width = int(self.model.config.patch_size[-1])
+        shape = self.codec.latent_shape(frames, height, width, patch_width)
         references = []
         for row, clip in zip(sampled_rows.batch["row"], video, strict=True):
-            references.append(self._reference(int(row), clip))
+            reference = self._reference(int(row), clip)
+            references.append(reference)
+        noise_seeds = sampled_rows.batch["noise_seed"].tolist()
+        prompts = sampled_rows.non_tensor_batch["prompt"].tolist()
         inputs = FlowInputs(
-            noise=noise_of(sampled_rows.batch["noise_seed"].tolist(), shape, device),
+            noise=noise_of(noise_seeds, shape, device),
             condition=self._condition(video),
-            prompts=self.encode_prompts(sampled_rows.non_tensor_batch["prompt"].tolist(), device),
+            prompts=self.encode_prompts(prompts, device),
             references=references,
             places=sampled.to(device),
             rows=len(micro_batch),
@@ -199,21 +210,24 @@ class RewardFlowPolicy(EngineNetwork):
         return inputs, is_counting
 
     def _condition(self, video: torch.Tensor) -> torch.Tensor:
-        """Returns `FlowInputs.condition`. video: (n, F, 3, H, W) in [0, 1]."""
-        clip = video.transpose(1, 2) * 2 - 1  # (n, 3, F, H, W)
+        """Returns `FlowInputs.condition` of clips (n, F, 3, H, W) in [0, 1]."""
+        # (n, 3, F, H, W) in [-1, 1], as the autoencoder expects
+        clip = video.transpose(1, 2) * 2 - 1
         if self.expand_timesteps:
-            return self.codec.encode(clip[:, :, :1])
+            first_frame = clip[:, :, :1]
+            return self.codec.encode(first_frame)
 
         # the policy gets only the first frame; the gray frames after it are those of diffusers' pipeline
         clip[:, :, 1:] = 0
         latents = self.codec.encode(clip)
-        is_given = latents.new_zeros(len(latents), self.codec.temporal_factor, *latents.shape[2:])
         # a mask channel for each of the frames that one latent frame encodes
+        mask_shape = (len(latents), self.codec.temporal_factor, *latents.shape[2:])
+        is_given = latents.new_zeros(mask_shape)
         is_given[:, :, 0] = 1
         return torch.cat([is_given, latents], dim=1)
 
     def _reference(self, row: int, clip: torch.Tensor) -> object:
-        """Returns the reward's `prepare` of a clip, cached by row. clip: (F, 3, H, W) in [0, 1]."""
+        """Returns the reward's `prepare` of a clip (F, 3, H, W) in [0, 1], cached by row."""
         if row in self._references:
             return self._references[row]
         try:
@@ -241,14 +255,17 @@ class RewardFlowPolicy(EngineNetwork):
         for clip, reference in zip(decoded, inputs.references, strict=True):
             scores.append(score_frames(self._reward[0], clip, reference))
 
+        face_score = torch.stack([score.value.float() for score in scores])
+        counted = torch.tensor([float(score.counted) for score in scores], device=decoded.device)
         outputs = {
-            "face_score": torch.stack([score.value.float() for score in scores]),
-            "counted": torch.tensor([float(score.counted) for score in scores], device=decoded.device),
+            "face_score": face_score,
+            "counted": counted,
+            # from [-1, 1] to [0, 1]
             "frames": (decoded.detach() + 1) / 2,
         }
         if is_scored:
             # `_loss` of the worker divides by the number of all samples, so those that are not counted add 0
-            outputs["loss"] = self.loss(outputs["face_score"], kl) * outputs["counted"]
+            outputs["loss"] = self.loss(face_score, kl) * counted
             outputs["kl_loss"] = kl
 
         outputs_of_rows = {}
@@ -280,19 +297,25 @@ class RewardFlowPolicy(EngineNetwork):
             if not self.expand_timesteps:
                 return x
             first_frame = inputs.condition
-            return torch.cat([first_frame.to(x.dtype), x[:, :, first_frame.shape[2] :]], dim=2)
+            later_frames = x[:, :, first_frame.shape[2] :]
+            return torch.cat([first_frame.to(x.dtype), later_frames], dim=2)
 
         # three ranges of steps: high-noise expert, low-noise expert without gradient, low-noise expert with gradient
+        high_noise_range = range(self.high_steps)
+        plain_range = range(self.high_steps, first_trained)
+        trained_range = range(first_trained, end)
+
         x = keep(inputs.noise)
         high_noise = self._high_noise[0]
         if high_noise is not None and self.high_steps:
             # `at_work` disables gradients: this expert is frozen, and its steps precede all trained ones
             with self.placement.at_work(high_noise):
-                x, _ = denoise(x, self.sigmas, range(self.high_steps), self._velocity(high_noise, inputs), keep)
+                high_noise_velocity = self._velocity(high_noise, inputs)
+                x, _ = denoise(x, self.sigmas, high_noise_range, high_noise_velocity, keep)
 
         velocity = self._velocity(self.model, inputs)
         with torch.no_grad():
-            x, _ = denoise(x, self.sigmas, range(self.high_steps, first_trained), velocity, keep)
+            x, _ = denoise(x, self.sigmas, plain_range, velocity, keep)
 
         # the low-noise expert without its adapter is the base model, so that no second copy is needed
         def base_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
@@ -307,7 +330,7 @@ class RewardFlowPolicy(EngineNetwork):
             # with a checkpoint per step, checkpointed blocks hold their inputs for one step instead of for all
             trained_velocity = recomputed_velocity
         compared = base_velocity if with_divergence else None
-        return denoise(x, self.sigmas, range(first_trained, end), trained_velocity, keep, compared)
+        return denoise(x, self.sigmas, trained_range, trained_velocity, keep, compared)
 
     def _velocity(self, expert: WanTransformer3DModel, inputs: FlowInputs) -> Velocity:
         """Returns the velocity of `expert` as a function of (latents, sigma), with the conditions of `inputs`."""
@@ -315,16 +338,16 @@ class RewardFlowPolicy(EngineNetwork):
         prompts = inputs.prompts.to(dtype)
 
         def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
-            timestep = torch.full((len(x),), TRAIN_TIMESTEPS * sigma, device=x.device)
+            timestep_of_clip = TRAIN_TIMESTEPS * sigma
+            timestep = torch.full((len(x),), timestep_of_clip, device=x.device)
             # TI2V-5B takes a timestep for each token, I2V-A14B one for the clip and the first frame as channels
             if self.expand_timesteps:
                 hidden = x
                 timestep = timestep.unsqueeze(1) * self._is_noisy_token(x)
             else:
                 hidden = torch.cat([x, inputs.condition], dim=1)
-            outputs = expert(
-                hidden_states=hidden.to(dtype), timestep=timestep, encoder_hidden_states=prompts, return_dict=False
-            )
+            hidden = hidden.to(dtype)
+            outputs = expert(hidden_states=hidden, timestep=timestep, encoder_hidden_states=prompts, return_dict=False)
             return outputs[0]
 
         return velocity
@@ -349,7 +372,8 @@ def reward_flow_network(config: RewardFlowConfig) -> NetworkBuilder:
         adapter = add_adapter(expert, config.model)
         if arguments.trains and config.model.enable_gradient_checkpointing:
             expert.enable_gradient_checkpointing()
-        policy = RewardFlowPolicy(parts, build_visual_reward(config.reward), config, arguments.device)
+        reward = build_visual_reward(config.reward)
+        policy = RewardFlowPolicy(parts, reward, config, arguments.device)
         policy.adapter = adapter
         return policy
 

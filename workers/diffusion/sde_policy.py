@@ -30,7 +30,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.diffusion.lora import add_adapter
 from workers.diffusion.reward_policy import noise_of
 from workers.engine.lora import adapter_off
-from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
+from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, block_classes, blocks_named
 from workers.losses import actor_loss
 from workers.roles.training_worker import TrainingWorker
 
@@ -79,7 +79,11 @@ class SDEPolicy(EngineNetwork):
     prefix = "model."
 
     def __init__(
-        self, model: nn.Module, config: FlowGRPOConfig, compute_dtype: torch.dtype, adapter: LoraConfig | None = None
+        self,
+        model: nn.Module,
+        config: FlowGRPOConfig,
+        compute_dtype: torch.dtype,
+        adapter: LoraConfig | None = None,
     ) -> None:
         super().__init__()
         self.adapter = adapter
@@ -93,7 +97,7 @@ class SDEPolicy(EngineNetwork):
 
     def blocks(self) -> list[nn.Module]:
         """Returns the modules of the classes in the network's `_no_split_modules`."""
-        return blocks_named(self, set(getattr(self.model, "_no_split_modules", None) or ()))
+        return blocks_named(self, block_classes(self.model))
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[DataProto, bool]:
         """Returns the micro-batch unchanged, and False if all its rows are masked.
@@ -104,15 +108,22 @@ class SDEPolicy(EngineNetwork):
             device: not used; `forward` moves what it needs.
         """
         batch = micro_batch.batch
+        # rows without a stored path are sampled, and a masked row counts nothing
         if "latents" not in batch.keys():
             return micro_batch, True
-        return micro_batch, bool(batch["response_mask"].any())
+        is_counting = bool(batch["response_mask"].any())
+        return micro_batch, is_counting
 
     def save_assets(self, path: str) -> None:
         """Does nothing: `FlowActorWorker.export` writes the files for other programs."""
 
     def forward(
-        self, rows: DataProto, *, steps: int, noise_level: float, with_kl: bool = False
+        self,
+        rows: DataProto,
+        *,
+        steps: int,
+        noise_level: float,
+        with_kl: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Returns the outputs of `judge` if the rows have latents, else those of `sample`.
 
@@ -125,15 +136,20 @@ class SDEPolicy(EngineNetwork):
         sigmas = flow_sigmas(steps, self.shift)
         prompts = [str(prompt) for prompt in rows.non_tensor_batch["prompt"]]
         with torch.no_grad():
-            condition = self.model.encode(prompts)
-        condition = condition.to(next(self.model.parameters()).device)
+            host_condition = self.model.encode(prompts)
+        device = next(self.model.parameters()).device
+        condition = host_condition.to(device)
         if "latents" not in rows.batch.keys():
             return self.sample(rows, condition, sigmas, noise_level)
         return self.judge(rows.batch["latents"], condition, sigmas, noise_level, with_kl)
 
     @torch.no_grad()
     def sample(
-        self, rows: DataProto, condition: torch.Tensor, sigmas: list[float], noise_level: float
+        self,
+        rows: DataProto,
+        condition: torch.Tensor,
+        sigmas: list[float],
+        noise_level: float,
     ) -> dict[str, torch.Tensor]:
         """Returns frames (b, F, 3, H, W); with noise also latents (b, T + 1, *latent_shape) and log_probs (b, T).
 
@@ -147,15 +163,18 @@ class SDEPolicy(EngineNetwork):
         """
         shape = tuple(self.model.latent_shape)
         steps = len(sigmas) - 1
-        x = noise_of(rows.batch["first_seed"].tolist(), shape, condition.device)
-        noise = noise_of(rows.batch["path_seed"].tolist(), (steps, *shape), condition.device)
+        first_seeds = rows.batch["first_seed"].tolist()
+        path_seeds = rows.batch["path_seed"].tolist()
+        x = noise_of(first_seeds, shape, condition.device)
+        noise = noise_of(path_seeds, (steps, *shape), condition.device)
 
         path = [x]
         log_probs = []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
             sigma_of_rows = x.new_full((len(x),), sigma)
             # only the network computes in compute_dtype, because rounding errors of the steps would accumulate
-            velocity = self.model(x.to(self.compute_dtype), sigma_of_rows, condition).float()
+            inputs = x.to(self.compute_dtype)
+            velocity = self.model(inputs, sigma_of_rows, condition).float()
             mean = step_mean(x, velocity, sigma, sigma_next, noise_level)
             std = step_std(sigma, sigma_next, noise_level)
             x = mean + std * noise[:, step]
@@ -164,14 +183,20 @@ class SDEPolicy(EngineNetwork):
             if noise_level > 0:
                 log_probs.append(step_log_prob(x, mean, std))
 
-        outputs = {"frames": self.model.decode(x.to(self.compute_dtype)).float()}
+        frames = self.model.decode(x.to(self.compute_dtype))
+        outputs = {"frames": frames.float()}
         if log_probs:
             outputs["latents"] = torch.stack(path, dim=1)
             outputs["log_probs"] = torch.stack(log_probs, dim=1)
         return outputs
 
     def judge(
-        self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float, with_kl: bool
+        self,
+        latents: torch.Tensor,
+        condition: torch.Tensor,
+        sigmas: list[float],
+        noise_level: float,
+        with_kl: bool,
     ) -> dict[str, torch.Tensor]:
         """Returns log_probs (b, T) of stored paths and, if with_kl, their kl (b, T) to the reference; with gradient."""
         # the reference first: it runs without gradient, and the policy's activations do not exist yet
@@ -184,7 +209,8 @@ class SDEPolicy(EngineNetwork):
         kl = []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
             std = step_std(sigma, sigma_next, noise_level)
-            log_probs.append(step_log_prob(latents[:, step + 1], means[step], std))
+            next_latents = latents[:, step + 1]
+            log_probs.append(step_log_prob(next_latents, means[step], std))
             if with_kl:
                 kl.append(step_kl(means[step], reference_means[step], std))
 
@@ -195,7 +221,11 @@ class SDEPolicy(EngineNetwork):
 
     @torch.no_grad()
     def _reference_means(
-        self, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
+        self,
+        latents: torch.Tensor,
+        condition: torch.Tensor,
+        sigmas: list[float],
+        noise_level: float,
     ) -> list[torch.Tensor]:
         """Returns `_means` of the initial model: of the frozen copy, or of the model with its adapter disabled."""
         if self.reference is not None:
@@ -204,7 +234,12 @@ class SDEPolicy(EngineNetwork):
             return self._means(self.model, latents, condition, sigmas, noise_level)
 
     def _means(
-        self, model: Any, latents: torch.Tensor, condition: torch.Tensor, sigmas: list[float], noise_level: float
+        self,
+        model: FlowNetwork,
+        latents: torch.Tensor,
+        condition: torch.Tensor,
+        sigmas: list[float],
+        noise_level: float,
     ) -> list[torch.Tensor]:
         """Returns the means (b, *latent_shape) of the T steps that start at the stored latents.
 
@@ -213,15 +248,18 @@ class SDEPolicy(EngineNetwork):
         num_paths = len(latents)
         steps = len(sigmas) - 1
         # rows in the order (path, step): the T steps of a path are adjacent
-        inputs = latents[:, :-1].flatten(0, 1).to(self.compute_dtype)
-        sigma_of_rows = torch.tensor(sigmas[:-1], device=latents.device).repeat(num_paths)
+        starts = latents[:, :-1].flatten(0, 1)
+        inputs = starts.to(self.compute_dtype)
+        start_sigmas = torch.tensor(sigmas[:-1], device=latents.device)
+        sigma_of_rows = start_sigmas.repeat(num_paths)
         condition_of_rows = condition.repeat_interleave(steps, dim=0)
         velocity_of_rows = model(inputs, sigma_of_rows, condition_of_rows).float()
         velocities = velocity_of_rows.unflatten(0, (num_paths, steps)).unbind(1)
 
         means = []
         for step, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
-            means.append(step_mean(latents[:, step], velocities[step], sigma, sigma_next, noise_level))
+            mean = step_mean(latents[:, step], velocities[step], sigma, sigma_next, noise_level)
+            means.append(mean)
         return means
 
 
@@ -247,7 +285,8 @@ def sde_policy(config: FlowGRPOConfig) -> NetworkBuilder:
 def load_network(options: FlowModelConfig) -> nn.Module:
     """Loads the `FlowNetwork` in model.network from the folder model.path.
 
-    Raises UserError if the class or folder does not exist, or if the class lacks a member of `FlowNetwork`.
+    Raises:
+        UserError: the class or the folder does not exist, or the class lacks a member of `FlowNetwork`.
     """
     name = f"model.network={options.network!r}"
     try:
@@ -274,7 +313,9 @@ class FlowActorWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        self.build_engine(sde_policy(self.config), self.config.actor.fsdp_config, self.config.actor.optim)
+        actor = self.config.actor
+        network = sde_policy(self.config)
+        self.build_engine(network, actor.fsdp_config, actor.optim)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, data: DataProto) -> DataProto:
@@ -289,7 +330,8 @@ class FlowActorWorker(TrainingWorker):
         """
         self.phases.enter(self.engine)
         # `infer` runs `SDEPolicy.sample`, because the rows have no latents
-        outputs = self.engine.infer(data, steps=data.meta_info["steps"], noise_level=data.meta_info["noise_level"])
+        meta = data.meta_info
+        outputs = self.engine.infer(data, steps=meta["steps"], noise_level=meta["noise_level"])
         # "log_probs" are those that the update computes and compares with these
         if "log_probs" in outputs:
             outputs["old_log_probs"] = outputs.pop("log_probs")

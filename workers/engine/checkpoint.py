@@ -89,7 +89,8 @@ def load(path: str, parameters: Mapping[str, torch.Tensor], optimizer: ShardedAd
     _require_same_parameters(path, parameters, saved_sizes)
     # AdamW and Muon have moments of different names
     if optimizer is not None:
-        missing = optimizer.moments().keys() - saved_sizes.keys()
+        moments = optimizer.moments()
+        missing = moments.keys() - saved_sizes.keys()
         if missing:
             raise UserError(
                 f"checkpoint {path} was written by another optimizer: it has no {min(missing)}, which optim.optimizer="
@@ -144,8 +145,9 @@ def _read(
     except (CheckpointException, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         cause = repr(error)
         lines = str(error).strip().splitlines()
+        # the first lines of a CheckpointException only name the ranks
         if lines:
-            cause = lines[-1].strip()  # the first lines of a CheckpointException only name the ranks
+            cause = lines[-1].strip()
         raise _damaged(path, cause) from error
 
 
@@ -193,7 +195,7 @@ class _Planner(DefaultLoadPlanner):
 def _state(
     parameters: Mapping[str, torch.Tensor], optimizer: ShardedAdamW | None, scheduler_step: int
 ) -> dict[str, torch.Tensor | int]:
-    """The checkpoint's state with flat keys: model.NAME, the optimizer's moments, steps_taken, scheduler_step."""
+    """Returns the state with flat keys: model.NAME, the optimizer's moments, steps_taken and scheduler_step."""
     state: dict[str, torch.Tensor | int] = {}
     for name, parameter in parameters.items():
         state[f"model.{name}"] = parameter.detach()
@@ -217,14 +219,16 @@ def load_random_state(path: str, rank: int) -> None:
 
 
 def read_weights(source: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's model tensors by name, unsharded."""
+    """Returns the model tensors of a checkpoint by name, unsharded."""
     metadata = read_metadata(source / ".metadata")
     # fp32, the dtype of the checkpoint; the moments are left out, which need twice the memory of the weights
+    sizes = _sizes(metadata)
     state: dict[str, torch.Tensor] = {}
-    for name, size in _sizes(metadata).items():
+    for name, size in sizes.items():
         if name.startswith("model."):
             state[name] = torch.empty(size)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # reading in a single process is intended
+        # reading in a single process is intended
+        warnings.filterwarnings("ignore", "torch.distributed is")
         _read(state, source, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}

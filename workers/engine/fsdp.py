@@ -87,7 +87,8 @@ class FSDPEngine:
         if optim_config is not None:
             self.optimizer = self._build_optimizer(optim_config)
 
-        self.interleave: Interleave = lambda: None  # other work of this process, called between micro-batches
+        # other work of this process, called between micro-batches
+        self.interleave: Interleave = lambda: None
         self._forward_arguments: dict[str, object] = {}
         self._saving: Future[object] | None = None
         # a separate group, because the collectives of the saving thread must not mix with those of training
@@ -98,13 +99,14 @@ class FSDPEngine:
     def _build_policy(self, build_network: NetworkBuilder) -> EngineNetwork:
         """Builds the network, shards it, and copies the weights of rank 0 to all ranks."""
         trains = self.optim_config is not None
+        is_first_rank = dist.get_rank() == 0
         # small updates would be lost in bf16
         master_dtype = torch.float32 if trains else self.param_dtype
         arguments = BuildArguments(
             compute_dtype=self.param_dtype,
             dtype=master_dtype,
             trains=trains,
-            with_weights=dist.get_rank() == 0,
+            with_weights=is_first_rank,
             device=self.device,
         )
         policy = build_on_all_ranks(build_network, arguments)
@@ -113,7 +115,7 @@ class FSDPEngine:
 
         # before sharding, which replaces the parameters; those of the other ranks are not initialised
         full_parameters = {}
-        if dist.get_rank() == 0:
+        if is_first_rank:
             full_parameters = {name: parameter.detach() for name, parameter in policy.named_parameters()}
         self._shard(policy, master_dtype)
         # on a CPU, freed memory would grow with every layer of a pass, see `release_freed_memory`
@@ -122,7 +124,8 @@ class FSDPEngine:
                 block.register_forward_pre_hook(_release_before_layer)
 
         if dist.get_world_size() > 1:
-            fill_shards(dict(policy.named_parameters()), full_parameters, self.device)
+            sharded_parameters = dict(policy.named_parameters())
+            fill_shards(sharded_parameters, full_parameters, self.device)
             for buffer in saved_buffers(policy).values():
                 dist.broadcast(buffer, src=0)
         return policy
@@ -133,14 +136,16 @@ class FSDPEngine:
         cast_dtype = None
         if policy.is_cast and self.param_dtype != master_dtype:
             cast_dtype = self.param_dtype
-        reduce_dtype: torch.dtype | None = compute_dtype(self.fsdp_config.mixed_precision.reduce_dtype, self.device)
+        mixed_precision = self.fsdp_config.mixed_precision
+        reduce_dtype: torch.dtype | None = compute_dtype(mixed_precision.reduce_dtype, self.device)
         if reduce_dtype == self.param_dtype:
             reduce_dtype = None
         precision = MixedPrecisionPolicy(param_dtype=cast_dtype, reduce_dtype=reduce_dtype)
         reshards = self.fsdp_config.reshard_after_forward
 
         min_num_params = max(1, self.fsdp_config.wrap_policy.min_num_params)
-        self._blocks = policy.blocks()  # fully_shard changes the names of their classes
+        # before sharding: fully_shard changes the names of their classes
+        self._blocks = policy.blocks()
         # the network after its blocks: FSDP puts the parameters that are left into the group of the outer module
         for block in self._blocks:
             num_params = sum(parameter.numel() for parameter in block.parameters())
@@ -150,22 +155,25 @@ class FSDPEngine:
 
         # the losses are divided by the counts over all ranks, so that their gradients are added and not averaged
         for module in self._fsdp_modules(policy):
-            if dist.get_world_size() > 1:  # a single rank has no mean to replace, but would divide a copy by 1
+            # a single rank has no mean to replace, but would divide a copy by 1
+            if dist.get_world_size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            # gloo has no scaled sum
+            module.set_force_sum_reduction_for_comms(True)
 
     def _build_optimizer(self, config: OptimConfig) -> ShardedAdamW:
+        trained = self.trained
         if config.optimizer == "muon":
-            matrices = hidden_matrices(self._blocks, self.trained)
-            return ShardedMuon(self.trained, config, self.shard_group, matrices)
-        return ShardedAdamW(self.trained, config, self.shard_group)
+            matrices = hidden_matrices(self._blocks, trained)
+            return ShardedMuon(trained, config, self.shard_group, matrices)
+        return ShardedAdamW(trained, config, self.shard_group)
 
     @staticmethod
     def _fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
         return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
-        """The sharded parameters by the network's own names; a tied parameter appears once."""
+        """Returns the sharded parameters by the network's own names. A tied parameter appears once."""
         # gathered weights take the place of the shards until the network is resharded
         self._reshard()
         self._whole = None
@@ -178,17 +186,18 @@ class FSDPEngine:
     @property
     def trained(self) -> dict[str, DTensor]:
         """The trained parameters: all parameters, or those of the adapter."""
-        return {name: value for name, value in self.parameters.items() if value.requires_grad}
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
     def _frozen(self) -> dict[str, DTensor]:
         """The parameters that are not trained."""
-        return {name: value for name, value in self.parameters.items() if not value.requires_grad}
+        return {name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad}
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers (`saved_buffers`) by the names of the network, without the prefix of the policy."""
-        return {name.removeprefix(self.policy.prefix): value for name, value in saved_buffers(self.policy).items()}
+        saved = saved_buffers(self.policy)
+        return {name.removeprefix(self.policy.prefix): buffer for name, buffer in saved.items()}
 
     @property
     def _state(self) -> dict[str, torch.Tensor]:
@@ -196,7 +205,9 @@ class FSDPEngine:
         buffers."""
         if self.policy.adapter is not None:
             return dict(self.trained)
-        return {**self.parameters, **self.buffers}
+        state: dict[str, torch.Tensor] = dict(self.parameters)
+        state.update(self.buffers)
+        return state
 
     def _reshard(self) -> None:
         for module in self._fsdp_modules(self.policy):
@@ -249,7 +260,8 @@ class FSDPEngine:
         return outputs
 
     def _run_interleaved(self) -> None:
-        with self._kernels(deterministic=False):  # some operations of vLLM's sampler have no deterministic kernel
+        # some operations of vLLM's sampler have no deterministic kernel
+        with self._kernels(deterministic=False):
             self.interleave()
 
     def _kernels(self, *, deterministic: bool) -> AbstractContextManager[None]:
@@ -257,7 +269,7 @@ class FSDPEngine:
         return deterministic_kernels(deterministic) if self.deterministic else nullcontext()
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Context manager in which the policy computes the outputs of its base model, without the adapter."""
+        """Returns a context manager in which the policy computes the outputs of its base model, without the adapter."""
         return adapter_off(self.policy)
 
     def copy_trained(self) -> dict[str, torch.Tensor]:
@@ -271,7 +283,7 @@ class FSDPEngine:
 
     @contextmanager
     def trained_replaced(self, shards: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Context manager in which the trained parameters have the values of `copy_trained`. For inference only."""
+        """Gives the trained parameters the values of `copy_trained` inside the context. For inference only."""
         current = self.copy_trained()
         self._set_trained(shards)
         try:
@@ -284,7 +296,8 @@ class FSDPEngine:
     @torch.no_grad()
     def _set_trained(self, shards: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.trained.items():
-            parameter.to_local().copy_(shards[name])
+            shard = parameter.to_local()
+            shard.copy_(shards[name])
 
     @property
     def lr(self) -> float:
@@ -332,29 +345,35 @@ class FSDPEngine:
         Args:
             bucket_bytes: size of the full tensors gathered at one time; the full adapter needs additional memory.
         """
+        group = self.shard_group
         yield from self.buffers.items()
         if self.policy.adapter is None:
-            yield from gather_full(self.parameters, self.param_dtype, self.shard_group, bucket_bytes)
+            yield from gather_full(self.parameters, self.param_dtype, group, bucket_bytes)
             return
 
         # the whole adapter first, because each base weight is merged as soon as it is gathered
-        adapter = dict(gather_full(self.trained, torch.float32, self.shard_group, bucket_bytes))
-        base = gather_full(self._frozen, self.param_dtype, self.shard_group, bucket_bytes)
+        adapter = dict(gather_full(self.trained, torch.float32, group, bucket_bytes))
+        base = gather_full(self._frozen, self.param_dtype, group, bucket_bytes)
+        scale = scale_of(self.policy.adapter)
         with torch.no_grad():
-            yield from merged(base, adapter, scale_of(self.policy.adapter))
+            yield from merged(base, adapter, scale)
 
     def whole_params(self) -> WholeWeights | None:
         """Returns the weights of `full_params`, the same object until the parameters move; None if several ranks share
         the parameters or if only an adapter is trained."""
         if self.policy.adapter is not None or dist.get_world_size(self.shard_group) > 1:
             return None
-        if self._whole is None:
-            parameters = {name: value.to_local().detach() for name, value in self.parameters.items()}
-            buffers = self.buffers
-            nbytes = sum(buffer.nbytes for buffer in buffers.values())
-            for parameter in parameters.values():
-                nbytes += parameter.numel() * self.param_dtype.itemsize
-            self._whole = WholeWeights(buffers, parameters, self.param_dtype, nbytes)
+        if self._whole is not None:
+            return self._whole
+
+        buffers = self.buffers
+        nbytes = sum(buffer.nbytes for buffer in buffers.values())
+        parameters = {}
+        for name, sharded in self.parameters.items():
+            parameter = sharded.to_local().detach()
+            parameters[name] = parameter
+            nbytes += parameter.numel() * self.param_dtype.itemsize
+        self._whole = WholeWeights(buffers, parameters, self.param_dtype, nbytes)
         return self._whole
 
     def unmerged_params(self, with_base: bool, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, torch.Tensor]]:
@@ -390,9 +409,10 @@ class FSDPEngine:
         if background and self._save_group is None:
             self._save_group = dist.new_group(backend="gloo")
         group = self._save_group if background else None
+        rank = dist.get_rank()
         self._saving = checkpoint.save(path, self._state, self.optimizer, self.scheduler_step, group)
-        checkpoint.save_random_state(path, dist.get_rank())
-        if dist.get_rank() == 0:
+        checkpoint.save_random_state(path, rank)
+        if rank == 0:
             self.policy.save_assets(path)
         # when a rank returns, the small files of all ranks are written
         dist.barrier()
@@ -435,11 +455,15 @@ class FSDPEngine:
             empty_cache()
 
     def _move_params(self, device: torch.device) -> None:
-        if next(iter(self.parameters.values())).device.type == device.type:
+        # all parameters are on one device
+        first_parameter = next(iter(self.parameters.values()))
+        if first_parameter.device.type == device.type:
             return
+
         self.policy.to(device)
         self.parameters = self._sharded_parameters()
-        count_moved(sum(parameter.to_local().nbytes for parameter in self.parameters.values()))
+        moved_bytes = sum(parameter.to_local().nbytes for parameter in self.parameters.values())
+        count_moved(moved_bytes)
         # moving replaces the parameters' storage
         if self.optimizer is not None:
             self.optimizer.bind(self.trained)
@@ -483,7 +507,8 @@ def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments)
     result = _BuildResult("", False, {})
     try:
         policy = build_network(arguments)
-        result = _BuildResult("", False, {name: tuple(value.shape) for name, value in policy.named_parameters()})
+        shapes = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+        result = _BuildResult("", False, shapes)
     except UserError as error:
         failure = error
         result = _BuildResult(str(error), True, {})
@@ -493,14 +518,16 @@ def build_on_all_ranks(build_network: NetworkBuilder, arguments: BuildArguments)
 
     results = [result] * dist.get_world_size()
     dist.all_gather_object(results, result)
+    # with its traceback, which the other ranks do not have
     if failure is not None:
-        raise failure  # with its traceback, which the other ranks do not have
+        raise failure
+    expected_shapes = results[0].shapes
     for rank, other in enumerate(results):
         if other.message and other.is_user_error:
             raise UserError(other.message)
         if other.message:
             raise RuntimeError(f"rank {rank}: {other.message}")
-        differing = sorted(results[0].shapes.items() ^ other.shapes.items())
+        differing = sorted(expected_shapes.items() ^ other.shapes.items())
         if differing:
             name, shape = differing[0]
             raise RuntimeError(f"rank {rank} built another network than rank 0: they differ in {name} {shape}")
@@ -513,7 +540,8 @@ def ensure_process_group(device: torch.device) -> None:
     if dist.is_initialized():
         return
     # a store in memory: no port that another process could take or reach
-    dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()
+    dist.init_process_group(dist_backend(device), store=store, rank=0, world_size=1)
 
 
 def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
@@ -522,13 +550,13 @@ def shard_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
     Raises:
         ValueError: fsdp_size does not divide the number of ranks.
     """
-    world = dist.get_world_size()
-    if fsdp_size is None or fsdp_size < 0 or fsdp_size >= world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if fsdp_size == 0 or world % fsdp_size:
-        divisors = [size for size in range(1, world + 1) if world % size == 0]
-        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({world} ranks)")
+    num_ranks = dist.get_world_size()
+    if fsdp_size is None or fsdp_size < 0 or fsdp_size >= num_ranks:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    if fsdp_size == 0 or num_ranks % fsdp_size > 0:
+        divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size}: expected -1 or one of {divisors} ({num_ranks} ranks)")
 
     # shards in the last dimension: consecutive ranks, usually on one machine, gather from each other
-    num_replicas = world // fsdp_size
+    num_replicas = num_ranks // fsdp_size
     return init_device_mesh(device.type, (num_replicas, fsdp_size), mesh_dim_names=("replicate", "shard"))

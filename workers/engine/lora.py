@@ -21,7 +21,7 @@ IN_NETWORK = ".default."  # peft's adapter name, which is part of parameter name
 
 @contextmanager
 def adapter_off(network: nn.Module) -> Iterator[None]:
-    """Context manager in which the network computes the outputs of its base model, without the adapter."""
+    """Makes the network compute the outputs of its base model inside the context, without the adapter."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in network.modules() if isinstance(module, LoraLayer)]
@@ -44,7 +44,7 @@ def scale_of(config: LoraConfig) -> float:
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """True if this is the name of a parameter of an adapter in a network."""
+    """Returns True if this is the name of a parameter of an adapter in a network."""
     return IN_NETWORK in name and (".lora_A." in name or ".lora_B." in name)
 
 
@@ -62,20 +62,22 @@ def merged(
         (name in the base model, weight).
     """
     for adapted_name, weight in weights:
+        # peft wraps an adapted layer, which then is the base_layer of the wrapper
         name = adapted_name.replace(".base_layer.", ".")
         layer = name.removesuffix(".weight")
         down = adapter.get(f"{layer}.lora_A{IN_NETWORK}weight")
-        if down is None or layer == name:  # no adapter, or the bias of a layer that has one
+        # no adapter, or the bias of a layer that has one
+        if down is None or layer == name:
             yield name, weight
             continue
         up = adapter[f"{layer}.lora_B{IN_NETWORK}weight"]
         # one rounding to bf16, of the sum: a small change would vanish in a sum of bf16 numbers
-        merged_weight = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
-        yield name, merged_weight.to(weight.dtype)
+        exact = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
+        yield name, exact.to(weight.dtype)
 
 
 def load_adapter_config(folder: Path) -> LoraConfig | None:
-    """The peft config of the adapter in a checkpoint's `folder`; None if all parameters were trained."""
+    """Returns peft's config of the adapter in a checkpoint's `folder`, or None if all parameters were trained."""
     if not (folder / CONFIG_FILE).is_file():
         return None
     from peft import LoraConfig

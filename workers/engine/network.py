@@ -70,11 +70,11 @@ class EngineNetwork(nn.Module):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated modules, such as decoder layers, each of which the engine may shard separately."""
+        """Returns the repeated modules, such as decoder layers, each of which the engine may shard separately."""
 
     @abstractmethod
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[Any, bool]:
-        """The inputs of the forward on `device`, and True if any of its outputs will count.
+        """Returns the inputs of the forward on `device`, and True if any of its outputs will count.
 
         If no output counts, the inputs are a small placeholder, because every rank must take part in the collectives.
         """
@@ -87,6 +87,11 @@ class EngineNetwork(nn.Module):
 NetworkBuilder = Callable[[BuildArguments], EngineNetwork]
 
 
+def block_classes(model: nn.Module) -> set[str]:
+    """Returns the class names of the blocks that a Hugging Face or diffusers model declares, possibly none."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
 def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
     """Returns the modules of these classes, in order of definition, that can be sharded separately.
 
@@ -94,8 +99,11 @@ def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
     """
     outermost: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in network.modules():  # yields a module before its children
-        if type(module).__name__ in class_names and module not in inside:
+    # `modules` yields a module before its children
+    for module in network.modules():
+        if module in inside:
+            continue
+        if type(module).__name__ in class_names:
             outermost.append(module)
             inside.update(module.modules())
 
@@ -106,6 +114,7 @@ def blocks_named(network: nn.Module, class_names: set[str]) -> list[nn.Module]:
     # FSDP shards each parameter in one group; a parameter of two blocks stays with the root
     separate = []
     for block in outermost:
-        if max((num_users[parameter] for parameter in block.parameters()), default=1) == 1:
+        has_shared = any(num_users[parameter] > 1 for parameter in block.parameters())
+        if not has_shared:
             separate.append(block)
     return separate

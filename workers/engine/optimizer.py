@@ -36,11 +36,12 @@ class ShardedAdamW:
         self.shard_group = shard_group
         self.bind(parameters)
         self.exp_avg = [torch.zeros_like(shard) for shard in self.shards]
-        self.exp_avg_sq = [torch.zeros_like(self.shards[index]) for index in self._adamw_indices()]
+        adamw_shards = [self.shards[index] for index in self._adamw_indices()]
+        self.exp_avg_sq = [torch.zeros_like(shard) for shard in adamw_shards]
         self.steps_taken = 0
 
     def _adamw_indices(self) -> list[int]:
-        """The positions of the parameters that AdamW updates, in the order of exp_avg_sq."""
+        """Returns the positions of the parameters that AdamW updates, in the order of exp_avg_sq."""
         return list(range(len(self.shards)))
 
     def bind(self, parameters: Mapping[str, DTensor]) -> None:
@@ -89,10 +90,11 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _update(self, gradients: list[torch.Tensor], norm: float, lr: float) -> None:
-        config = self.config
-        if norm > config.clip_grad > 0:
+        clip_grad = self.config.clip_grad
+        if norm > clip_grad > 0:
             # with the 1e-6 of torch's clip_grad_norm_
-            torch._foreach_mul_(gradients, config.clip_grad / (norm + 1e-6))
+            factor = clip_grad / (norm + 1e-6)
+            torch._foreach_mul_(gradients, factor)
         self._update_parameters(gradients, lr)
         self.steps_taken += 1
 
@@ -101,21 +103,29 @@ class ShardedAdamW:
         beta1, beta2 = config.betas
         device = self.shards[0].device
 
-        indices = []  # of the parameters with rows on this rank: some have fewer rows than there are ranks
+        shards = []
+        shard_gradients = []
+        means = []
         squares = []
+        steps = []
         for index, square in zip(self._adamw_indices(), self.exp_avg_sq, strict=True):
-            if square.numel() > 0:
-                indices.append(index)
-                squares.append(square)
+            # parameters with fewer rows than there are ranks have none on the last ranks
+            if square.numel() == 0:
+                continue
+            shards.append(self.shards[index])
+            shard_gradients.append(gradients[index])
+            means.append(self.exp_avg[index])
+            squares.append(square)
+            # `adamw` increments each counter, so that every parameter needs one of its own
+            steps.append(torch.tensor(float(self.steps_taken), device=device))
 
         adamw(
-            params=[self.shards[index] for index in indices],
-            grads=[gradients[index] for index in indices],
-            exp_avgs=[self.exp_avg[index] for index in indices],
+            params=shards,
+            grads=shard_gradients,
+            exp_avgs=means,
             exp_avg_sqs=squares,
             max_exp_avg_sqs=[],
-            # `adamw` increments each counter, so that every parameter needs one of its own
-            state_steps=[torch.tensor(float(self.steps_taken), device=device) for _ in indices],
+            state_steps=steps,
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -139,18 +149,19 @@ class ShardedAdamW:
                 moved_bytes += moment.nbytes
         count_moved(moved_bytes)
         # a copy to the host must be complete before the host reads it
-        non_blocking = device.type == "cuda"
-        self.exp_avg = [mean.to(device, non_blocking=non_blocking) for mean in self.exp_avg]
-        self.exp_avg_sq = [square.to(device, non_blocking=non_blocking) for square in self.exp_avg_sq]
+        is_async = device.type == "cuda"
+        self.exp_avg = [mean.to(device, non_blocking=is_async) for mean in self.exp_avg]
+        self.exp_avg_sq = [square.to(device, non_blocking=is_async) for square in self.exp_avg_sq]
 
     def moments(self) -> dict[str, DTensor]:
-        """The moments as DTensors that share this rank's memory, by the names exp_avg.NAME and exp_avg_sq.NAME."""
+        """Returns the moments as DTensors that share this rank's memory, named exp_avg.NAME and exp_avg_sq.NAME."""
         names = list(self.parameters)
         moments = {}
         for name, mean in zip(names, self.exp_avg, strict=True):
             moments[f"exp_avg.{name}"] = self._as_dtensor(name, mean)
         for index, square in zip(self._adamw_indices(), self.exp_avg_sq, strict=True):
-            moments[f"exp_avg_sq.{names[index]}"] = self._as_dtensor(names[index], square)
+            name = names[index]
+            moments[f"exp_avg_sq.{name}"] = self._as_dtensor(name, square)
         return moments
 
     def _as_dtensor(self, name: str, shard: torch.Tensor) -> DTensor:
@@ -197,21 +208,25 @@ class ShardedMuon(ShardedAdamW):
         super()._update_parameters(gradients, lr)
         # one matrix at a time, because the whole matrices of a model do not fit on one rank
         momentum = self.config.muon_momentum
+        decay = 1.0 - lr * self.config.weight_decay
         for index, (name, parameter) in enumerate(self.parameters.items()):
             if name not in self.matrices:
                 continue
-            mean = self.exp_avg[index].lerp_(gradients[index], 1.0 - momentum)
-            nesterov_shard = gradients[index].lerp(mean, momentum)
+            gradient = gradients[index]
+            mean = self.exp_avg[index].lerp_(gradient, 1.0 - momentum)
+            nesterov_shard = gradient.lerp(mean, momentum)
             nesterov_momentum = self._as_dtensor(name, nesterov_shard).full_tensor()
             change = _muon_change(nesterov_momentum, lr)
 
             # every rank has the whole change, of which it keeps its rows; this sends nothing
             replicated = DTensor.from_local(change, parameter.device_mesh, run_check=False)
-            change_of_shard = replicated.redistribute(placements=parameter.placements).to_local()
-            self.shards[index].mul_(1.0 - lr * self.config.weight_decay).add_(change_of_shard)
+            own_change = replicated.redistribute(placements=parameter.placements)
+            shard = self.shards[index]
+            shard.mul_(decay)
+            shard.add_(own_change.to_local())
 
     def moments(self) -> dict[str, DTensor]:
-        """The moments as DTensors that share this rank's memory: momentum.NAME for a matrix, else as for AdamW."""
+        """Returns the moments as `ShardedAdamW.moments` does, but that of a matrix by the name momentum.NAME."""
         moments = {}
         for key, moment in super().moments().items():
             name = key.removeprefix("exp_avg.")
@@ -253,18 +268,28 @@ def hidden_matrices(blocks: Collection[nn.Module], parameters: Mapping[str, DTen
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
-    """Learning rate at `step` (number of training steps completed before this one) divided by the peak learning rate.
+    """Returns the learning rate of a step, divided by the peak learning rate.
+
+    Args:
+        step: number of training steps completed before this one.
+        config: options of the schedule.
+        total_steps: number of training steps of the run.
 
     The schedule is a linear warm-up that reaches the peak at its last step (verl's warm-up starts with a step of
     learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.
     """
     warmup = config.lr_warmup_steps
-    if warmup < 0:  # verl's default, which leaves the number to the ratio
+    # verl's default is negative and leaves the number to the ratio
+    if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    wave = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * max(0.0, wave)
+
+    num_steps = max(1, total_steps - warmup)
+    progress = min(1.0, (step - warmup) / num_steps)
+    angle = math.pi * config.num_cycles * 2.0 * progress
+    wave = 0.5 * (1.0 + math.cos(angle))
+    lowest = config.min_lr_ratio
+    return lowest + (1.0 - lowest) * max(0.0, wave)

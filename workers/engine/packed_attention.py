@@ -112,19 +112,32 @@ class Scores(NamedTuple):
 
 
 def _attention_within_sequences(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    sequences: PackedSequences,
 ) -> torch.Tensor:
-    """Computes attention of the packed row with the fastest function that supports it. query and output: (T, H, D);
-    key, value: (T, K, D)."""
+    """Computes attention of the packed row with the fastest function that supports it.
+
+    Args:
+        query: (T, H, D), as the output.
+        key: (T, K, D).
+        value: (T, K, D).
+        scores: options of the scores.
+        sequences: the sequences in the row.
+    """
     trees = sequences.trees
-    if trees is not None and scores.is_plain:  # the mask of the trees has no window
+    # the mask of the trees has no window
+    if trees is not None and scores.is_plain:
         return _tree_attention(query, key, value, scores.scale, trees)
 
     query = _tokens_at(query, sequences.expand)
     key = _tokens_at(key, sequences.expand)
     value = _tokens_at(value, sequences.expand)
     # flash attention has no sinks and no fp32
-    if query.device.type == "cuda" and query.dtype in HALF and scores.sinks is None:
+    is_varlen = query.device.type == "cuda" and query.dtype in HALF and scores.sinks is None
+    if is_varlen:
         output = _varlen_attention(query, key, value, scores, sequences)
     else:
         output = _sdpa_runs(query, key, value, scores, sequences)
@@ -136,8 +149,9 @@ def _tokens_at(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor
     if index is None:
         return tensor
     # index_select and its backward are faster on flattened rows
-    tokens = tensor.flatten(1).index_select(0, index)
-    return tokens.unflatten(1, tensor.shape[1:])
+    flat_tokens = tensor.flatten(1)
+    selected = flat_tokens.index_select(0, index)
+    return selected.unflatten(1, tensor.shape[1:])
 
 
 def by_sequences(
@@ -180,7 +194,9 @@ def by_sequences(
             output = result[0]
         else:
             output = result
-        outputs.append(output.flatten(0, 1).index_select(0, real))
+        # without the repetitions of last tokens
+        flat_output = output.flatten(0, 1)
+        outputs.append(flat_output.index_select(0, real))
 
     packed_output = torch.cat(outputs)
     if sequences.collapse is not None:
@@ -188,7 +204,8 @@ def by_sequences(
     packed_output = packed_output.unsqueeze(0)
     if not returns_tuple:
         return packed_output
-    return packed_output, *[None] * (num_results - 1)
+    others = [None] * (num_results - 1)
+    return packed_output, *others
 
 
 def _in_rows(value: object, positions: torch.Tensor, num_tokens: int) -> object:
@@ -197,22 +214,37 @@ def _in_rows(value: object, positions: torch.Tensor, num_tokens: int) -> object:
     # a tuple: the cosines and sines of rotary positions
     if isinstance(value, tuple):
         return tuple(_in_rows(entry, positions, num_tokens) for entry in value)
-    if isinstance(value, torch.Tensor) and value.shape[:2] == (1, num_tokens):
-        tokens = value[0].index_select(0, positions.flatten())
-        return tokens.unflatten(0, positions.shape)
-    return value
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, num_tokens):
+        return value
+    row = value[0]
+    tokens = row.index_select(0, positions.flatten())
+    return tokens.unflatten(0, positions.shape)
 
 
 def _tree_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, trees: PromptTrees
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    trees: PromptTrees,
 ) -> torch.Tensor:
-    """Computes attention with one call of SDPA for all prompts. query and output: (T, H, D); key, value: (T, K, D)."""
+    """Computes attention with one call of SDPA for all prompts.
+
+    Args:
+        query: (T, H, D), as the output.
+        key: (T, K, D).
+        value: (T, K, D).
+        scale: factor of the products.
+        trees: the rows of the prompts.
+    """
 
     def rows_of_heads(tensor: torch.Tensor) -> torch.Tensor:
         """Arranges tokens (T, heads, D) in the rows of the trees: (G, heads, L, D)."""
         flat_rows = _tokens_at(tensor, trees.index.flatten())
-        return flat_rows.unflatten(0, trees.index.shape).transpose(1, 2)
+        rows = flat_rows.unflatten(0, trees.index.shape)
+        return rows.transpose(1, 2)
 
+    # (G, H, L, D)
     output = F.scaled_dot_product_attention(
         rows_of_heads(query),
         rows_of_heads(key),
@@ -220,13 +252,18 @@ def _tree_attention(
         attn_mask=trees.mask,
         scale=scale,
         enable_gqa=_has_groups(query.shape[1], key.shape[1]),
-    )  # (G, H, L, D)
-    flat_output = output.transpose(1, 2).flatten(0, 1)  # (G * L, H, D)
+    )
+    # (G * L, H, D)
+    flat_output = output.transpose(1, 2).flatten(0, 1)
     return _tokens_at(flat_output, trees.flat_positions)
 
 
 def _sdpa_runs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    sequences: PackedSequences,
 ) -> torch.Tensor:
     """Computes attention with one call of SDPA per run of equally long sequences, without copies before the final
     `cat`. Inputs and output: (U, heads, D)."""
@@ -243,13 +280,24 @@ def _sdpa_runs(
         keys = key_runs[number].unflatten(0, run).transpose(1, 2)
         values = value_runs[number].unflatten(0, run).transpose(1, 2)
         output = _causal_attention(queries, keys, values, scores)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        tokens = output.transpose(1, 2).flatten(0, 1)
+        outputs.append(tokens)
+
+    # `cat` would copy a single run
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(outputs)
 
 
 def _causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Computes attention of sequences of one length. queries and output: (count, H, length, D); keys and values:
-    (count, K, length, D)."""
+    """Computes attention of sequences of one length.
+
+    Args:
+        queries: (count, H, length, D), as the output.
+        keys: (count, K, length, D).
+        values: (count, K, length, D).
+        scores: options of the scores.
+    """
     length = queries.shape[2]
     window = length if scores.window is None else scores.window
     if scores.softcap is not None:
@@ -271,26 +319,41 @@ def _causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 
 
 def _has_groups(heads: int, key_value_heads: int) -> bool:
-    """True if several query heads share a key/value head."""
-    if heads != key_value_heads:  # a branch, because torch.compile keeps the comparison itself as a symbol
+    """Returns True if several query heads share a key/value head."""
+    # a branch, because torch.compile keeps the comparison itself as a symbol
+    if heads != key_value_heads:
         return True
     return False
 
 
 def _capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, cap: float, window: int
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    cap: float,
+    window: int,
 ) -> torch.Tensor:
-    """Causal attention with scores cap * tanh(score / cap). queries and output: (count, H, length, D); keys and values:
-    (count, K, length, D)."""
+    """Computes causal attention with scores cap * tanh(score / cap).
+
+    Args:
+        queries: (count, H, length, D), as the output.
+        keys: (count, K, length, D).
+        values: (count, K, length, D).
+        scale: factor of the products.
+        cap: the soft cap.
+        window: number of tokens that a token sees, including itself.
+    """
     # SDPA has no soft cap, so that the scores are computed here
     heads_per_key = queries.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(heads_per_key, dim=1)
     values = values.repeat_interleave(heads_per_key, dim=1)
 
     products = queries @ keys.transpose(2, 3)
-    scores = torch.tanh(products * (scale / cap)) * cap
-    mask = _window_mask(queries.shape[2], window, queries.device)
-    scores = scores.masked_fill(~mask, -torch.inf)
+    capped = torch.tanh(products * (scale / cap)) * cap
+    length = queries.shape[2]
+    mask = _window_mask(length, window, queries.device)
+    scores = capped.masked_fill(~mask, -torch.inf)
 
     # the softmax in fp32, as in transformers' eager attention
     dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -299,53 +362,74 @@ def _capped_attention(
 
 
 def _sink_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sinks: torch.Tensor, window: int
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor,
+    window: int,
 ) -> torch.Tensor:
-    """Causal attention with sinks (H,). Shapes as in `_capped_attention`."""
+    """Computes causal attention with sinks (H,). The shapes are those of `_capped_attention`."""
     # A sink is a first key with value 0. One more dimension makes its product with a query equal to the head's sink;
     # seven more of zeros keep the size a multiple of 8 for fast kernels.
     count, heads, length, size = queries.shape
     key_value_heads = keys.shape[1]
-    sink_products = (sinks / scale).to(queries).view(1, -1, 1, 1)
-    sink_dimension = sink_products.expand(count, heads, length, 1)
-    wide_queries = F.pad(torch.cat([queries, sink_dimension], dim=3), (0, 7))
+    # SDPA multiplies all products by the scale
+    sink_products = (sinks / scale).to(queries)
+    sink_of_head = sink_products.view(1, -1, 1, 1)
+    sink_dimension = sink_of_head.expand(count, heads, length, 1)
+    queries_and_sinks = torch.cat([queries, sink_dimension], dim=3)
+    wide_queries = F.pad(queries_and_sinks, (0, 7))
 
     # only the sink's key has a 1 in this dimension
-    sink_key = F.pad(keys.new_ones(count, key_value_heads, 1, 1), (size, 7))
-    wide_keys = torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2)
+    ones = keys.new_ones(count, key_value_heads, 1, 1)
+    sink_key = F.pad(ones, (size, 7))
+    padded_keys = F.pad(keys, (0, 8))
+    wide_keys = torch.cat([sink_key, padded_keys], dim=2)
     wide_values = F.pad(values, (0, 8, 1, 0))
 
     # every token sees the sink, also outside its window
-    mask = _window_mask(length, window, queries.device)
+    window_mask = _window_mask(length, window, queries.device)
+    mask = F.pad(window_mask, (1, 0), value=True)
     output = F.scaled_dot_product_attention(
         wide_queries,
         wide_keys,
         wide_values,
-        attn_mask=F.pad(mask, (1, 0), value=True),
+        attn_mask=mask,
         scale=scale,
         enable_gqa=_has_groups(heads, key_value_heads),
     )
-    return output[..., : values.shape[3]]
+    value_size = values.shape[3]
+    return output[..., :value_size]
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """A (length, length) bool mask in which each token sees itself and the window - 1 tokens before it."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+    """Returns a bool mask (length, length) in which each token sees itself and the window - 1 tokens before it."""
+    all_pairs = torch.ones(length, length, dtype=torch.bool, device=device)
+    is_before = all_pairs.tril()
+    return is_before.triu(1 - window)
 
 
 def _varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, sequences: PackedSequences
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    sequences: PackedSequences,
 ) -> torch.Tensor:
-    """Variable-length attention, (U, heads, D): flash-attn if installed, otherwise PyTorch's own, then `_sdpa_runs`."""
+    """Computes attention (U, heads, D) by flash-attn if it is installed, else by PyTorch's own function for variable
+    lengths, else by `_sdpa_runs`."""
     bounds = sequences.cu_seqlens
     longest = sequences.max_length
-    tokens_before = -1 if scores.window is None else scores.window - 1  # -1: all
-    window_size = (tokens_before, 0)  # tokens before and after
+    # tokens before and after; -1 for all tokens before
+    tokens_before = -1 if scores.window is None else scores.window - 1
+    window_size = (tokens_before, 0)
 
     flash_attn = _flash_attn_varlen()
     if flash_attn is not None:
         caps = {}
-        if scores.softcap is not None:  # flash-attn before 2.6 does not have this argument
+        # flash-attn before 2.6 does not have this argument
+        if scores.softcap is not None:
             caps["softcap"] = scores.softcap
         return flash_attn(
             query,
@@ -363,7 +447,8 @@ def _varlen_attention(
         )
 
     torch_varlen = _torch_varlen()
-    if torch_varlen is None or scores.softcap is not None:  # PyTorch's function has no soft cap
+    # PyTorch's function has no soft cap
+    if torch_varlen is None or scores.softcap is not None:
         return _sdpa_runs(query, key, value, scores, sequences)
     options = {}
     heads_per_key = query.shape[1] // key.shape[1]
@@ -376,7 +461,8 @@ def _varlen_attention(
     output = torch_varlen(
         query, key, value, bounds, bounds, longest, longest, scale=scores.scale, window_size=window_size, **options
     )
-    assert isinstance(output, torch.Tensor)  # a tuple only with `return_aux`
+    # a tuple only with `return_aux`
+    assert isinstance(output, torch.Tensor)
     return output
 
 

@@ -35,7 +35,9 @@ class PromptTrees:
 
     def to(self, device: torch.device) -> PromptTrees:
         """Returns a copy on `device`."""
-        return PromptTrees(self.index.to(device), self.mask.to(device), self.flat_positions.to(device))
+        index = self.index.to(device)
+        mask = self.mask.to(device)
+        return PromptTrees(index, mask, self.flat_positions.to(device))
 
 
 class SequenceRows(NamedTuple):
@@ -91,7 +93,9 @@ class PackedSequences:
     @property
     def num_tokens(self) -> int:
         """T, the number of tokens of the packed row."""
-        return self._num_expanded_tokens if self.collapse is None else len(self.collapse)
+        if self.collapse is None:
+            return self._num_expanded_tokens
+        return len(self.collapse)
 
     @property
     def _num_expanded_tokens(self) -> int:
@@ -110,18 +114,22 @@ class PackedSequences:
 
         groups = []
         start = 0
-        first_token = 0  # of the group, in the expanded row
+        # of the group, in the expanded row
+        first_token = 0
         while start < len(lengths):
             end = _end_of_group(lengths, start)
-            groups.append(self._rows_of(lengths[start:end], first_token))
-            first_token += sum(lengths[start:end])
+            group_lengths = lengths[start:end]
+            group = self._rows_of(group_lengths, first_token)
+            groups.append(group)
+            first_token += sum(group_lengths)
             start = end
         return groups
 
     def _rows_of(self, group_lengths: list[int], first_token: int) -> SequenceRows:
         """Arranges the sequences of these ascending lengths, which begin at a position of the expanded row."""
-        lengths = torch.tensor(group_lengths).unsqueeze(1)  # (n, 1)
-        columns = torch.arange(group_lengths[-1])  # (longest,)
+        # (n, 1) and (longest,)
+        lengths = torch.tensor(group_lengths).unsqueeze(1)
+        columns = torch.arange(group_lengths[-1])
         first_tokens = first_token + lengths.cumsum(0) - lengths
         # a causal layer does not see the repetitions of the last token when it computes the tokens before them
         index = first_tokens + torch.minimum(columns, lengths - 1)
@@ -130,18 +138,22 @@ class PackedSequences:
 
         # the lengths are on the host, so that nothing waits for the device
         device = self.cu_seqlens.device
-        return SequenceRows(self._in_packed_row(index.to(device)), real.to(device))
+        positions = self._in_packed_row(index.to(device))
+        return SequenceRows(positions, real.to(device))
 
     @cached_property
     def row(self) -> list[SequenceRows]:
         """All sequences concatenated in one row, as the only entry of a list like `groups`: (1, U) and (U,)."""
         expanded = torch.arange(self._num_expanded_tokens, device=self.cu_seqlens.device)
         packed = self._in_packed_row(expanded)
-        return [SequenceRows(packed.unsqueeze(0), expanded)]
+        only_row = SequenceRows(packed.unsqueeze(0), expanded)
+        return [only_row]
 
     def _in_packed_row(self, positions: torch.Tensor) -> torch.Tensor:
         """Converts positions in the expanded row to positions in the packed row."""
-        return positions if self.expand is None else self.expand[positions]
+        if self.expand is None:
+            return positions
+        return self.expand[positions]
 
     @cached_property
     def borders(self) -> dict[str, torch.Tensor]:
@@ -150,9 +162,14 @@ class PackedSequences:
         flash-linear-attention names cu_seqlens."""
         [(_, positions)] = self.row
         bounds = self.cu_seqlens
+        ends = bounds[1:]
         # a token at the end of a sequence is the first token of the next one: right=True
-        sequence_numbers = torch.bucketize(positions.int(), bounds[1:], right=True, out_int32=True)
-        return {"seq_idx": sequence_numbers.unsqueeze(0), "cu_seq_lens_q": bounds, "cu_seqlens": bounds}
+        sequence_numbers = torch.bucketize(positions.int(), ends, right=True, out_int32=True)
+        return {
+            "seq_idx": sequence_numbers.unsqueeze(0),
+            "cu_seq_lens_q": bounds,
+            "cu_seqlens": bounds,
+        }
 
 
 def _end_of_group(lengths: list[int], start: int) -> int:
@@ -160,8 +177,10 @@ def _end_of_group(lengths: list[int], start: int) -> int:
     tokens = lengths[start]
     end = start + 1
     while end < len(lengths):
-        tokens += lengths[end]
-        padded_tokens = (end + 1 - start) * lengths[end]  # the next sequence is the longest of the group
+        # the next sequence is the longest of the group
+        longest = lengths[end]
+        tokens += longest
+        padded_tokens = (end + 1 - start) * longest
         if padded_tokens > MAX_PADDING * tokens:
             break
         end += 1
@@ -170,4 +189,6 @@ def _end_of_group(lengths: list[int], start: int) -> int:
 
 def moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """Returns an optional tensor on `device`."""
-    return None if tensor is None else tensor.to(device)
+    if tensor is None:
+        return None
+    return tensor.to(device)

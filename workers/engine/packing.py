@@ -75,6 +75,7 @@ class ModelInputs:
         images = self.images
         if images is not None:
             images = {name: values.to(device) for name, values in images.items()}
+        extra = {name: values.to(device) for name, values in self.extra.items()}
         return replace(
             self,
             input_ids=self.input_ids.to(device),
@@ -86,7 +87,7 @@ class ModelInputs:
             rows=self.rows.to(device),
             columns=self.columns.to(device),
             token_index=self.token_index.to(device),
-            extra={name: values.to(device) for name, values in self.extra.items()},
+            extra=extra,
             images=images,
         )
 
@@ -97,7 +98,8 @@ class ModelInputs:
         positions = self.token_index.flatten()
         used = (positions >= 0).nonzero().squeeze(1)
         no_row = len(positions)
-        origin = torch.full((self.input_ids.numel(),), no_row)
+        num_inputs = self.input_ids.numel()
+        origin = torch.full((num_inputs,), no_row)
         # the minimum, so that the order in which the rows of a shared prompt are written does not matter
         return origin.scatter_reduce(0, positions[used], used, "amin")
 
@@ -130,10 +132,12 @@ class ModelInputs:
     def _of_input_tokens(self, entry: Column, values: torch.Tensor) -> torch.Tensor:
         """Selects the values (T, ...) of the tokens of the flattened input from a column (b, P+R, ...)."""
         flat_values = values.flatten(0, 1)
-        is_used = self.token_index.flatten() >= 0
-        if entry.absent is not None and (flat_values[is_used] == entry.absent).any():
-            problem = f"column {entry.name!r} has no value for a token of the network's input"
-            raise ValueError(f"{problem}; see {entry.writer}")
+        if entry.absent is not None:
+            is_used = self.token_index.flatten() >= 0
+            is_absent = flat_values[is_used] == entry.absent
+            if is_absent.any():
+                problem = f"column {entry.name!r} has no value for a token of the network's input"
+                raise ValueError(f"{problem}; see {entry.writer}")
 
         origin = self.origin
         has_origin = origin < len(flat_values)
@@ -156,16 +160,19 @@ class ModelInputs:
             # all shards have the same size, which the all-to-all around attention needs
             part = values[start:end]
             filling_shape = (size - len(part), *part.shape[1:])
-            return torch.cat([part, part.new_full(filling_shape, fill)])
+            filling = part.new_full(filling_shape, fill)
+            return torch.cat([part, filling])
 
         own_predictions = (self.predict_index >= start) & (self.predict_index < end)
         rows = self.rows
         columns = self.columns
-        if self.num_active:  # a placeholder has one prediction and no row for it
+        # a placeholder has one prediction and no row for it
+        if self.num_active:
             rows = rows[own_predictions]
             columns = columns[own_predictions]
         # the shared prompt of a sequence may be on another rank
         is_elsewhere = (self.token_index < start) | (self.token_index >= end)
+        token_index = (self.token_index - start).masked_fill(is_elsewhere, -1)
 
         # columns of input tokens and of predicted tokens have different lengths
         extra = {}
@@ -185,26 +192,28 @@ class ModelInputs:
             targets=self.targets[own_predictions],
             rows=rows,
             columns=columns,
-            token_index=(self.token_index - start).masked_fill(is_elsewhere, -1),
+            token_index=token_index,
             extra=extra,
         )
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sums values over the ranks that share these sequences; the identity without sequence parallelism."""
-        if self.sequences is None or self.sequences.group is None:
+        sequences = self.sequences
+        if sequences is None or sequences.group is None:
             return values
-        return self.sequences.group.sum(values)
+        return sequences.group.sum(values)
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
         """Puts values (N, ...) of the predicted tokens into a (b, R, ...) matrix, zero elsewhere. Differentiable; the
         gradient of a placeholder is zero."""
-        matrix = values.new_zeros(*self.response_shape, *values.shape[1:])
+        zeros = values.new_zeros(*self.response_shape, *values.shape[1:])
         if self.num_active == 0:
             # depends on the values, so that this rank's backward runs through the same layers as the others'
-            return matrix + 0 * values.sum(dtype=values.dtype)
-        matrix = matrix.index_put((self.rows, self.columns), values)
+            return zeros + 0 * values.sum(dtype=values.dtype)
+        entries = (self.rows, self.columns)
+        own_matrix = zeros.index_put(entries, values)
         # with sequence parallelism each rank has put only its predictions into it
-        return self.total(matrix)
+        return self.total(own_matrix)
 
 
 def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
@@ -219,13 +228,17 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     mask = _response_mask(columns)
     active = mask.any(dim=1).nonzero().squeeze(1)
     if len(active) == 0:
-        return _placeholder_inputs(columns, mask, sequences=_packed_sequences(torch.tensor([2])))
+        only_sequence = _packed_sequences(torch.tensor([2]))
+        return _placeholder_inputs(columns, mask, sequences=only_sequence)
 
     # sorted by length, which makes the runs of equally long sequences long
-    used = _used_tokens(columns["attention_mask"], mask)
-    order = active[torch.argsort(used[active].sum(dim=1), stable=True)]
-    used = used[order]
+    used_of_batch = _used_tokens(columns["attention_mask"], mask)
+    lengths_of_batch = used_of_batch.sum(dim=1)
+    by_length = torch.argsort(lengths_of_batch[active], stable=True)
+    order = active[by_length]
+    used = used_of_batch[order]
     input_ids = columns["input_ids"][order]
+    position_ids = columns["position_ids"][order]
 
     prompt_width = input_ids.shape[1] - mask.shape[1]
     digests = None
@@ -233,7 +246,8 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         digests = columns["prompt_digests"][order]
 
     # of the samples of a prompt, the first one owns it, and the packed row has only the owner's copy
-    owner = _prompt_owners(input_ids[:, :prompt_width], used[:, :prompt_width], digests)
+    prompt_ids = input_ids[:, :prompt_width]
+    owner = _prompt_owners(prompt_ids, used[:, :prompt_width], digests)
     own = _without_repeated_prompts(used, owner, prompt_width)
     # attention gathers the copies again, which costs more than it saves if few tokens are shared
     shared = 1 - own.sum() / used.sum()
@@ -243,14 +257,17 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         owner = torch.arange(len(owner))
 
     # (n, P+R) position of each token in the packed row; a shared prompt has the positions of its owner's copy
-    position = (own.flatten().cumsum(0) - 1).view(own.shape)
+    packed_positions = own.flatten().cumsum(0) - 1
+    position = packed_positions.view(own.shape)
     position[:, :prompt_width] = position[owner, :prompt_width]
     sequences = _packed_sequences(used.sum(dim=1))
     if shares_prompts:
+        # the expanded row has all used tokens, the packed row only the own ones among them
+        is_packed = own[used]
         sequences = replace(
             sequences,
             expand=position[used],
-            collapse=own[used].nonzero().squeeze(1),
+            collapse=is_packed.nonzero().squeeze(1),
             trees=_prompt_trees(own, used, owner, prompt_width, position),
         )
 
@@ -261,14 +278,15 @@ def pack(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
         used,
         position,
         input_ids=input_ids[own].unsqueeze(0),
-        position_ids=columns["position_ids"][order][own].unsqueeze(0),
+        position_ids=position_ids[own].unsqueeze(0),
         sequences=sequences,
     )
 
 
 def _without_repeated_prompts(used: torch.Tensor, owner: torch.Tensor, prompt_width: int) -> torch.Tensor:
     """Returns (n, P+R) bool, the used tokens without those of prompts that another sequence owns."""
-    is_owner = owner == torch.arange(len(owner))
+    rows = torch.arange(len(owner))
+    is_owner = owner == rows
     own = used.clone()
     own[:, :prompt_width] &= is_owner.unsqueeze(1)
     return own
@@ -282,11 +300,16 @@ def is_tree_cheaper(prompts: int, longest: int, scores_of_sequences: int) -> boo
         longest: Tokens of the longest row, which contains a prompt and all its answers.
         scores_of_sequences: Scores of attention with a row for each sequence, the sum of the squares of their lengths.
     """
-    return longest <= MAX_TREE and prompts * longest**2 <= scores_of_sequences
+    scores_of_trees = prompts * longest**2
+    return longest <= MAX_TREE and scores_of_trees <= scores_of_sequences
 
 
 def _prompt_trees(
-    own: torch.Tensor, used: torch.Tensor, owner: torch.Tensor, prompt_width: int, position: torch.Tensor
+    own: torch.Tensor,
+    used: torch.Tensor,
+    owner: torch.Tensor,
+    prompt_width: int,
+    position: torch.Tensor,
 ) -> PromptTrees | None:
     """Builds the rows of `PromptTrees`. Returns None if a row is longer than MAX_TREE, or if their attention has more
     scores than that of the sequences.
@@ -301,9 +324,11 @@ def _prompt_trees(
     owners, tree_of_sequence = owner.unique(return_inverse=True)
     num_trees = len(owners)
     sizes = torch.zeros(num_trees, dtype=torch.long)
-    sizes.index_add_(0, tree_of_sequence, own.sum(dim=1))
+    own_lengths = own.sum(dim=1)
+    sizes.index_add_(0, tree_of_sequence, own_lengths)
     longest = int(sizes.max())
-    scores_of_sequences = int(used.sum(dim=1).square().sum())
+    lengths = used.sum(dim=1)
+    scores_of_sequences = int(lengths.square().sum())
     if not is_tree_cheaper(num_trees, longest, scores_of_sequences):
         return None
 
@@ -311,10 +336,12 @@ def _prompt_trees(
     # order puts the prompt before all answers.
     sequence, token_column = own.nonzero(as_tuple=True)
     tree_of_token = tree_of_sequence[sequence]
+    branch_of_token = torch.where(token_column < prompt_width, _PROMPT, sequence)
+    position_of_token = position[own]
     order = torch.argsort(tree_of_token, stable=True)
     tree = tree_of_token[order]
-    branch = torch.where(token_column < prompt_width, _PROMPT, sequence)[order]
-    packed_position = position[own][order]
+    branch = branch_of_token[order]
+    packed_position = position_of_token[order]
 
     # where each of them is in the rows of the trees
     first_of_tree = sizes.cumsum(0) - sizes
@@ -335,7 +362,7 @@ def _prompt_trees(
 
 
 def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(b, P+R) bool: True for real tokens before the last predicted token; later tokens influence no prediction."""
+    """Returns (b, P+R) bool: the real tokens before the last predicted token. Later tokens influence no prediction."""
     width = attention_mask.shape[1]
     response_width = response_mask.shape[1]
     prompt_width = width - response_width
@@ -343,7 +370,8 @@ def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> t
     next_columns = torch.arange(1, response_width + 1)
     after_last = (next_columns * response_mask).amax(dim=1, keepdim=True)
     # without the last predicted token itself, which predicts nothing
-    is_before_last = torch.arange(width) < prompt_width + after_last - 1
+    end = prompt_width + after_last - 1
+    is_before_last = torch.arange(width) < end
     return attention_mask.bool() & is_before_last
 
 
@@ -361,6 +389,7 @@ def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor, digests: torch.
     if digests is not None:
         keys = torch.cat([keys, digests.unsqueeze(1)], dim=1)
 
+    # as bytes, by which a dictionary finds equal rows in one pass
     first_row_with: dict[bytes, int] = {}
     owners = []
     for row, key in enumerate(keys.cpu().numpy()):
@@ -372,16 +401,21 @@ def _prompt_owners(prompt_ids: torch.Tensor, real: torch.Tensor, digests: torch.
 def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     """Builds the padded form of a micro-batch, the reference in the tests of `pack`. Arguments as in `pack`."""
     mask = _response_mask(columns)
-    if not mask.any():
-        return _placeholder_inputs(columns, mask, attention_mask=torch.ones(1, 2, dtype=torch.long))
-    used = _used_tokens(columns["attention_mask"], mask) & mask.any(dim=1, keepdim=True)
+    is_active = mask.any(dim=1, keepdim=True)
+    if not is_active.any():
+        both_real = torch.ones(1, 2, dtype=torch.long)
+        return _placeholder_inputs(columns, mask, attention_mask=both_real)
+
     # every token keeps its place, so that the forward sees the micro-batch as it is
+    used = _used_tokens(columns["attention_mask"], mask) & is_active
+    order = torch.arange(len(mask))
+    position = torch.arange(used.numel()).view(used.shape)
     return _model_inputs(
         columns,
         mask,
-        torch.arange(len(mask)),
+        order,
         used,
-        torch.arange(used.numel()).view(used.shape),
+        position,
         input_ids=columns["input_ids"],
         position_ids=columns["position_ids"],
         attention_mask=columns["attention_mask"],
@@ -396,7 +430,8 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     if len(active) == 0:
         return _placeholder_inputs(columns, mask)
 
-    used = _used_tokens(columns["attention_mask"], mask)[active]
+    used_of_batch = _used_tokens(columns["attention_mask"], mask)
+    used = used_of_batch[active]
     num_rows = len(active)
     # the used tokens of a row move to its beginning
     new_column = used.cumsum(dim=1) - 1
@@ -404,11 +439,16 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     first_of_row = torch.arange(num_rows).unsqueeze(1) * longest
     position = first_of_row + new_column
 
-    new_positions = position[used]  # in the flattened input
-    input_ids = columns["input_ids"].new_zeros(num_rows, longest)
-    input_ids.view(-1)[new_positions] = columns["input_ids"][active][used]
-    position_ids = torch.arange(longest).repeat(num_rows, 1)  # also consecutive in the padding
-    position_ids.view(-1)[new_positions] = columns["position_ids"][active][used]
+    # in the flattened input
+    new_positions = position[used]
+    ids_of_rows = columns["input_ids"][active]
+    input_ids = ids_of_rows.new_zeros(num_rows, longest)
+    input_ids.view(-1)[new_positions] = ids_of_rows[used]
+
+    # also consecutive in the padding
+    position_ids = torch.arange(longest).repeat(num_rows, 1)
+    positions_of_rows = columns["position_ids"][active]
+    position_ids.view(-1)[new_positions] = positions_of_rows[used]
     return _model_inputs(columns, mask, active, used, position, input_ids=input_ids, position_ids=position_ids)
 
 
@@ -438,7 +478,8 @@ def _model_inputs(
     batch_rows = order[ordered_rows]
     prompt_width = position.shape[1] - mask.shape[1]
     # a token is predicted at the position of the token before it
-    predict_index = position[ordered_rows, prompt_width + response_columns - 1]
+    token_columns = prompt_width + response_columns
+    predict_index = position[ordered_rows, token_columns - 1]
     token_index = torch.full_like(columns["input_ids"], -1)
     token_index[order] = position.masked_fill(~used, -1)
     return ModelInputs(
@@ -457,7 +498,7 @@ def _model_inputs(
 
 
 def _response_mask(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The response_mask (b, R) as bool, False in padding rows."""
+    """Returns the response_mask (b, R) as bool, False in padding rows."""
     mask = columns["response_mask"].bool()
     if "is_padding" in columns.keys():
         mask = mask & ~columns["is_padding"].unsqueeze(1)
@@ -468,9 +509,9 @@ def _packed_sequences(lengths: torch.Tensor) -> PackedSequences:
     """Builds the boundaries from the lengths (n,) of the sequences in packing order."""
     lengths_of_runs, counts = torch.unique_consecutive(lengths, return_counts=True)
     runs = zip(counts.tolist(), lengths_of_runs.tolist(), strict=True)
-    ends = lengths.cumsum(0)
-    # int32, as the kernels of flash-attn expect
-    cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
+    # 0 and the end of each sequence; int32, as the kernels of flash-attn expect
+    bounds = F.pad(lengths.cumsum(0), (1, 0))
+    cu_seqlens = bounds.to(torch.int32)
     longest = int(lengths.max())
     return PackedSequences(tuple(runs), cu_seqlens, longest)
 

@@ -54,9 +54,11 @@ def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
     """
     buffers = {}
     for module_name, module in network.named_modules():
+        prefix = f"{module_name}." if module_name else ""
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers[f"{module_name}.{name}".removeprefix(".")] = buffer
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            buffers[prefix + name] = buffer
     return buffers
 
 
@@ -73,7 +75,8 @@ def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         if dist.get_rank() == 0:
-            whole = full[name].to(device=device, dtype=parameter.dtype).contiguous()
+            source = full[name].to(device=device, dtype=parameter.dtype)
+            whole = source.contiguous()
         else:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         dist.broadcast(whole, src=0)
@@ -89,7 +92,10 @@ def fill_shards(parameters: Mapping[str, torch.Tensor], full: Mapping[str, torch
 
 @torch.no_grad()
 def gather_full(
-    parameters: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup, bucket_bytes: int
+    parameters: Mapping[str, DTensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    bucket_bytes: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every full parameter, detached and in `dtype`. Gathers at most bucket_bytes at one time, or one tensor if
     it is larger."""
@@ -121,23 +127,29 @@ def _gather_bucket(
     Yields copies, one at a time: a receiver that keeps none of them needs memory for the bucket and one parameter.
     """
     ranks = dist.get_world_size(group)
+    parameters = list(bucket.values())
     padded_sizes = []
-    for parameter in bucket.values():
+    for parameter in parameters:
         row_size = math.prod(parameter.shape[1:])
-        padded_sizes.append(shard_rows(parameter, ranks) * row_size)
+        num_rows = shard_rows(parameter, ranks)
+        padded_sizes.append(num_rows * row_size)
 
-    device = next(iter(bucket.values())).device
-    own_shards = torch.zeros(sum(padded_sizes), dtype=dtype, device=device)
-    for padded_shard, parameter in zip(own_shards.split(padded_sizes), bucket.values(), strict=True):
+    own_shards = torch.zeros(sum(padded_sizes), dtype=dtype, device=parameters[0].device)
+    for padded_shard, parameter in zip(own_shards.split(padded_sizes), parameters, strict=True):
+        # rows are split, as `shard_rows` assumes
         assert parameter.placements[-1] == Shard(0)
         shard = parameter.to_local().flatten()
         padded_shard[: len(shard)].copy_(shard)
     all_shards = own_shards.new_empty(ranks * len(own_shards))
     dist.all_gather_into_tensor(all_shards, own_shards, group=group)
-    del own_shards, padded_shard, shard  # all of them views of the memory that is no longer needed
+    # all of them views of the memory that is no longer needed
+    del own_shards, padded_shard, shard
 
-    shards_by_parameter = all_shards.view(ranks, -1).split(padded_sizes, dim=1)  # (ranks, padded size) each
+    # (ranks, padded size) each
+    shards_by_rank = all_shards.view(ranks, -1)
+    shards_by_parameter = shards_by_rank.split(padded_sizes, dim=1)
     for shards, (name, parameter) in zip(shards_by_parameter, bucket.items(), strict=True):
         # only the last ranks have padding, so that the parameter comes first
         padded_values = shards.reshape(-1)
-        yield name, padded_values[: parameter.numel()].view(parameter.shape)
+        values = padded_values[: parameter.numel()]
+        yield name, values.view(parameter.shape)

@@ -49,5 +49,5 @@ class PhaseManager:
 
 @cache
 def process_phases() -> PhaseManager:
-    """The phase manager of this process, which colocated roles share because they share the device."""
+    """Returns the phase manager of this process, which colocated roles share because they share the device."""
     return PhaseManager()

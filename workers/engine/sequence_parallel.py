@@ -27,17 +27,24 @@ class SequenceGroup:
     def bounds(self, tokens: int) -> tuple[int, int]:
         """Returns the first position of this rank's shard of a row of `tokens`, and the size of a shard. The last
         shards can extend beyond the row."""
+        # rounded up, as all shards have the same size
         tokens_per_rank = -(-tokens // self.size)
-        return self.rank * tokens_per_rank, tokens_per_rank
+        first_token = self.rank * tokens_per_rank
+        return first_token, tokens_per_rank
 
     def own_heads(self, heads: int) -> slice:
-        """The query heads whose attention this rank computes."""
+        """Returns the query heads whose attention this rank computes."""
         # heads are a multiple of the ranks, see `shards_of_heads`
-        first = self.rank * heads // self.size
-        return slice(first, (self.rank + 1) * heads // self.size)
+        heads_per_rank = heads // self.size
+        first = self.rank * heads_per_rank
+        return slice(first, first + heads_per_rank)
 
     def shards_of_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tokens: int,
     ) -> list[torch.Tensor]:
         """Exchanges this rank's tokens of all heads for all `tokens` of its heads.
 
@@ -57,7 +64,8 @@ class SequenceGroup:
         n = self.size
         heads = query.shape[1]
         key_value_heads = key.shape[1]
-        if heads % n or (key_value_heads % n and n % key_value_heads):
+        divides_keys = key_value_heads % n == 0 or n % key_value_heads == 0
+        if heads % n > 0 or not divides_keys:
             raise ValueError(
                 f"ulysses_sequence_parallel_size={n}: an attention layer has {heads} query heads and {key_value_heads} "
                 f"key/value heads; set one of {valid_sizes(heads, key_value_heads)}"
@@ -70,14 +78,21 @@ class SequenceGroup:
 
         # all three in one exchange; entry i of (n, T / n, values) goes to rank i
         heads_by_rank = [tensor.unflatten(1, (n, -1)) for tensor in (query, key, value)]
-        values_by_rank = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2)
+        flat_heads = [heads.flatten(2) for heads in heads_by_rank]
+        values_by_rank = torch.cat(flat_heads, dim=2)
         sent = values_by_rank.transpose(0, 1).contiguous()
-        received = all_to_all_single_autograd(sent, None, None, self.group)
-        received = received.flatten(0, 1)[:tokens]  # without the tokens that fill up the last shards
+        shards = all_to_all_single_autograd(sent, None, None, self.group)
+        # without the tokens that fill up the last shards
+        received = shards.flatten(0, 1)[:tokens]
 
+        # query, key and value of this rank's heads
         own_shapes = [tensor.shape[2:] for tensor in heads_by_rank]
-        parts = received.split([shape.numel() for shape in own_shapes], dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, own_shapes, strict=True)]
+        sizes_of_parts = [shape.numel() for shape in own_shapes]
+        parts = received.split(sizes_of_parts, dim=1)
+        own_tensors = []
+        for part, shape in zip(parts, own_shapes, strict=True):
+            own_tensors.append(part.unflatten(1, shape))
+        return own_tensors
 
     def shards_of_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Exchanges all tokens of this rank's heads for its tokens of all heads: (tokens, H / n, D) to (T / n, H, D).
@@ -85,12 +100,14 @@ class SequenceGroup:
         num_tokens, _, head_size = output.shape
         _, tokens_per_rank = self.bounds(num_tokens)
         num_filling = tokens_per_rank * self.size - num_tokens
-        padded = F.pad(output.flatten(1), (0, 0, 0, num_filling))
+        flat_output = output.flatten(1)
+        padded = F.pad(flat_output, (0, 0, 0, num_filling))
 
         # entry i goes to rank i; entry i of what arrives has the heads of rank i
         sent = padded.unflatten(0, (self.size, tokens_per_rank))
         received = all_to_all_single_autograd(sent, None, None, self.group)
-        return received.transpose(0, 1).reshape(tokens_per_rank, -1, head_size)
+        heads_by_token = received.transpose(0, 1)
+        return heads_by_token.reshape(tokens_per_rank, -1, head_size)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums parts over the ranks. The gradient of the sum is that of each part, because every rank computes the
@@ -118,7 +135,7 @@ def sequence_group(size: int) -> SequenceGroup:
 
 
 def valid_sizes(heads: int, key_value_heads: int) -> list[int]:
-    """Sizes of a group among which attention of these heads can be distributed."""
+    """Returns the sizes of a group among which attention of these heads can be distributed."""
     sizes = []
     for size in range(1, heads + 1):
         divides_keys = key_value_heads % size == 0 or size % key_value_heads == 0

@@ -40,7 +40,10 @@ Interleave = Callable[[], None]
 
 
 def train_epochs(
-    engine: TrainableEngine, data: DataProto, loss_fn: LossFunction, interleave: Interleave = lambda: None
+    engine: TrainableEngine,
+    data: DataProto,
+    loss_fn: LossFunction,
+    interleave: Interleave = lambda: None,
 ) -> dict[str, Metric]:
     """Runs one optimizer step per mini-batch, in the planned order, over all planned epochs.
 
@@ -65,22 +68,29 @@ def train_epochs(
             metrics.append({"empty_mini_batch_frac": Metric.mean(float(is_empty), 1)})
             if is_empty:
                 continue
+
+            last_index = mini_batch.num_micro_batches - 1
             for micro_index in range(mini_batch.num_micro_batches):
                 with span("micro_batch"):
                     rows = _rows_of(data, epoch, mini_index, micro_index)
                     micro_batch = _select(data, rows, mini_batch)
-                    is_last = micro_index == mini_batch.num_micro_batches - 1
-                    metrics.append(_train_on(engine, micro_batch, loss_fn, is_last=is_last))
+                    loss_metrics = _train_on(engine, micro_batch, loss_fn, is_last=micro_index == last_index)
+                metrics.append(loss_metrics)
                 interleave()
             with span("optimizer_step"):
-                metrics.append(engine.optimizer_step())
+                optimizer_metrics = engine.optimizer_step()
+            metrics.append(optimizer_metrics)
             interleave()
     # one copy to the host for all of them: a copy for each micro-batch would wait for its passes
     return combine(to_host(metrics))
 
 
 def _train_on(
-    engine: TrainableEngine, micro_batch: DataProto, loss_fn: LossFunction, *, is_last: bool
+    engine: TrainableEngine,
+    micro_batch: DataProto,
+    loss_fn: LossFunction,
+    *,
+    is_last: bool,
 ) -> Mapping[str, Metric]:
     """Accumulates the gradients of one micro-batch. Returns the metrics of the loss."""
     outputs, is_counting = engine.forward(micro_batch)
@@ -104,16 +114,19 @@ def infer_batch(
     """Returns the outputs (n, ...) of the forward by name for all rows in order, zero at tokens that are not predicted;
     on the CPU."""
     results: dict[str, torch.Tensor] = {}
-    [mini_batches] = data.meta_info["schedule"]  # a single epoch
+    # a single epoch
+    [mini_batches] = data.meta_info["schedule"]
     for mini_index, mini_batch in enumerate(mini_batches):
         for micro_index in range(mini_batch.num_micro_batches):
             with span("micro_batch"):
                 # an empty micro-batch runs, too: all ranks take part in the forward's collectives
                 rows = _rows_of(data, 0, mini_index, micro_index)
-                outputs, _ = engine.forward(_select(data, rows))
+                micro_batch = _select(data, rows)
+                outputs, _ = engine.forward(micro_batch)
                 for name, values in outputs.items():
                     if name not in results:
-                        results[name] = torch.zeros(len(data), *values.shape[1:], dtype=values.dtype)
+                        shape = (len(data), *values.shape[1:])
+                        results[name] = torch.zeros(shape, dtype=values.dtype)
                     results[name][rows] = values.cpu()
             interleave()
     return results
@@ -121,16 +134,20 @@ def infer_batch(
 
 def _rows_of(data: DataProto, epoch: int, mini_index: int, micro_index: int) -> torch.Tensor:
     """Returns the indices of this rank's rows of one micro-batch, possibly none."""
-    is_of_mini_batch = data.batch["mini_batch"][:, epoch] == mini_index
-    is_of_micro_batch = data.batch["micro_batch"][:, epoch] == micro_index
-    return (is_of_mini_batch & is_of_micro_batch).nonzero().squeeze(1)
+    mini_batch_of_row = data.batch["mini_batch"][:, epoch]
+    micro_batch_of_row = data.batch["micro_batch"][:, epoch]
+    is_selected = (mini_batch_of_row == mini_index) & (micro_batch_of_row == micro_index)
+    return is_selected.nonzero().squeeze(1)
 
 
 def _select(data: DataProto, rows: torch.Tensor, mini_batch: MiniBatch | None = None) -> DataProto:
     """Selects rows, with the global denominators of a mini-batch, if given, in meta_info."""
     row_numbers = rows.numpy()
-    arrays = {name: column[row_numbers] for name, column in data.non_tensor_batch.items()}
-    meta_info = {name: value for name, value in data.meta_info.items() if name != "schedule"}
+    arrays = {}
+    for name, column in data.non_tensor_batch.items():
+        arrays[name] = column[row_numbers]
+    meta_info = dict(data.meta_info)
+    del meta_info["schedule"]
     # not counted here: no rank has the rows of the others
     if mini_batch is not None:
         meta_info["num_tokens"] = mini_batch.num_tokens

@@ -23,7 +23,7 @@ import importlib
 import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -99,6 +99,36 @@ class Request:
     sampled: Sampled = Sampled()
     is_interruptible: bool = True
     images: "ImageInputs | None" = None
+
+
+@dataclass
+class UnfinishedRequest:
+    """A request that an engine has not completed, with its response so far.
+
+    Attributes:
+        request: The request.
+        token_ids: Tokens of the response, at first those of `request.sampled`.
+        log_probs: Log-prob of each token.
+        versions: Version of the weights that sampled each token.
+    """
+
+    request: Request
+    token_ids: list[int] = field(init=False)
+    log_probs: list[float] = field(init=False)
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids, self.log_probs, self.versions = self.request.sampled.lists()
+
+    def so_far(self) -> Request:
+        """Returns a request that continues this one."""
+        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
+        return replace(self.request, sampled=sampled)
+
+    def completion(self, reason: FinishReason, extra: dict[str, torch.Tensor]) -> "Completion":
+        """Returns the result of the request, whose last token has been sampled."""
+        request_id = self.request.request_id
+        return Completion(request_id, self.token_ids, self.log_probs, reason, self.versions, extra)
 
 
 @dataclass
@@ -215,23 +245,28 @@ def vllm_problem(model: NetworkConfig, rollout: RolloutConfig, device_type: str)
         return None
     if rollout.router_replay:
         return "rollout.router_replay=true needs the experts of each token, which vLLM records only on a GPU"
-    from workers.policy.loading import load_model_config  # imports transformers, which takes seconds
+    # here and not above, because these imports of transformers take seconds
+    from workers.policy.loading import load_model_config
     from workers.policy.vision import has_vision
 
-    whole = load_model_config(model)
-    if has_vision(whole) and not has_torchvision():
+    model_config = load_model_config(model)
+    if has_vision(model_config) and not has_torchvision():
         return (
-            f"model.path={model.path!r} is a {whole.model_type} model, for whose images vLLM needs torchvision, and "
-            "torchvision cannot be imported"
+            f"model.path={model.path!r} is a {model_config.model_type} model, for whose images vLLM needs torchvision, "
+            "and torchvision cannot be imported"
         )
-    config = whole.get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if size not in VLLM_CPU_HEAD_SIZES:
+    text_config = model_config.get_text_config()
+    num_heads = getattr(text_config, "num_attention_heads", None) or 1
+    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads
+    if head_size not in VLLM_CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
-        return f"model.path={model.path!r} has heads of {size}, and vLLM on a CPU only has kernels for heads of {sizes}"
-    if config.model_type in HF_ONLY_ON_CPU:
-        return f"model.path={model.path!r} is a {config.model_type} model, a family that vLLM does not run on a CPU"
+        return (
+            f"model.path={model.path!r} has heads of {head_size}, and vLLM on a CPU only has kernels for heads of "
+            f"{sizes}"
+        )
+    family = text_config.model_type
+    if family in HF_ONLY_ON_CPU:
+        return f"model.path={model.path!r} is a {family} model, a family that vLLM does not run on a CPU"
     return None
 
 
@@ -250,19 +285,25 @@ def hf_problem(model: NetworkConfig, rollout: RolloutConfig, max_model_len: int)
         return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs vLLM"
     if "vllm" in rollout.engine_kwargs:
         return "rollout.engine_kwargs.vllm is set"
+    # here and not above, because these imports of transformers take seconds
     from workers.engines.slot_cache import check_full_attention, check_layers
     from workers.policy.loading import empty_network, load_model_config
 
     try:
-        check_full_attention(load_model_config(model), max_model_len)
-        check_layers(empty_network(model))
+        model_config = load_model_config(model)
+        check_full_attention(model_config, max_model_len)
+        network = empty_network(model)
+        check_layers(network)
     except ValueError as error:
         return str(error)
     return None
 
 
 def choose_engine(
-    model: NetworkConfig, rollout: RolloutConfig, max_model_len: int, device_type: str
+    model: NetworkConfig,
+    rollout: RolloutConfig,
+    max_model_len: int,
+    device_type: str,
 ) -> tuple[str, str]:
     """Resolves `rollout.name=auto` from the configuration. Returns vllm or hf, and the reason.
 
@@ -310,6 +351,7 @@ def build_rollout_engine(
         ImportError: The engine's package is missing.
     """
     name = resolve_engine_name(name)
+    # an engine registers itself when its module is imported
     if name in _BUILT_IN:
         importlib.import_module(_BUILT_IN[name])
     engine_class = ROLLOUT_ENGINES.get_fn(name)
@@ -342,10 +384,12 @@ def derive_seed(root: int, step: int, uid: str | int, sample: int) -> int:
         sample: Number of the sample, 0 .. n-1.
     """
     # the separator keeps 1, 23 and 12, 3 apart
-    text = f"{root}\x1f{step}\x1f{uid}\x1f{sample}".encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
+    text = f"{root}\x1f{step}\x1f{uid}\x1f{sample}"
+    # not Python's `hash`, which gives a text another number in each process
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    number = int.from_bytes(digest.digest(), "big")
     # without the last bit the seed fits torch's signed int64
-    return int.from_bytes(digest, "big") >> 1
+    return number >> 1
 
 
 def check_request(request: Request, max_model_len: int, in_use: Iterable[str], version: int | None) -> int:
@@ -365,6 +409,7 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
         RuntimeError: The engine has no weights.
     """
     length = len(request.prompt_ids)
+    # a prompt of the whole context leaves no room for a response
     if not 1 <= length < max_model_len:
         raise ValueError(
             f"request {request.request_id!r}: its prompt has {length} tokens, expected 1 to {max_model_len - 1} "
@@ -376,7 +421,8 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
     if version is None:
         raise RuntimeError("the rollout engine has no weights; call load_weights before the first request")
     limit = min(request.sampling.max_tokens, max_model_len - length)
-    if len(request.sampled.token_ids) >= limit:
+    num_sampled = len(request.sampled.token_ids)
+    if num_sampled >= limit:
         raise ValueError(f"request {request.request_id!r}: its response has {limit} tokens already, its maximum length")
     return limit
 
@@ -384,10 +430,12 @@ def check_request(request: Request, max_model_len: int, in_use: Iterable[str], v
 def parameter_names(model: torch.nn.Module) -> list[frozenset[str]]:
     """Returns all names of each parameter and saved buffer of a model (a tied parameter has several names)."""
     # without keep_vars, a state dict has a new tensor for each name, also for those of a tied parameter
-    names: defaultdict[int, set[str]] = defaultdict(set)
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        names[id(parameter)].add(name)
-    return [frozenset(group) for group in names.values()]
+    state = model.state_dict(keep_vars=True)
+    names_by_tensor: defaultdict[int, set[str]] = defaultdict(set)
+    for name, tensor in state.items():
+        names = names_by_tensor[id(tensor)]
+        names.add(name)
+    return [frozenset(names) for names in names_by_tensor.values()]
 
 
 def check_names(received: set[str], expected: list[frozenset[str]]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +29,7 @@ from workers.engines.base import (
     Completion,
     FinishReason,
     Request,
-    Sampled,
+    UnfinishedRequest,
     candidates_of,
     check_names,
     check_request,
@@ -37,7 +37,7 @@ from workers.engines.base import (
     register_rollout_engine,
 )
 from workers.engines.lean_decoder import lean_decoder
-from workers.engines.prefill import Prompt, pack, padded, prefill_inputs
+from workers.engines.prefill import Prompt, batches, padded, prefill_inputs
 from workers.engines.sampling import Truncation, sample
 from workers.engines.slot_cache import (
     SLOT_ATTENTION,
@@ -56,26 +56,18 @@ _REFILL_SHARE = 1 / 8
 
 
 @dataclass
-class _Sequence:
+class _Sequence(UnfinishedRequest):
     """An unfinished request.
 
     Attributes:
-        request: The request.
         limit: Maximum number of tokens of the response.
         stops: Tokens that end the response.
-        token_ids: The response so far.
-        log_probs: Log-prob of each token of the response.
-        versions: Version of the weights that sampled each token of the response.
         encoded_by: Version of the weights of its first keys and values.
         candidates: Candidates (rollout.top_k,) of each new token.
     """
 
-    request: Request
     limit: int
     stops: frozenset[int]
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
     encoded_by: int | None = None
     candidates: list[torch.Tensor] = field(default_factory=list)
 
@@ -83,11 +75,6 @@ class _Sequence:
     def length(self) -> int:
         """Number of tokens so far. All but the last are in the cache; the last is the input of the next step."""
         return len(self.request.prompt_ids) + len(self.token_ids)
-
-    def so_far(self) -> Request:
-        """Returns a request that continues this one."""
-        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
-        return replace(self.request, sampled=sampled)
 
     def encoded(self) -> tuple[int, ...]:
         """Returns the tokens that the cache must hold before the next step: all but the last."""
@@ -150,7 +137,8 @@ class HFEngine:
         check_layers(self._model)
         if dtype != torch.float32:
             _compute_logits_in_fp32(self._model)
-        self._model.tie_weights()  # skipped above together with the initialisation
+        # skipped above together with the initialisation
+        self._model.tie_weights()
         self._model.requires_grad_(False).eval()
         self._excluded = placeholder_ids(model_config)
         # the lean decoder does not report the chosen experts
@@ -175,7 +163,11 @@ class HFEngine:
         slots = self._slots
         device = self._device
         self._cache: SlotCache | None = SlotCache(
-            self._model.config, slots=slots, max_length=self._max_model_len, device=device, dtype=self._dtype
+            self._model.config,
+            slots=slots,
+            max_length=self._max_model_len,
+            device=device,
+            dtype=self._dtype,
         )
         self._kept = KeptSlots(slots)
         # last token, its number in the sequence, its position minus this number, seed, top_k
@@ -186,9 +178,8 @@ class HFEngine:
         limit = check_request(request, self._max_model_len, self._ids, self._version)
         sampling = request.sampling
         stops = frozenset[int]() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
-        token_ids, log_probs, versions = request.sampled.lists()
         self._ids.add(request.request_id)
-        self._waiting.append(_Sequence(request, limit, stops, token_ids, log_probs, versions))
+        self._waiting.append(_Sequence(request, limit, stops))
 
     @property
     def unfinished(self) -> int:
@@ -209,25 +200,32 @@ class HFEngine:
         tokens, positions, shifts, seeds, top_k = self._integers[:, :rows]
         temperature, top_p, min_p = self._floats[:, :rows]
         assert self._cache is not None
-        mask = self._cache.begin_decode(positions[:, None], int(positions.max()) + 1)
+        length = int(positions.max()) + 1
+        mask = self._cache.begin_decode(positions[:, None], length)
+        # the number of a token selects its entry of the cache, the shifted position its rotary embedding
+        shifted = positions + shifts
         if self._lean is not None:
-            logits = self._lean(tokens, positions + shifts, mask, self._cache)
+            logits = self._lean(tokens, shifted, mask, self._cache)
         else:
-            inputs = {"input_ids": tokens[:, None], "position_ids": (positions + shifts)[:, None]}
-            logits = self._forward(self._model, **inputs, attention_mask=mask).logits[:, -1]
+            outputs = self._forward(
+                self._model, input_ids=tokens[:, None], position_ids=shifted[:, None], attention_mask=mask
+            )
+            logits = outputs.logits[:, -1]
+        # a response cannot contain images
         if self._excluded:
             logits[:, self._excluded] = -torch.inf
 
         truncation = None
         if self._truncates:
             truncation = Truncation(top_k, top_p, min_p, self._limit)
+        num_candidates = max(0, self._config.top_k)
         sampled, log_probs, candidates = sample(
             logits,
             temperature=temperature,
             seeds=seeds,
             positions=positions,
             truncation=truncation,
-            num_candidates=max(0, self._config.top_k),
+            num_candidates=num_candidates,
         )
         if candidates is not None:
             for row, values in zip(self._running, candidates.cpu(), strict=True):
@@ -245,7 +243,8 @@ class HFEngine:
         assert self._cache is not None
         with self._routers.watched() as routes:
             outputs = network(**inputs, past_key_values=self._cache, use_cache=True)
-        self._cache.store_routes(torch.stack([layer.experts for layer in routes], dim=1))
+        experts = [layer.experts for layer in routes]
+        self._cache.store_routes(torch.stack(experts, dim=1))
         return outputs
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[Completion]:
@@ -253,27 +252,31 @@ class HFEngine:
         assert self._version is not None
         ended_slots: list[int] = []
         completions: list[Completion] = []
-        for slot, (row, token, log_prob) in enumerate(zip(self._running, tokens, log_probs, strict=True)):
+        for slot, row in enumerate(self._running):
+            token = tokens[slot]
             row.token_ids.append(token)
-            row.log_probs.append(log_prob)
+            row.log_probs.append(log_probs[slot])
             row.versions.append(self._version)
             if token in row.stops or len(row.token_ids) >= row.limit:
+                completion = self._completion(slot, row)
+                completions.append(completion)
                 ended_slots.append(slot)
-                completions.append(self._completion(slot, row))
+        # after the loop, because a removal moves other sequences to other slots
         self._remove(ended_slots)
         return completions
 
     def _completion(self, slot: int, row: _Sequence) -> Completion:
         """Returns the completion of a sequence that has ended in this slot."""
-        reason: FinishReason = "stop" if row.token_ids[-1] in row.stops else "length"
-        completion = Completion(row.request.request_id, row.token_ids, row.log_probs, reason, row.versions)
+        last_token = row.token_ids[-1]
+        reason: FinishReason = "stop" if last_token in row.stops else "length"
+        extra: dict[str, torch.Tensor] = {}
         if self._cache is not None and self._cache.routes is not None:
             # a copy, because another sequence gets the slot; no forward has read the last token
             routes = self._cache.routes[slot, : row.length - 1]
-            completion.extra[ROUTED_EXPERTS] = routes.to("cpu", copy=True)
+            extra[ROUTED_EXPERTS] = routes.to("cpu", copy=True)
         if row.candidates:
-            completion.extra[SAMPLING_CANDIDATES] = torch.stack(row.candidates)
-        return completion
+            extra[SAMPLING_CANDIDATES] = torch.stack(row.candidates)
+        return row.completion(reason, extra)
 
     def _remove(self, slots: list[int]) -> None:
         """Removes the running sequences in `slots`.
@@ -288,26 +291,35 @@ class HFEngine:
         for slot in sorted(slots, reverse=True):
             removed = self._running[slot]
             self._ids.discard(removed.request.request_id)
-            last = len(self._running) - 1
-            row = self._running.pop()
-            if slot != last:
-                self._running[slot] = row
-                self._cache.swap(slot, last, max(row.length, removed.length) - 1)
-                self._integers[:, slot] = self._integers[:, last]
-                self._floats[:, slot] = self._floats[:, last]
+            last_slot = len(self._running) - 1
+            last_row = self._running.pop()
+            if slot != last_slot:
+                self._running[slot] = last_row
+                # the last token of a sequence is not in the cache
+                length = max(last_row.length, removed.length) - 1
+                self._cache.swap(slot, last_slot, length)
+                self._integers[:, slot] = self._integers[:, last_slot]
+                self._floats[:, slot] = self._floats[:, last_slot]
             # later requests must not use keys and values of earlier weights, or of images that their tokens do not show
             if removed.encoded_by == self._version and removed.request.images is None:
-                self._kept.keep(last, removed.encoded())
+                self._kept.keep(last_slot, removed.encoded())
 
     def _admit(self) -> None:
         """Moves waiting sequences into free slots and encodes them, once enough slots are free to justify a prefill."""
-        free = self._slots - len(self._running)
-        worthwhile = min(len(self._waiting), max(1, int(self._slots * _REFILL_SHARE)))
-        if not self._waiting or (self._running and free < worthwhile):
+        num_waiting = len(self._waiting)
+        num_free = self._slots - len(self._running)
+        refill = max(1, int(self._slots * _REFILL_SHARE))
+        worthwhile = min(num_waiting, refill)
+        if num_waiting == 0:
+            return
+        # with nothing to decode there is nothing to wait for
+        if self._running and num_free < worthwhile:
             return
 
         first = len(self._running)
-        fresh = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        num_admitted = min(num_free, num_waiting)
+        fresh = [self._waiting.popleft() for _ in range(num_admitted)]
+        # `_claim_kept` takes the continued rows out of `fresh`
         continued = self._claim_kept(fresh, first)
         rows = [continuation.row for continuation in continued] + fresh
         self._running += rows
@@ -321,9 +333,11 @@ class HFEngine:
     def _set_inputs(self, rows: list[_Sequence], slots: slice) -> None:
         """Writes the inputs of the next step and the sampling parameters of new sequences."""
         options = [row.request.sampling for row in rows]
+        # the last token is one of the response if the request continues another one
+        token_ids = [row.token_ids or row.request.prompt_ids for row in rows]
         self._integers[:, slots] = torch.tensor(
             [
-                [(row.token_ids or row.request.prompt_ids)[-1] for row in rows],
+                [tokens[-1] for tokens in token_ids],
                 [row.length - 1 for row in rows],
                 [row.shift for row in rows],
                 [option.seed for option in options],
@@ -344,10 +358,12 @@ class HFEngine:
         top_ks = []
         for row in self._running:
             option = row.request.sampling
-            if option.temperature > 0:  # greedy sequences ignore the truncation
-                top_ks.append(option.top_k)
-                if option.top_p < 1 or option.top_k > 0 or option.min_p > 0:
-                    self._truncates = True
+            # greedy sequences ignore the truncation
+            if option.temperature == 0:
+                continue
+            top_ks.append(option.top_k)
+            if option.top_p < 1 or option.top_k > 0 or option.min_p > 0:
+                self._truncates = True
         # a single sequence without top_k needs all tokens
         self._limit = max(top_ks) if min(top_ks, default=-1) > 0 else None
 
@@ -371,60 +387,69 @@ class HFEngine:
             if claim is None:
                 continue
             if claim.displaced:
-                self._cache.swap(target, claim.slot, max(claim.displaced, claim.length))
+                length = max(claim.displaced, claim.length)
+                self._cache.swap(target, claim.slot, length)
             elif claim.slot != target:
                 self._cache.move(target, claim.slot, claim.length)
             rows.remove(row)
-            continued.append(_Continued(row, claim.length))
-        for move in self._kept.vacate(first + len(continued), end):
+            continuation = _Continued(row, claim.length)
+            continued.append(continuation)
+
+        moves = self._kept.vacate(first + len(continued), end)
+        for move in moves:
             self._cache.move(move.destination, move.source, move.length)
         return continued
 
     def _extend(self, rows: list[_Continued], first: int) -> None:
         """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
 
-        rows: one per slot from `first` on.
+        Args:
+            rows: the sequences in the slots from `first` on.
+            first: the first slot.
         """
         assert self._cache is not None
-        missing: dict[int, tuple[int, ...]] = {}
+        missing: dict[int, tuple[int, ...]] = {}  # by slot
         for slot, continued in enumerate(rows, start=first):
-            token_ids = continued.row.encoded()[continued.held :]
+            encoded = continued.row.encoded()
+            token_ids = encoded[continued.held :]
             if token_ids:
                 missing[slot] = token_ids
-        # sequences of similar length are encoded together, with little padding
-        slots_by_length = sorted(missing, key=lambda slot: len(missing[slot]))
-        lengths = [len(missing[slot]) for slot in slots_by_length]
-        for span in pack(lengths, self._config.max_num_batched_tokens):
-            slots = slots_by_length[span.start : span.stop]
+
+        token_budget = self._config.max_num_batched_tokens
+        for slots in batches(missing, lambda slot: len(missing[slot]), token_budget):
             ids = padded([missing[slot] for slot in slots])
             starts = torch.tensor([rows[slot - first].held for slot in slots])
+
             # padding may reach beyond the end of the slot; its last position is written again before it is read
             positions = starts[:, None] + torch.arange(ids.shape[1])
             positions.clamp_(max=self._max_model_len - 1)
             length = int(positions.max()) + 1
+
+            ids = ids.to(self._device)
             positions = positions.to(self._device)
-            mask = self._cache.begin_decode(positions, length, torch.tensor(slots, device=self._device))
-            self._forward(
-                self._model.base_model, input_ids=ids.to(self._device), position_ids=positions, attention_mask=mask
-            )
+            slot_indices = torch.tensor(slots, device=self._device)
+            mask = self._cache.begin_decode(positions, length, slot_indices)
+            self._forward(self._model.base_model, input_ids=ids, position_ids=positions, attention_mask=mask)
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
         prompts: dict[tuple[int, ...], Prompt] = {}
         for slot, row in enumerate(rows, start=first):
             token_ids = row.encoded()
+            # the only token is the input of the first decode step
             if not token_ids:
-                continue  # the only token is the input of the first decode step
+                continue
             # prompts with equal tokens may have different images: the last entry of a key tells them apart
             images_key = -1 if row.request.images is None else row.request.images.digest
-            prompt = prompts.setdefault((*token_ids, images_key), Prompt(token_ids, row.request.images))
-            prompt.slots.append(slot)
+            key = (*token_ids, images_key)
+            if key not in prompts:
+                prompts[key] = Prompt(token_ids, row.request.images)
+            prompts[key].slots.append(slot)
 
-        # prompts of similar length are encoded together, with little padding
-        ordered = sorted(prompts.values(), key=lambda prompt: len(prompt.token_ids))
-        lengths = [len(prompt.token_ids) for prompt in ordered]
-        for span in pack(lengths, self._config.max_num_batched_tokens):
-            self._encode(ordered[span.start : span.stop])
+        # all samples of a prompt share one forward
+        token_budget = self._config.max_num_batched_tokens
+        for batch in batches(prompts.values(), lambda prompt: len(prompt.token_ids), token_budget):
+            self._encode(batch)
 
     def _encode(self, prompts: Sequence[Prompt]) -> None:
         """Encodes prompts in one forward and stores their keys and values in all their slots."""
@@ -434,9 +459,12 @@ class HFEngine:
         for row, prompt in enumerate(prompts):
             slots += prompt.slots
             sources += [row] * len(prompt.slots)
-        self._cache.begin_prefill(torch.tensor(slots, device=self._device), torch.tensor(sources, device=self._device))
+        slot_indices = torch.tensor(slots, device=self._device)
+        source_indices = torch.tensor(sources, device=self._device)
+        self._cache.begin_prefill(slot_indices, source_indices)
 
-        inputs = {name: tensor.to(self._device) for name, tensor in prefill_inputs(prompts).items()}
+        cpu_inputs = prefill_inputs(prompts)
+        inputs = {name: tensor.to(self._device) for name, tensor in cpu_inputs.items()}
         # without the head, because the last token of each prompt is left to the first decode step
         self._forward(self._model.base_model, **inputs)
 
@@ -445,7 +473,8 @@ class HFEngine:
         aborted = set(request_ids)
         slots = [slot for slot, row in enumerate(self._running) if row.request.request_id in aborted]
         self._remove(slots)
-        self._waiting = deque(row for row in self._waiting if row.request.request_id not in aborted)
+        still_waiting = [row for row in self._waiting if row.request.request_id not in aborted]
+        self._waiting = deque(still_waiting)
         self._ids -= aborted
 
     def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
@@ -457,7 +486,8 @@ class HFEngine:
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._version = None  # after an interrupted update the weights are a mixture, which must not sample
-        if isinstance(weights, WholeWeights) and (weights is self._mapped() or self._map(weights)):
+        # in the trainer's process, which has all weights at once, one call copies them all
+        if isinstance(weights, WholeWeights) and self._is_mapped(weights):
             torch._foreach_copy_(self._targets, weights.tensors)
         else:
             for target, tensor in self._with_targets(weights):
@@ -466,11 +496,14 @@ class HFEngine:
         # the caller resets the cache too, but stale keys and values would go unnoticed, so the engine does it itself
         self.reset_cache()
 
-    def _map(self, weights: WholeWeights) -> bool:
+    def _is_mapped(self, weights: WholeWeights) -> bool:
         """Prepares one copy of all tensors for this and later calls with `weights`. Returns False if a copy would not
         round the parameters as iterating over `weights` does."""
-        named_tensors = (weights.buffers | weights.parameters).items()
-        self._targets = [target for target, _ in self._with_targets(named_tensors)]
+        if weights is self._mapped():
+            return True
+
+        named_tensors = weights.buffers | weights.parameters
+        self._targets = [target for target, _ in self._with_targets(named_tensors.items())]
         for target, tensor in zip(self._targets, weights.tensors, strict=True):
             if weights.dtype not in (target.dtype, tensor.dtype):
                 return False
@@ -519,7 +552,8 @@ class HFEngine:
         self._asleep = {"weights", "kv_cache"}
         self._version = None
         self._cache = None
-        for tensor in self._model.parameters():  # buffers stay
+        # buffers stay
+        for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(0)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -529,10 +563,12 @@ class HFEngine:
             self._allocate()
         if "weights" not in wanted:
             return
-        for tensor in self._model.parameters():  # buffers stay
-            storage = tensor.untyped_storage()  # `LeanDecoder` lets parameters share one
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-            storage.resize_(max(storage.nbytes(), end))
+        # `LeanDecoder` lets parameters share a storage, which must be long enough for the last of them
+        for tensor in self._model.parameters():
+            storage = tensor.untyped_storage()
+            end = tensor.storage_offset() + tensor.numel()
+            num_bytes = end * tensor.element_size()
+            storage.resize_(max(storage.nbytes(), num_bytes))
 
     def move_in(self) -> None:
         self.wake(("weights",))
@@ -555,7 +591,8 @@ def _compute_logits_in_fp32(model: PreTrainedModel) -> None:
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.flatten(0, -2)
-        logits = output_logits(rows, head.weight, getattr(head, "bias", None))
+        bias = getattr(head, "bias", None)
+        logits = output_logits(rows, head.weight, bias)
         return logits.unflatten(0, hidden.shape[:-1])
 
     head.forward = forward

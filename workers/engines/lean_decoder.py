@@ -38,7 +38,8 @@ def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
         model: The model.
         max_length: Number of positions.
     """
-    rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
+    text_config = model.config.get_text_config()
+    rope_parameters = getattr(text_config, "rope_parameters", None)
     if not has_lean_layers(model.config.model_type, rope_parameters):
         return None
     weight = model.get_output_embeddings().weight
@@ -49,8 +50,11 @@ def lean_decoder(model: PreTrainedModel, max_length: int) -> LeanDecoder | None:
 
 def has_lean_layers(model_type: str, rope_parameters: JsonMapping | None) -> bool:
     """Returns True if `LeanDecoder` has the layers of this model, given by two entries of its config.json."""
-    rotary = (rope_parameters or {}).get("rope_type", "default")
-    return model_type in LEAN_FAMILIES and rotary not in _ROTARY_OF_LENGTH
+    if model_type not in LEAN_FAMILIES:
+        return False
+    if not rope_parameters:
+        return True
+    return rope_parameters.get("rope_type", "default") not in _ROTARY_OF_LENGTH
 
 
 @dataclass(frozen=True)
@@ -77,28 +81,32 @@ class LeanDecoder:
         for module in self._base.layers:
             attention = module.self_attn
             mlp = module.mlp
-            self._layers.append(
-                _Layer(
-                    module,
-                    queries_keys_values=_Projection(attention.q_proj, attention.k_proj, attention.v_proj),
-                    attention_output=_Projection(attention.o_proj),
-                    gate_up=_Projection(mlp.gate_proj, mlp.up_proj),
-                    down=_Projection(mlp.down_proj),
-                )
+            layer = _Layer(
+                module,
+                queries_keys_values=_Projection(attention.q_proj, attention.k_proj, attention.v_proj),
+                attention_output=_Projection(attention.o_proj),
+                gate_up=_Projection(mlp.gate_proj, mlp.up_proj),
+                down=_Projection(mlp.down_proj),
             )
+            self._layers.append(layer)
         self._head = _Projection(model.lm_head)
 
+        # all layers of these families have the same sizes
         attention = self._base.layers[0].self_attn
         self._head_dim = attention.head_dim
         self._scale = attention.scaling
         self._num_queries = attention.q_proj.out_features // self._head_dim
-        self._num_rotated = self._num_queries + attention.k_proj.out_features // self._head_dim
+        num_keys = attention.k_proj.out_features // self._head_dim
+        self._num_rotated = self._num_queries + num_keys
 
-        cos, sin = self._base.rotary_emb(torch.zeros(1), torch.arange(max_length).unsqueeze(0))
+        # the rotary embedding of every position, once: (max_length, 1, head_dim)
+        positions = torch.arange(max_length).unsqueeze(0)
+        cos, sin = self._base.rotary_emb(torch.zeros(1), positions)
         self._cos = cos[0].unsqueeze(1)
-        half = self._head_dim // 2
         # rotate_half(x) * sin is x rolled by half a head, times sin with this sign
-        self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=1).unsqueeze(1)
+        first_half, second_half = sin[0].chunk(2, dim=1)
+        signed_sin = torch.cat([-first_half, second_half], dim=1)
+        self._sin = signed_sin.unsqueeze(1)
 
     def discard_copies(self) -> None:
         """Discards the copies in oneDNN's layout. Call it after each change of the model's parameters."""
@@ -108,7 +116,11 @@ class LeanDecoder:
                 projection.packed = None
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: SlotCache
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cache: SlotCache,
     ) -> torch.Tensor:
         """Returns the logits (n, V) of the next tokens.
 
@@ -123,9 +135,11 @@ class LeanDecoder:
         sin = self._sin[positions]
         for index, layer in enumerate(self._layers):
             hidden = hidden + self._attention(layer, index, hidden, cos, sin, mask, cache)
+
             states = _norm(layer.module.post_attention_layernorm, hidden)
             gate, up = layer.gate_up(states).chunk(2, dim=-1)
-            hidden = hidden + layer.down(layer.module.mlp.act_fn(gate).mul_(up))
+            activations = layer.module.mlp.act_fn(gate)
+            hidden = hidden + layer.down(activations.mul_(up))
         return self._head(_norm(self._base.norm, hidden))
 
     def _attention(
@@ -138,19 +152,32 @@ class LeanDecoder:
         mask: torch.Tensor,
         cache: SlotCache,
     ) -> torch.Tensor:
-        """Returns the output of a layer's attention. index: number of the layer."""
+        """Returns the output (n, H) of a layer's attention.
+
+        Args:
+            layer: the layer.
+            index: its number.
+            hidden: (n, H), the input of the layer.
+            cos: (n, 1, head_dim), of the rotary embedding.
+            sin: (n, 1, head_dim), with the signs of `_sin`.
+            mask: the result of `cache.begin_decode`.
+            cache: gets the keys and values of the layer.
+        """
         n = len(hidden)
+        half = self._head_dim // 2
         attention = layer.module.self_attn
         states = _norm(layer.module.input_layernorm, hidden)
         # (n, heads, head_dim): queries, then keys, then values
         heads = layer.queries_keys_values(states).view(n, -1, self._head_dim)
-        rotated = heads[:, : self._num_rotated]
+        queries_and_keys = heads[:, : self._num_rotated]
+        # qwen3 normalizes queries and keys before the rotation
         if hasattr(attention, "q_norm"):
-            queries = _norm(attention.q_norm, rotated[:, : self._num_queries])
-            keys = _norm(attention.k_norm, rotated[:, self._num_queries :])
-            rotated = torch.cat([queries, keys], dim=1)
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self._head_dim // 2, -1), sin)
+            queries = _norm(attention.q_norm, queries_and_keys[:, : self._num_queries])
+            keys = _norm(attention.k_norm, queries_and_keys[:, self._num_queries :])
+            queries_and_keys = torch.cat([queries, keys], dim=1)
+        rotated = torch.addcmul(queries_and_keys * cos, queries_and_keys.roll(half, -1), sin)
 
+        # the cache has a dimension of tokens: one new token per sequence
         new_keys = rotated[:, self._num_queries :].unsqueeze(2)
         new_values = heads[:, self._num_rotated :].unsqueeze(2)
         all_keys, all_values = cache.update(new_keys, new_values, index)
@@ -171,7 +198,8 @@ class _Projection:
             self._bias = _joined(biases)
         if len(layers) > 1:
             self._share(layers)
-        self._packs = self._weight.numel() >= PACKED_ELEMENTS and torch.backends.mkldnn.is_available()
+        is_large = self._weight.numel() >= PACKED_ELEMENTS
+        self._packs = is_large and torch.backends.mkldnn.is_available()
 
     def _share(self, layers: Sequence[nn.Linear]) -> None:
         """Makes the parameters of the layers views of the joined tensors."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from workers.policy.vision import ImageInputs, join_images
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,29 +23,36 @@ class Prompt:
     slots: list[int] = field(default_factory=list)
 
 
-def pack(lengths: list[int], token_budget: int) -> Iterator[range]:
-    """Splits ascending lengths into batches of neighbours and yields the index range of each batch.
+def batches(rows: Iterable[T], length_of: Callable[[T], int], token_budget: int) -> Iterator[list[T]]:
+    """Yields batches of rows of similar length, which need little padding.
 
     A batch padded to its longest row has at most `token_budget` tokens, unless it consists of a single row.
     """
-    start = 0
-    for index, length in enumerate(lengths):
-        if index > start and length * (index - start + 1) > token_budget:
-            yield range(start, index)
-            start = index
-    if lengths:
-        yield range(start, len(lengths))
+    batch: list[T] = []
+    for row in sorted(rows, key=length_of):
+        # the lengths ascend, so that this row is the longest of the batch
+        padded_size = length_of(row) * (len(batch) + 1)
+        if batch and padded_size > token_budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def prefill_inputs(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
     """Returns the inputs of a forward over these prompts: token ids (B, L), positions, and their images, if any."""
     ids = padded([prompt.token_ids for prompt in prompts])
-    positions = torch.arange(ids.shape[1]).expand(len(prompts), -1)
+    longest = ids.shape[1]
+    positions = torch.arange(longest).expand(len(prompts), -1)
     images = [prompt.images for prompt in prompts]
     present = [entry for entry in images if entry is not None]
     if not present:
         return {"input_ids": ids, "position_ids": positions}
-    return {"input_ids": ids, "position_ids": _image_positions(positions, images)} | join_images(present)
+    inputs = join_images(present)
+    inputs["input_ids"] = ids
+    inputs["position_ids"] = _image_positions(positions, images)
+    return inputs
 
 
 def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]) -> torch.Tensor:
@@ -54,10 +64,13 @@ def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]
     """
     positions = numbers.repeat(3, 1, 1)
     for row, inputs in enumerate(images):
-        if inputs is not None:
-            positions[:, row] += inputs.shift  # tokens of the response
-            of_prompt = inputs.position_ids[:, : positions.shape[2]]
-            positions[:, row, : of_prompt.shape[1]] = of_prompt
+        if inputs is None:
+            continue
+        # tokens of the response
+        positions[:, row] += inputs.shift
+        of_prompt = inputs.position_ids[:, : positions.shape[2]]
+        num_tokens = of_prompt.shape[1]
+        positions[:, row, :num_tokens] = of_prompt
     return positions
 
 

@@ -18,11 +18,14 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Returns one number in [0, 1) per pair of `seeds` and `positions`, both (B,) int64: (B,) fp64, 53 random bits."""
     # the seed is mixed alone first; without that, neighbouring seeds would give shifted copies of the same sequence
-    bits = _mix(_mix(seeds) + (positions + 1) * _GOLDEN)
-    return _shift_right(bits, 11).double() * 2.0**-53
+    state = _mix(seeds) + (positions + 1) * _GOLDEN
+    # fp64 holds 53 bits
+    bits = _shift_right(_mix(state), 11)
+    return bits.double() * 2.0**-53
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Returns splitmix64's hash of each number."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -30,7 +33,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shifts right logically (filling with zeros); torch's own shift of signed integers extends the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    remaining_bits = (1 << (64 - bits)) - 1
+    return (x >> bits) & remaining_bits
 
 
 class Truncation(NamedTuple):
@@ -75,6 +79,7 @@ def sample(
         -1 in other rows; None if num_candidates is 0.
     """
     greedy = temperature == 0
+    # greedy rows divide by 1 and not by 0
     divisor = torch.where(greedy, 1.0, temperature)[:, None]
     log_probs = torch.log_softmax(logits.float() / divisor, dim=-1)
     probs = log_probs.exp()
@@ -82,26 +87,32 @@ def sample(
         is_kept = _kept_tokens(probs, truncation)
         probs = probs * is_kept
         is_removed = ~(is_kept | greedy[:, None])
-        log_probs = log_probs.masked_fill(is_removed, -torch.inf).log_softmax(dim=-1)
+        kept_log_probs = log_probs.masked_fill(is_removed, -torch.inf)
+        log_probs = kept_log_probs.log_softmax(dim=-1)
 
     # in fp64, because the sum over a vocabulary would lose the probabilities of rare tokens in fp32
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
+    # times the last entry, because the kept probabilities sum to less than 1
+    total = cumulative[:, -1:]
+    threshold = uniform(seeds, positions)[:, None] * total
     # the first entry above the threshold has a probability above 0, so a token of probability 0 is never drawn
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    drawn = drawn.clamp_(max=logits.shape[1] - 1)
+    vocab_size = logits.shape[1]
+    drawn = drawn.clamp_(max=vocab_size - 1)
     tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)
 
     candidates = None
     if num_candidates and truncation is not None:
         best = log_probs.topk(num_candidates, dim=-1)
         has_candidates = (truncation.top_k == num_candidates) & ~greedy
+        # removed tokens have -inf
         is_returned = has_candidates[:, None] & best.values.isfinite()
         candidates = best.indices.where(is_returned, -1).int()
     elif num_candidates:
         candidates = tokens.new_full((len(tokens), num_candidates), -1, dtype=torch.int32)
-    token_log_probs = log_probs.gather(1, tokens[:, None]).squeeze(1)
-    return tokens, token_log_probs, candidates
+
+    token_log_probs = log_probs.gather(1, tokens[:, None])
+    return tokens, token_log_probs.squeeze(1), candidates
 
 
 def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
@@ -112,19 +123,28 @@ def _kept_tokens(probs: torch.Tensor, truncation: Truncation) -> torch.Tensor:
     of the tokens kept so far, reaches top_p. Of tokens with equal logits at the border of top_k, vLLM keeps all, this
     function no more than top_k.
     """
-    top_k, top_p, min_p, limit = truncation
-    if limit is None or limit >= probs.shape[1]:
+    top_k = truncation.top_k[:, None]
+    top_p = truncation.top_p[:, None]
+    min_p = truncation.min_p[:, None]
+    vocab_size = probs.shape[1]
+    limit = truncation.limit
+    if limit is None or limit >= vocab_size:
+        # stable, so that equal probabilities keep the order of the vocabulary
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     else:
         ordered, order = probs.topk(limit, dim=-1)
+
     rank = torch.arange(ordered.shape[1], device=probs.device)
-    in_min_p = ordered >= min_p[:, None] * ordered[:, :1]
-    in_top_k = (top_k[:, None] < 0) | (rank < top_k[:, None])
+    largest = ordered[:, :1]
+    in_min_p = ordered >= min_p * largest
+    in_top_k = (top_k < 0) | (rank < top_k)
     in_both = in_min_p & in_top_k
 
     ordered = ordered * in_both
     mass_before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
-    wanted_mass = top_p[:, None] * ordered.sum(dim=-1, keepdim=True)
+    wanted_mass = top_p * ordered.sum(dim=-1, keepdim=True)
     # rounding must not cut the tail of a row with top_p = 1
-    in_top_p = (top_p[:, None] >= 1) | (mass_before < wanted_mass)
-    return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, in_both & in_top_p)
+    in_top_p = (top_p >= 1) | (mass_before < wanted_mass)
+
+    is_kept = torch.zeros_like(probs, dtype=torch.bool)
+    return is_kept.scatter_(1, order, in_both & in_top_p)

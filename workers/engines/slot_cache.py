@@ -28,30 +28,42 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, config: PretrainedConfig, *, slots: int, max_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: PretrainedConfig,
+        *,
+        slots: int,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(layers=[])
         layers, heads, head_dim = kv_shape(config)
-        self._storage = torch.zeros(2, layers, slots, heads, max_length, head_dim, device=device, dtype=dtype)
+        shape = (2, layers, slots, heads, max_length, head_dim)
+        self._storage = torch.zeros(shape, device=device, dtype=dtype)
         # one entry per (slot, head, position): a decode step writes with a single flat index
-        self._flat = self._storage.view(2, layers, slots * heads * max_length, head_dim)
+        positions_of_slot = heads * max_length
+        self._flat = self._storage.view(2, layers, slots * positions_of_slot, head_dim)
         self._head_offsets = torch.arange(heads, device=device) * max_length
-        self._slot_offsets = torch.arange(slots, device=device) * (heads * max_length)
+        self._slot_offsets = torch.arange(slots, device=device) * positions_of_slot
         self._arange = torch.arange(max_length, device=device)
         # the slots and positions below these numbers may have been written since `clear`
         self._dirty_slots = 0
         self._dirty_length = 0
+        # slots and sources of a prefill, None in a decode step
         self._prefill: tuple[torch.Tensor, torch.Tensor] | None = None
+        # slots, cache length, flat index and positions of a decode step
         self._rows: torch.Tensor | slice = slice(0, 0)
         self._length = 0
         self._index = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, 0, dtype=torch.long)
-        self.routes: torch.Tensor | None = None  # (slots, max_length, layers, k): expert indices of each token
+        # (slots, max_length, layers, k): expert indices of each token
+        self.routes: torch.Tensor | None = None
 
     def begin_prefill(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
         """Makes the next forward encode prompts from position 0 and store batch row `sources[i]` in slot `slots[i]`."""
         self._prefill = (slots, sources)
-        self._dirty_slots = max(self._dirty_slots, int(slots.max()) + 1)
+        end = int(slots.max()) + 1
+        self._dirty_slots = max(self._dirty_slots, end)
 
     def begin_decode(self, positions: torch.Tensor, length: int, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Makes the next forward append T tokens to each of n slots.
@@ -66,8 +78,8 @@ class SlotCache(Cache):
         """
         if slots is None:
             # a slice, so that the attention reads a view of the cache and not a copy
-            self._rows = slice(0, len(positions))
             end = len(positions)
+            self._rows = slice(0, end)
         else:
             self._rows = slots
             end = int(slots.max()) + 1
@@ -77,11 +89,16 @@ class SlotCache(Cache):
         self._dirty_slots = max(self._dirty_slots, end)
         self._dirty_length = max(self._dirty_length, length)
 
-        heads = self._slot_offsets[self._rows, None] + self._head_offsets
-        self._index = (heads[:, :, None] + positions[:, None]).flatten()
-        mask = torch.zeros(*positions.shape, length, device=positions.device, dtype=self._storage.dtype)
+        # (n, kv_heads): the flat index of each head's first position
+        first_of_head = self._slot_offsets[self._rows, None] + self._head_offsets
+        index = first_of_head[:, :, None] + positions[:, None]
+        self._index = index.flatten()
+
+        # in the dtype of the queries, to which SDPA adds it
         is_later = self._arange[:length] > positions[..., None]
-        return mask.masked_fill_(is_later, -torch.inf)[:, None]
+        mask = torch.zeros_like(is_later, dtype=self._storage.dtype)
+        mask.masked_fill_(is_later, -torch.inf)
+        return mask[:, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -95,53 +112,75 @@ class SlotCache(Cache):
             self._dirty_length = max(self._dirty_length, length)
             keys[slots, :, :length] = key_states[sources]
             values[slots, :, :length] = value_states[sources]
+            # a prompt attends only to itself, so nothing is read from the cache
             return key_states, value_states
 
         head_dim = key_states.shape[3]
-        self._flat[0, layer_idx].index_copy_(0, self._index, key_states.reshape(-1, head_dim))
-        self._flat[1, layer_idx].index_copy_(0, self._index, value_states.reshape(-1, head_dim))
-        return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
+        flat_keys = key_states.reshape(-1, head_dim)
+        flat_values = value_states.reshape(-1, head_dim)
+        self._flat[0, layer_idx].index_copy_(0, self._index, flat_keys)
+        self._flat[1, layer_idx].index_copy_(0, self._index, flat_values)
+
+        read_keys = keys[self._rows, :, : self._length]
+        read_values = values[self._rows, :, : self._length]
+        return read_keys, read_values
 
     def store_routes(self, experts: torch.Tensor) -> None:
         """Stores the expert indices (B * T, layers, k) of the forward's tokens at the slots and positions it wrote."""
         experts = experts.short()
         layers_and_choices = experts.shape[1:]
         if self.routes is None:
+            # only the first forward shows the number of layers with experts
             _, _, num_slots, _, max_length, _ = self._storage.shape
-            self.routes = experts.new_full((num_slots, max_length, *layers_and_choices), -1)
+            shape = (num_slots, max_length, *layers_and_choices)
+            self.routes = experts.new_full(shape, -1)
+
         if self._prefill is not None:
             slots, sources = self._prefill
             num_prompts = int(sources.max()) + 1
             of_prompts = experts.view(num_prompts, -1, *layers_and_choices)
-            self.routes[slots, : of_prompts.shape[1]] = of_prompts[sources]
+            length = of_prompts.shape[1]
+            self.routes[slots, :length] = of_prompts[sources]
             return
-        rows = torch.arange(len(self.routes), device=experts.device)[self._rows]
+
+        all_slots = torch.arange(len(self.routes), device=experts.device)
+        rows = all_slots[self._rows]
         of_tokens = experts.view(*self._positions.shape, *layers_and_choices)
         self.routes[rows[:, None], self._positions] = of_tokens
 
     def move(self, destination: int, source: int, length: int) -> None:
         """Copies the first `length` positions of slot `source` to slot `destination`."""
-        self._storage[:, :, destination, :, :length] = self._storage[:, :, source, :, :length]
+        destination_states = self._states_of(destination, length)
+        destination_states.copy_(self._states_of(source, length))
         if self.routes is not None:
-            self.routes[destination, :length] = self.routes[source, :length]
+            destination_routes = self.routes[destination, :length]
+            destination_routes.copy_(self.routes[source, :length])
         self._dirty_slots = max(self._dirty_slots, destination + 1)
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first `length` positions of two slots."""
-        of_first = self._storage[:, :, first, :, :length].clone()
+        # clones, because `move` overwrites the first slot
+        states_of_first = self._states_of(first, length).clone()
         if self.routes is not None:
             routes_of_first = self.routes[first, :length].clone()
+
         self.move(first, second, length)
-        self._storage[:, :, second, :, :length] = of_first
+
+        self._states_of(second, length).copy_(states_of_first)
         if self.routes is not None:
             self.routes[second, :length] = routes_of_first
         self._dirty_slots = max(self._dirty_slots, second + 1)
         self._dirty_length = max(self._dirty_length, length)
 
+    def _states_of(self, slot: int, length: int) -> torch.Tensor:
+        """Returns a view of the keys and values at the first `length` positions of a slot."""
+        return self._storage[:, :, slot, :, :length]
+
     def clear(self, first: int = 0) -> None:
         """Sets the written positions of the slots from `first` on to zero. Attention multiplies masked positions by 0,
         so a NaN would spread."""
-        self._storage[:, :, first : self._dirty_slots, :, : self._dirty_length] = 0
+        written_slots = self._storage[:, :, first : self._dirty_slots]
+        written_slots[..., : self._dirty_length, :] = 0
         self._dirty_slots = min(first, self._dirty_slots)
         if first == 0:
             self._dirty_length = 0
@@ -174,7 +213,7 @@ class Claim(NamedTuple):
     displaced: int
 
 
-class _Kept(NamedTuple):
+class _KeptSequence(NamedTuple):
     """A kept sequence.
 
     Attributes:
@@ -200,7 +239,7 @@ class KeptSlots:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._number = 0
-        self._kept: dict[int, _Kept] = {}  # by slot
+        self._kept: dict[int, _KeptSequence] = {}  # by slot
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -208,55 +247,62 @@ class KeptSlots:
     def keep(self, slot: int, encoded: tuple[int, ...]) -> None:
         """Records that `slot`, which no running sequence uses any longer, holds the keys and values of `encoded`."""
         self._number += 1
+        # no request continues an empty sequence
         if encoded:
-            self._kept[slot] = _Kept(self._number, encoded)
+            self._kept[slot] = _KeptSequence(self._number, encoded)
 
     def claim(self, encoded: Sequence[int], target: int) -> Claim | None:
         """Takes the kept sequence that is the longest prefix of `encoded`, in order to run it in slot `target`.
 
         Returns None if no kept sequence is a prefix of `encoded`.
         """
-        best: int | None = None
-        length = 0
-        for slot, kept in self._kept.items():
-            size = len(kept.encoded)
-            if not length < size <= len(encoded):
+        best_slot: int | None = None
+        best_length = 0
+        for slot, sequence in self._kept.items():
+            length = len(sequence.encoded)
+            if length <= best_length or length > len(encoded):
                 continue
             # most sequences differ in this token, and the comparison of all tokens takes long
-            if encoded[size - 1] == kept.encoded[-1] and encoded[:size] == kept.encoded:
-                best = slot
-                length = size
-        if best is None:
+            if encoded[length - 1] != sequence.encoded[-1]:
+                continue
+            if encoded[:length] == sequence.encoded:
+                best_slot = slot
+                best_length = length
+        if best_slot is None:
             return None
 
-        del self._kept[best]
-        displaced = 0
-        if best != target and target in self._kept:
-            self._kept[best] = self._kept.pop(target)
-            displaced = len(self._kept[best].encoded)
-        return Claim(best, length, displaced)
+        del self._kept[best_slot]
+        displaced_length = 0
+        if best_slot != target and target in self._kept:
+            displaced = self._kept.pop(target)
+            self._kept[best_slot] = displaced
+            displaced_length = len(displaced.encoded)
+        return Claim(best_slot, best_length, displaced_length)
 
     def vacate(self, start: int, end: int) -> list[Move]:
         """Frees the slots `start` to `end - 1` for new requests.
 
         Returns the moves of the kept sequences to other slots. If not all of them fit, the newest are kept.
         """
-        leaving = sorted((self._kept.pop(slot), slot) for slot in range(start, end) if slot in self._kept)
+        leaving_slots = [slot for slot in range(start, end) if slot in self._kept]
+        leaving = sorted((self._kept.pop(slot), slot) for slot in leaving_slots)
         if not leaving:
             return []
 
         moves: list[Move] = []
-        free = [slot for slot in range(end, self._slots) if slot not in self._kept]
-        for entry, source in reversed(leaving):
-            if free:
-                destination = free.pop()
+        free_slots = [slot for slot in range(end, self._slots) if slot not in self._kept]
+        for sequence, source in reversed(leaving):
+            if free_slots:
+                destination = free_slots.pop()
             else:
-                later = [slot for slot in self._kept if slot >= end]
-                destination = min(later, key=self._kept.__getitem__, default=-1)
-                if destination < 0 or self._kept[destination] > entry:
-                    break  # the remaining sequences are older than all kept ones
-            self._kept[destination] = entry
-            moves.append(Move(destination, source, len(entry.encoded)))
+                later_slots = [slot for slot in self._kept if slot >= end]
+                # the oldest kept sequence
+                destination = min(later_slots, key=self._kept.__getitem__, default=-1)
+                # the remaining sequences are older than all kept ones
+                if destination < 0 or self._kept[destination] > sequence:
+                    break
+            self._kept[destination] = sequence
+            moves.append(Move(destination, source, len(sequence.encoded)))
         return moves
 
     def clear(self) -> None:
@@ -269,13 +315,21 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     text = config.get_text_config()
     heads = text.num_attention_heads
     # families without these entries have as many key-value heads as heads, and divide the width among them
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    if not kv_heads:
+        kv_heads = heads
+    head_dim = getattr(text, "head_dim", None)
+    if not head_dim:
+        head_dim = text.hidden_size // heads
     return text.num_hidden_layers, kv_heads, head_dim
 
 
 def slots_that_fit(
-    model: PretrainedConfig, config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+    model: PretrainedConfig,
+    config: RolloutConfig,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> int:
     """Returns the number of sequences that decode together: max_num_seqs, or fewer if the KV cache memory is short."""
     layers, heads, head_dim = kv_shape(model)
@@ -286,8 +340,11 @@ def slots_that_fit(
     else:
         setting = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         backend = torch.get_device_module(device)
-        share = int(backend.mem_get_info(device)[1] * config.gpu_memory_utilization)
+        _, total_bytes = backend.mem_get_info(device)
+        share = int(total_bytes * config.gpu_memory_utilization)
+        # the share includes this process's tensors, such as the weights
         budget = max(0, share - backend.memory_allocated(device))
+
     slots = min(config.max_num_seqs, budget // slot_bytes)
     if slots < 1:
         raise ValueError(
@@ -305,8 +362,10 @@ def check_full_attention(config: PretrainedConfig, max_model_len: int) -> None:
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [])
-    if not kinds:  # a config without `layer_types` has equal layers
+    # a config without `layer_types` has equal layers
+    if not kinds:
         kinds = {"sliding_attention"} if window else {"full_attention"}
+    # a window over the whole context hides nothing
     if window is not None and window >= max_model_len:
         kinds.discard("sliding_attention")
     if not kinds <= {"full_attention"}:
@@ -374,14 +433,17 @@ def slot_attention(
     Returns:
         The output (B, T, heads, head_dim), and None in place of the attention weights, as transformers expects.
     """
+    num_tokens = query.shape[2]
+    is_causal = attention_mask is None and num_tokens > 1
+    has_shared_heads = query.shape[1] != key.shape[1]
     output = scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=attention_mask,
-        is_causal=attention_mask is None and query.shape[2] > 1,
+        is_causal=is_causal,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=has_shared_heads,
     )
     return output.transpose(1, 2), None
 

@@ -12,13 +12,11 @@ torch.set_num_threads becomes a no-op and memory is bound to the NUMA node.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -30,8 +28,8 @@ from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.engines.base import (
     Completion,
     Request,
-    Sampled,
     SamplingParams,
+    UnfinishedRequest,
     candidates_of,
     check_names,
     check_request,
@@ -41,11 +39,13 @@ from workers.engines.base import (
 )
 from workers.engines.slot_cache import check_full_attention, check_layers
 from workers.engines.vllm_process import (
+    check_replay,
     collapse_images,
     head_dtype,
     isolated_model_class,
     prepare_process,
     read_candidates,
+    read_routes,
     resized_images,
     shared_memory_names,
     sliding_window_override,
@@ -73,29 +73,16 @@ _open_engines = 0
 
 
 @dataclass
-class _Unfinished:
+class _Unfinished(UnfinishedRequest):
     """An unfinished request.
 
     Attributes:
-        request: The request.
-        token_ids: The response so far.
-        log_probs: Log-prob of each token of the response.
-        versions: Version of the weights that sampled each token of the response.
         id: Name of the request inside vLLM; None while the engine sleeps.
         candidates: Candidates (n, rollout.top_k) of the tokens of each output.
     """
 
-    request: Request
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
     id: str | None = None
     candidates: list[torch.Tensor] = field(default_factory=list)
-
-    def so_far(self) -> Request:
-        """Returns a request that continues this one."""
-        sampled = Sampled(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions))
-        return replace(self.request, sampled=sampled)
 
 
 @register_rollout_engine("vllm")
@@ -126,6 +113,7 @@ class VLLMEngine:
         self._device = device
         self._has_answered = False
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **override_config)
+        # without memory: only the names, shapes and layers of this network are used
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
         self._names = parameter_names(self._model)
@@ -136,8 +124,9 @@ class VLLMEngine:
         self._owns_process_group = not torch.distributed.is_initialized()
 
         prepare_process(device)
+        # before the other uses, so that a missing package is named
         with importing():
-            import vllm  # noqa: F401  # before the other uses, so that a missing package is named
+            import vllm  # noqa: F401
 
         with shared_memory_names(config.tensor_model_parallel_size) as executor:
             arguments = self._engine_args(
@@ -147,7 +136,8 @@ class VLLMEngine:
         _open_engines += 1
 
         self._version: int | None = None
-        self._unconverted: set[str] = set()  # parameters that have their names and tensors in checkpoint files too
+        # parameters that have their names and tensors in checkpoint files too
+        self._unconverted: set[str] = set()
         self._running: dict[str, _Unfinished] = {}  # by request id
         self._asleep: set[str] = set()
 
@@ -172,13 +162,17 @@ class VLLMEngine:
             "seed": seed,
         }
         has_states = state_layers(self._model) or mixing_layers(self._model)
-        if self._device.type == "cpu" and has_states:  # vLLM caches states only with chunked prefill, which is off here
+        # vLLM caches states only with chunked prefill, which is off on a CPU
+        if self._device.type == "cpu" and has_states:
             arguments["enable_prefix_caching"] = False
         if has_vision(model_config):
-            arguments["skip_tokenizer_init"] = False  # vLLM's image processor cannot be built without a tokenizer
-            arguments["limit_mm_per_prompt"] = {"video": 0}  # no memory for videos, any number of images
-            if hasattr(EngineArgs, "mm_device_do_normalize"):  # since 0.28
-                # the networks would normalize pixels with buffers that load_format=dummy fills with random numbers
+            # vLLM's image processor cannot be built without a tokenizer
+            arguments["skip_tokenizer_init"] = False
+            # no memory for videos, any number of images
+            arguments["limit_mm_per_prompt"] = {"video": 0}
+            # since 0.28, the networks would normalize pixels with buffers that load_format=dummy fills with random
+            # numbers
+            if hasattr(EngineArgs, "mm_device_do_normalize"):
                 arguments.update(mm_device_do_normalize=False)
         if executor is not None:
             arguments["distributed_executor_backend"] = executor
@@ -191,25 +185,30 @@ class VLLMEngine:
         with self._raise_with_model_type("start with"), isolated_model_class(model_config):
             if self._device.type == "cpu" and model_config.model_type in ("lfm2", "zamba2"):
                 raise NotImplementedError("its log-probs are nats away from those of transformers")
-            for name in set(model_config.architectures or []) & set(ModelRegistry.get_supported_archs()):
-                # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
-                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            # import the model's class here; otherwise vLLM starts a process to inspect it (13 s)
+            supported = set(ModelRegistry.get_supported_archs())
+            for name in supported.intersection(model_config.architectures or []):
+                model_class = ModelRegistry.models[name].load_model_cls()
+                ModelRegistry.register_model(name, model_class)
             self._engine = LLMEngine.from_engine_args(engine_args)
 
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if rank == 0:
             # vLLM's own log has these facts only at a much more verbose level
-            print(self._engine.collective_rpc(summarize_engine)[0], flush=True)
-        if self._routers is not None and rank % self._config.tensor_model_parallel_size:
+            summaries = self._engine.collective_rpc(summarize_engine)
+            print(summaries[0], flush=True)
+        # the engine's first rank returns the experts
+        rank_in_engine = rank % self._config.tensor_model_parallel_size
+        if self._routers is not None and rank_in_engine > 0:
             disable_expert_recording(self._engine.engine_core)
-            self._routers = None  # the engine's first rank returns the experts
+            self._routers = None
 
     def submit(self, request: Request) -> None:
         check_request(request, self._max_model_len, self._running, self._version)
         self.wake()
-        token_ids, log_probs, versions = request.sampled.lists()
-        unfinished = _Unfinished(request, token_ids, log_probs, versions)
+        unfinished = _Unfinished(request)
         self._running[request.request_id] = unfinished
+        # a request that vLLM refuses must not count as unfinished
         try:
             self._start(unfinished)
         except BaseException:
@@ -222,32 +221,44 @@ class VLLMEngine:
         before = unfinished.token_ids
         limit = check_request(request, self._max_model_len, (), self._version)
         sampling = request.sampling
-        if before:  # vLLM's generator of random numbers starts anew
-            sampling = replace(sampling, seed=derive_seed(sampling.seed, 0, "continued", len(before)))
+        if before:  # vLLM's generator of random numbers starts again at the seed
+            seed = derive_seed(sampling.seed, 0, "continued", len(before))
+            sampling = replace(sampling, seed=seed)
+        # `read_routes` needs all tokens of a request in one output
         streams = request.is_interruptible and self._routers is None
         num_candidates = self._num_candidates(request)
         params = _sampling_params(sampling, limit - len(before), streams, self._excluded, num_candidates)
-        unfinished.id = self._engine.add_request(request.request_id, self._prompt(request, before), params)
+        prompt = self._prompt(request, before)
+        unfinished.id = self._engine.add_request(request.request_id, prompt, params)
 
     def _prompt(self, request: Request, before: Sequence[int]) -> TokensPrompt:
-        """Returns the input of vLLM for a request. before: tokens of its response that were sampled before."""
+        """Returns the input of vLLM for a request.
+
+        Args:
+            request: the request.
+            before: tokens of its response that were sampled before.
+        """
         from vllm.inputs import TokensPrompt, tokens_input
 
         # entries of the prefix cache with another salt are not used: they are those of earlier weights
         salt = None if self._config.recompute_kv_on_update else str(self._version)
         images = request.images
         if images is None:
-            return tokens_input([*request.prompt_ids, *before], cache_salt=salt)
+            token_ids = [*request.prompt_ids, *before]
+            return tokens_input(token_ids, cache_salt=salt)
 
         config = self._model.config
+        prompt_ids = collapse_images(request.prompt_ids, images, config)
+        pictures = resized_images(images, config.vision_config.patch_size)
         prompt = TokensPrompt(
-            prompt_token_ids=[*collapse_images(request.prompt_ids, images, config), *before],
-            multi_modal_data={"image": resized_images(images, config.vision_config.patch_size)},
+            prompt_token_ids=[*prompt_ids, *before],
+            multi_modal_data={"image": pictures},
             mm_processor_kwargs={"do_resize": False},
             cache_salt=salt or "",
         )
         # this adds a hash of each image, which the prefix cache compares like the tokens
-        return self._engine.renderer.render_cmpl([prompt])[0]
+        rendered = self._engine.renderer.render_cmpl([prompt])
+        return rendered[0]
 
     @property
     def unfinished(self) -> int:
@@ -258,6 +269,7 @@ class VLLMEngine:
         return self._version is not None
 
     def step(self) -> list[Completion]:
+        # requests that `_park` took out of vLLM
         parked = [unfinished for unfinished in self._running.values() if unfinished.id is None]
         if parked:
             self.wake()
@@ -290,18 +302,11 @@ class VLLMEngine:
         self._has_answered = True
         extra: dict[str, torch.Tensor] = {}
         if self._routers is not None:
-            extra[ROUTED_EXPERTS] = self._routes_of(output, self._routers)
+            extra[ROUTED_EXPERTS] = read_routes(output, self._model, self._routers)
         if unfinished.candidates:
             extra[SAMPLING_CANDIDATES] = torch.cat(unfinished.candidates)
         del self._running[output.request_id]
-        return Completion(
-            output.request_id,
-            unfinished.token_ids,
-            unfinished.log_probs,
-            result.finish_reason,
-            unfinished.versions,
-            extra,
-        )
+        return unfinished.completion(result.finish_reason, extra)
 
     def _num_candidates(self, request: Request) -> int:
         """Returns rollout.top_k if the candidates of this request are returned, else 0."""
@@ -311,30 +316,16 @@ class VLLMEngine:
             return 0
         return max(0, top_k)
 
-    def _routes_of(self, output: RequestOutput, routers: Routers) -> torch.Tensor:
-        """Returns the experts of each token. vLLM returns all layers, zeros for those without experts."""
-        result = output.outputs[0]
-        layers = self._model.config.get_text_config().num_hidden_layers
-        expected = (len(output.prompt_token_ids) + len(result.token_ids) - 1, layers, routers.top_k)
-        recorded = result.routed_experts
-        actual = "none" if recorded is None else str(recorded.shape)
-        if recorded is not None and recorded.shape == expected:
-            routes = torch.from_numpy(recorded[:, routers.layers].astype("int16"))
-            # a layer that vLLM did not record has zeros: the first expert, several times for each token
-            if routers.top_k == 1 or (routes[..., 0] != routes[..., 1]).all():
-                return routes
-            actual = "an expert twice for one token, so it did not record every layer"
-        raise UserError(
-            f"rollout.router_replay=true with rollout.name=vllm: expected experts of shape {expected} (tokens except "
-            f"the last, layers, chosen experts) of a {type(self._model).__name__}, but vLLM gave {actual}; set "
-            "rollout.name=hf or rollout.router_replay=false"
-        )
-
     def abort(self, request_ids: Sequence[str]) -> None:
-        aborted = [self._running.pop(request_id, None) for request_id in request_ids]
-        self._abort_in_vllm(unfinished for unfinished in aborted if unfinished is not None)
+        aborted = []
+        for request_id in request_ids:
+            unfinished = self._running.pop(request_id, None)
+            if unfinished is not None:
+                aborted.append(unfinished)
+        self._abort_in_vllm(aborted)
 
     def _abort_in_vllm(self, requests: Iterable[_Unfinished]) -> None:
+        # parked requests are not in vLLM
         ids = [unfinished.id for unfinished in requests if unfinished.id is not None]
         self._engine.abort_request(ids, internal=True)
 
@@ -356,6 +347,7 @@ class VLLMEngine:
 
         arguments = {"weights_iterator": recorded(), "is_checkpoint_format": True}
         with self._raise_with_model_type("load the weights of", failed):
+            # what the reload on a CPU leaves out, see `vllm_worker.py`
             if self._device.type == "cpu":
                 self._engine.collective_rpc(unpack_experts)
             try:
@@ -365,7 +357,8 @@ class VLLMEngine:
                     raise failed[0]
             if self._device.type == "cpu":
                 self._engine.collective_rpc(repack_tied_head)
-                if any(self._engine.collective_rpc(has_stale_experts)):
+                is_stale = self._engine.collective_rpc(has_stale_experts)
+                if any(is_stale):
                     raise NotImplementedError("its experts are not reloaded")
         check_names(received, self._names)
         self._version = version
@@ -379,13 +372,15 @@ class VLLMEngine:
             return [(name, tensor)]
         converted = revert_weight_conversion(self._model, {name: tensor})
         # the conversion of a parameter takes long, and most parameters have none
-        if list(converted) == [name] and converted[name] is tensor:
+        is_unconverted = list(converted) == [name] and converted[name] is tensor
+        if is_unconverted:
             self._unconverted.add(name)
         return converted.items()
 
     def reset_cache(self) -> None:
+        # otherwise `_prompt` gives the requests of each version a cache of their own
         if self._config.recompute_kv_on_update:
-            self._reset_prefix_cache()  # otherwise `_start` gives the requests of each version a cache of their own
+            self._reset_prefix_cache()
 
     def _reset_prefix_cache(self) -> None:
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
@@ -434,10 +429,12 @@ class VLLMEngine:
             return
         core = self._engine.engine_core
         _open_engines -= 1
-        if self._owns_process_group and _open_engines == 0:
+        is_last = _open_engines == 0
+        # vLLM's own shutdown destroys the default process group too
+        if self._owns_process_group and is_last:
             core.shutdown()
         else:
-            _shut_down_within_process_group(core, last=_open_engines == 0)
+            _shut_down_within_process_group(core, last=is_last)
         self._running.clear()
         del self._engine
 
@@ -463,6 +460,7 @@ class VLLMEngine:
 
         family = self._model.config.model_type
         remedy = "set model.path to a model of another family"
+        # advise the hf engine only where it runs this model
         with contextlib.suppress(ValueError):
             check_full_attention(self._model.config, self._max_model_len)
             check_layers(self._model)
@@ -477,24 +475,6 @@ class VLLMEngine:
         )
 
 
-def check_replay(config: RolloutConfig, device_type: str) -> None:
-    """Raises UserError if vLLM cannot return the experts of each token.
-
-    Versions before 0.32 return them in other ways, and 0.31 then rejects `reset_prefix_cache` of an in-process engine.
-    """
-    installed = [distribution.version for distribution in importlib.metadata.distributions(name="vllm")]
-    version = installed[0] if installed else "0"
-    if device_type == "cpu":
-        problem = f"trainer.device={device_type}: vLLM records experts only on a GPU; set rollout.name=hf"
-    elif Version(version) < Version("0.32"):
-        problem = f"vLLM {version}: 0.32 or later is needed; install it"
-    elif not config.enable_prefix_caching:
-        problem = "rollout.enable_prefix_caching=false: vLLM stores the experts with the prefixes; set it to true"
-    else:
-        return
-    raise UserError(f"rollout.router_replay=true with rollout.name=vllm: {problem}")
-
-
 def import_vllm() -> None:
     """Imports what an engine on the CPU imports at its start, for a process from which workers are forked."""
     prepare_process(torch.device("cpu"))
@@ -504,7 +484,10 @@ def import_vllm() -> None:
 
 
 def _engine_arguments(
-    config: RolloutConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+    config: RolloutConfig,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> JsonObject:
     """Returns the arguments of vllm.EngineArgs that follow from the rollout configuration."""
     device_arguments: dict[str, object] = {
@@ -543,12 +526,17 @@ def _engine_arguments(
         "disable_log_stats": True,
         # log-probs after the temperature and over the tokens that top_k, top_p and min_p keep; -inf for the others
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": max(20, config.top_k),  # vLLM's default is 20
+        # vLLM's default is 20
+        "max_logprobs": max(20, config.top_k),
     }
 
 
 def _sampling_params(
-    sampling: SamplingParams, limit: int, streams: bool, excluded: Sequence[int], num_candidates: int
+    sampling: SamplingParams,
+    limit: int,
+    streams: bool,
+    excluded: Sequence[int],
+    num_candidates: int,
 ) -> VLLMSamplingParams:
     """Converts sampling parameters to those of vLLM.
 
@@ -562,6 +550,7 @@ def _sampling_params(
     import vllm
 
     kinds = vllm.sampling_params.RequestOutputKind
+    stop_token_ids = [] if sampling.ignore_eos else list(sampling.stop_token_ids)
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -569,9 +558,11 @@ def _sampling_params(
         min_p=sampling.min_p,
         max_tokens=limit,
         seed=sampling.seed,
-        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
-        logit_bias=dict.fromkeys(excluded, -100.0) or None,  # the lowest bias that vLLM documents
-        ignore_eos=True,  # only the request's stop_token_ids end a response, not the model's eos token
+        stop_token_ids=stop_token_ids,
+        # the lowest bias that vLLM documents
+        logit_bias=dict.fromkeys(excluded, -100.0) or None,
+        # only the request's stop_token_ids end a response, not the model's eos token
+        ignore_eos=True,
         logprobs=num_candidates,
         flat_logprobs=True,
         detokenize=False,
@@ -583,7 +574,8 @@ def _shut_down_within_process_group(core: InprocClient, *, last: bool) -> None:
     """Shuts down an engine as vLLM does, but keeps the default process group, which belongs to the trainer."""
     from vllm.distributed import parallel_state
 
-    finalizer = getattr(core, "_finalizer", None)  # since vLLM 0.31
+    # since vLLM 0.31; it would run vLLM's own shutdown
+    finalizer = getattr(core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
     core.engine_core.model_executor.shutdown()

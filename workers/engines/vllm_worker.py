@@ -24,13 +24,16 @@ def summarize_engine(worker: Worker) -> str:
     """Returns one line with vLLM's choices of runner, attention, dtype, cache and CUDA graphs. Runs in its worker."""
     config = worker.vllm_config
     cache = config.cache_config
+    runner = type(worker.model_runner).__module__
     layers = config.compilation_config.static_forward_context.values()
-    attention = sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    attention = ", ".join(sorted(backends)) or "of its model"
+    capacity = cache.num_gpu_blocks * cache.block_size
+    prefixes = "kept" if cache.enable_prefix_caching else "not kept"
+    graphs = config.compilation_config.cudagraph_mode
     return (
-        f"vLLM: {type(worker.model_runner).__module__}, attention {', '.join(attention) or 'of its model'}, "
-        f"{config.model_config.dtype}, {cache.num_gpu_blocks * cache.block_size:,} tokens of keys and values "
-        f"({cache.cache_dtype}), prefixes {'kept' if cache.enable_prefix_caching else 'not kept'}, CUDA graphs "
-        f"{config.compilation_config.cudagraph_mode}"
+        f"vLLM: {runner}, attention {attention}, {config.model_config.dtype}, {capacity:,} tokens of keys and values "
+        f"({cache.cache_dtype}), prefixes {prefixes}, CUDA graphs {graphs}"
     )
 
 
@@ -41,7 +44,9 @@ def repack_tied_head(worker: Worker) -> None:
     packed copy that the layer's matrix product uses.
     """
     model = worker.model_runner.get_model()
-    head = getattr(getattr(model, "language_model", model), "lm_head", None)
+    # a model with images contains the one with the output layer
+    language_model = getattr(model, "language_model", model)
+    head = getattr(language_model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
@@ -51,12 +56,21 @@ def unpack_experts(worker: Worker) -> None:
 
     vLLM packs expert weights when it builds their kernel; with an existing kernel, a reload does not pack them (0.32).
     """
-    for module in worker.model_runner.get_model().modules():
-        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None
+    model = worker.model_runner.get_model()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        # layers without experts have no such attribute
+        if method is not None and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def has_stale_experts(worker: Worker) -> bool:
     """Returns True if a reload, because it did not track the weights of an expert layer, built no kernel for it."""
-    methods = [getattr(module, "quant_method", None) for module in worker.model_runner.get_model().modules()]
-    return any(getattr(method, "moe_kernel", method) is None and method is not None for method in methods)
+    model = worker.model_runner.get_model()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or not hasattr(method, "moe_kernel"):
+            continue
+        if method.moe_kernel is None:
+            return True
+    return False

@@ -51,8 +51,9 @@ class ChannelEnd:
         """
         if store is None:
             host, port = self.address
+            limit = timedelta(seconds=self.timeout_s)
             try:
-                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+                store = dist.TCPStore(host, port, is_master=False, timeout=limit)
             except RuntimeError as error:
                 raise TransferError(f"{self.names[self.rank]} cannot reach the trainer at {self.address}") from error
         return WeightChannel(store, self.names, self.rank, device, self.timeout_s)
@@ -87,7 +88,12 @@ class WeightChannel:
     """
 
     def __init__(
-        self, store: dist.TCPStore, names: Sequence[str], rank: int, device: torch.device, timeout_s: float
+        self,
+        store: dist.TCPStore,
+        names: Sequence[str],
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
     ) -> None:
         self._store = store
         self._names = names
@@ -96,6 +102,7 @@ class WeightChannel:
         self._limit = timedelta(seconds=timeout_s)
         self._number = 0  # buckets and ends of weights so far
         store.set_timeout(self._limit)
+        # the keys of torch's group get a prefix, and those of the channel stay apart from them
         connections = dist.PrefixStore("group", store)
         self._group: Any  # torch's types of both groups lack `broadcast`
         try:
@@ -121,24 +128,35 @@ class WeightChannel:
         sent = 0
         try:
             for header, packed in _buckets(weights, bucket_bytes, self._device):
-                self._store.set(f"header/{self._number}", json.dumps(asdict(header)))
-                self._number += 1
+                content = json.dumps(asdict(header))
+                self._send_header(content)
+                # before the next bucket, so that the time limit applies to each of them
                 self._group.broadcast(packed, 0).wait(self._limit)
                 sent += packed.numel()
-            self._store.set(f"header/{self._number}", "null")
-            self._number += 1
+            self._send_header("null")
             # the receivers also count the end of the weights, after they have loaded the last bucket
-            self._store.wait([_loaded(rank, self._number) for rank in range(1, len(self._names))], self._limit)
+            keys = [_loaded(rank, self._number) for rank in self._receivers()]
+            self._store.wait(keys, self._limit)
         except RuntimeError as error:
             raise TransferError(f"weight update: {self._late()}") from error
         return sent
+
+    def _send_header(self, content: str) -> None:
+        self._store.set(f"header/{self._number}", content)
+        self._number += 1
+
+    def _receivers(self) -> range:
+        return range(1, len(self._names))
 
     def _late(self) -> str:
         """Describes the receivers that do not have the last bucket."""
         # receivers that can still finish get a second, so that only those that are really late are named
         time.sleep(1.0)
-        ranks = range(1, len(self._names))
-        late = [self._names[rank] for rank in ranks if not self._store.check([_loaded(rank, self._number)])]
+        late = []
+        for rank in self._receivers():
+            key = _loaded(rank, self._number)
+            if not self._store.check([key]):
+                late.append(self._names[rank])
         culprits = ", ".join(late) or "the connection"
         return f"{culprits} failed, or did not answer for {self._limit.total_seconds():g} s"
 
@@ -166,7 +184,8 @@ class WeightChannel:
 
     def _next_bucket(self) -> list[tuple[str, torch.Tensor]] | None:
         """Receives the next bucket. Returns None at the end of the weights."""
-        content = json.loads(self._store.get(f"header/{self._number}"))
+        header = self._store.get(f"header/{self._number}")
+        content = json.loads(header)
         self._number += 1
         if content is None:
             return None
@@ -178,8 +197,9 @@ class WeightChannel:
         for fields in content["tensors"]:
             entry = _Entry(*fields)
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            stop = entry.start + math.prod(entry.shape) * dtype.itemsize
-            tensor = packed[entry.start : stop].view(dtype).view(entry.shape)
+            end = entry.start + math.prod(entry.shape) * dtype.itemsize
+            own_bytes = packed[entry.start : end]
+            tensor = own_bytes.view(dtype).view(entry.shape)
             tensors.append((entry.name, tensor))
         return tensors
 
@@ -195,25 +215,30 @@ def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tupl
     entries: list[_Entry] = []
     size = 0
     for name, tensor in weights:
+        # a tensor above the limit is a bucket of its own
         if tensors and size + tensor.nbytes > most:
-            yield _Header(size, entries), _packed(tensors, entries, size, device)
+            header = _Header(size, entries)
+            yield header, _packed(tensors, header, device)
             tensors = []
             entries = []
             size = 0
         dtype = str(tensor.dtype).removeprefix("torch.")
+        entry = _Entry(name, dtype, list(tensor.shape), size)
         tensors.append(tensor)
-        entries.append(_Entry(name, dtype, list(tensor.shape), size))
-        size += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
+        entries.append(entry)
+        num_units = math.ceil(tensor.nbytes / _ALIGNMENT)
+        size += num_units * _ALIGNMENT
     if tensors:
-        yield _Header(size, entries), _packed(tensors, entries, size, device)
+        header = _Header(size, entries)
+        yield header, _packed(tensors, header, device)
 
 
-def _packed(
-    tensors: Sequence[torch.Tensor], entries: Sequence[_Entry], size: int, device: torch.device
-) -> torch.Tensor:
+def _packed(tensors: Sequence[torch.Tensor], header: _Header, device: torch.device) -> torch.Tensor:
     """Copies the tensors of a bucket into a new tensor of bytes."""
-    packed = torch.empty(size, dtype=torch.uint8, device=device)
-    for tensor, entry in zip(tensors, entries, strict=True):
-        target = packed[entry.start : entry.start + tensor.nbytes]
-        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    packed = torch.empty(header.bytes, dtype=torch.uint8, device=device)
+    for tensor, entry in zip(tensors, header.tensors, strict=True):
+        end = entry.start + tensor.nbytes
+        own_bytes = packed[entry.start : end]
+        target = own_bytes.view(tensor.dtype).view(tensor.shape)
+        target.copy_(tensor)
     return packed

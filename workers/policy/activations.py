@@ -66,15 +66,18 @@ class ActivationOffload(saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(self._pack, self._unpack)
-        self._count = 0  # of copies, which are numbered in the order of the forward pass
+        # of copies, which are numbered in the order of the forward pass
+        self._count = 0
         self._unread: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
         # a linear layer saves its transposed weight, which is a view of the parameter
         source = tensor if tensor._base is None else tensor._base
         is_parameter = isinstance(source, nn.Parameter)
-        values = tensor.detach()  # with its graph an output would never be freed
-        if not tensor.requires_grad or is_parameter or values.nbytes < MIN_BYTES:
+        # with its graph an output would never be freed
+        values = tensor.detach()
+        is_small = values.nbytes < MIN_BYTES
+        if not tensor.requires_grad or is_parameter or is_small:
             return values
 
         # only copies to and from pinned memory run beside the layers

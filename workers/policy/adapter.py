@@ -41,7 +41,7 @@ _PREFIX_IN_FILE = "base_model.model."
 
 
 def has_adapter(model: NetworkConfig) -> bool:
-    """True if only an adapter of the network is trained."""
+    """Returns True if only an adapter of the network is trained."""
     return isinstance(model, ModelConfig) and model.lora_rank > 0
 
 
@@ -62,8 +62,9 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         # for a transformers model peft would interpret layer names as names of experts, as in older model classes
         adapted = nn.ModuleDict({"network": network})
     target_modules: str | list[str] = targets
+    # in a list, peft would take it for the name of a layer
     if targets == [ALL_LINEAR]:
-        target_modules = ALL_LINEAR  # in a list, peft would take it for the name of a layer
+        target_modules = ALL_LINEAR
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -80,7 +81,9 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
 
     # peft also adapts other classes, such as GPT-2's Conv1D, whose weight is stored transposed, unlike `merged` expects
     for name, module in network.named_modules():
-        if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
+        if not isinstance(module, LoraLayer):
+            continue
+        if not isinstance(module.get_base_layer(), nn.Linear):
             raise UserError(f"model.target_modules: {name} is not a torch.nn.Linear, which an adapter needs")
     # peft creates them in the dtype of the frozen layer, bf16, which would lose small updates
     for parameter in network.parameters():
@@ -129,7 +132,8 @@ def base_note(model: NetworkConfig) -> str:
         return ""
     saved = read_adapter_config(Path(model.lora_adapter_path))
     base = str(saved.get("base_model_name_or_path") or "")
-    if not base or Path(base).name == Path(str(model.path)).name:
+    own_name = Path(str(model.path)).name
+    if not base or Path(base).name == own_name:
         return ""
     return (
         f"the adapter of model.lora_adapter_path={model.lora_adapter_path} was trained on {base}, and "
@@ -165,7 +169,11 @@ def _load_saved_adapter(network: PreTrainedModel, model: ModelConfig, folder: Pa
 
 
 def _require_same_layers(
-    network: PreTrainedModel, model: ModelConfig, folder: Path, tensors: Mapping[str, torch.Tensor], base: str
+    network: PreTrainedModel,
+    model: ModelConfig,
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    base: str,
 ) -> None:
     """Raises UserError if a tensor of a saved adapter belongs to no linear layer of the network, has other sizes than
     that layer, or holds values that are not finite.
@@ -187,16 +195,17 @@ def _require_same_layers(
         # such as an adapter of a run that diverged: every log-prob would be NaN
         if not bool(torch.isfinite(tensor).all()):
             raise UserError(f"model.lora_adapter_path={folder}: {name} in {WEIGHTS_FILE} has values NaN or infinite")
+        shape = tuple(tensor.shape)
         if layer in layers:
             rows, columns = layers[layer].weight.shape
             expected = (model.lora_rank, columns) if part == "A.weight" else (rows, model.lora_rank)
-            if tensor.shape == expected:
+            if shape == expected:
                 continue
-            difference = f"has the shape {tuple(tensor.shape)}, and {model.path} has {expected} there"
+            difference = f"has the shape {shape}, and {model.path} has {expected} there"
         elif _has_module(network, layer):
             raise refused_tensor(name, folder, f"and {layer} is no layer that can have an adapter here")
         else:
-            difference = f"has the shape {tuple(tensor.shape)}, and {model.path} has no such layer"
+            difference = f"has the shape {shape}, and {model.path} has no such layer"
 
         advice = f"Set model.path={base}, or train {model.path} without this adapter"
         if not base or base == str(model.path):
@@ -209,7 +218,10 @@ def _has_module(network: PreTrainedModel, name: str) -> bool:
 
 
 def _require_same_targets(
-    network: PreTrainedModel, model: ModelConfig, in_network: Collection[str], in_file: Collection[str]
+    network: PreTrainedModel,
+    model: ModelConfig,
+    in_network: Collection[str],
+    in_file: Collection[str],
 ) -> None:
     """Raises UserError if the options give an adapter to other layers than a saved adapter has.
 
@@ -225,13 +237,16 @@ def _require_same_targets(
     if not in_one_of_them:
         return
 
-    saved_layers = {name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")[0] for name in in_file}
+    saved_layers = set()
+    for name in in_file:
+        layer, _, _ = name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")
+        saved_layers.add(layer)
     all_layers = {name.removesuffix(".base_layer") for name in linear_layers(network)}
-    last_parts = {name.rpartition(".")[2] for name in saved_layers}
-    with_these_parts = {name for name in all_layers if name.rpartition(".")[2] in last_parts}
-    targets = last_parts
+    targets = {_last_part(layer) for layer in saved_layers}
+    with_these_parts = {layer for layer in all_layers if _last_part(layer) in targets}
+    # an adapter of some layers only needs their whole names
     if with_these_parts != saved_layers:
-        targets = saved_layers  # an adapter of some layers only needs their whole names
+        targets = saved_layers
     advice = f"Set model.target_modules=[{','.join(sorted(targets))}]"
     if model.exclude_modules:
         advice += " model.exclude_modules=[]"
@@ -246,8 +261,13 @@ def _require_same_targets(
     raise UserError(f"{options}: {name} is only {source}. {advice}")
 
 
+def _last_part(name: str) -> str:
+    """Returns the part of a layer's name after the last dot."""
+    return name.rpartition(".")[2]
+
+
 def _name_in_file(name: str) -> str:
-    """The name in peft's file of an adapter's parameter, given its name in the network."""
+    """Returns the name in peft's file of an adapter's parameter, given its name in the network."""
     return f"{_PREFIX_IN_FILE}{name.replace(IN_NETWORK, '.')}"
 
 
@@ -272,7 +292,8 @@ def _layers_without_effect(network: PreTrainedModel) -> set[str]:
     for name, module in network.named_modules():
         class_name = type(module).__name__
         if class_name.endswith(CHOOSERS):
-            endings: tuple[str, ...] = ("",)  # all of them
+            # every name ends with an empty text
+            endings: tuple[str, ...] = ("",)
         elif STATE_SPACE.search(class_name):
             endings = ("out_proj", "dt_proj")
         else:
@@ -287,7 +308,10 @@ def refuse_to_train_choosers(network: PreTrainedModel) -> None:
     """Raises UserError if a module that selects tokens would be trained: it receives no gradient of the policy."""
     for name, module in network.named_modules():
         kind = type(module).__name__
-        if kind.endswith(CHOOSERS) and any(parameter.requires_grad for parameter in module.parameters()):
+        if not kind.endswith(CHOOSERS):
+            continue
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if is_trained:
             raise UserError(
                 f"model.path: in a {type(network).__name__}, {name} ({kind}) selects tokens and gets no gradient from "
                 "the policy; train an adapter of the other layers with model.lora_rank=32"
@@ -300,15 +324,16 @@ def _require_linear_layers(network: PreTrainedModel, key: str, targets: list[str
     for target in targets:
         if any(f".{name}".endswith(f".{target}") for name in layers):
             continue
-        last_parts = sorted({name.rpartition(".")[2] for name in layers})
+        last_parts = {_last_part(name) for name in layers}
+        listed = ", ".join(sorted(last_parts))
         raise UserError(
             f"{key}: {target} matches no linear layer of {type(network).__name__} (its output layer cannot have an "
-            f"adapter); its layers are {', '.join(last_parts)}. Expected a layer's name, or its part after a dot"
+            f"adapter); its layers are {listed}. Expected a layer's name, or its part after a dot"
         )
 
 
 def sends_adapter(config: PPOConfig) -> bool:
-    """True if weight updates after the first one send only the adapter to the rollout engines."""
+    """Returns True if weight updates after the first one send only the adapter to the rollout engines."""
     if config.model.lora_rank == 0:
         return False
     # between processes the adapter is far less to send; within one, a copy of the base model would be kept on the host
@@ -344,13 +369,16 @@ class KeptBase:
                 adapter[name] = tensor
             else:
                 self.tensors[name] = tensor.to("cpu", copy=True)
-        # a generator, so that the device holds one base weight at a time
-        base = ((name, tensor.to(device)) for name, tensor in self.tensors.items())
-        yield from merged(base, adapter, self._scale)
+        yield from merged(self._on_device(device), adapter, self._scale)
+
+    def _on_device(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        # one after another, so that the device holds one base weight at a time
+        for name, tensor in self.tensors.items():
+            yield name, tensor.to(device)
 
 
 def count_trained_parameters(network: PreTrainedModel, model: NetworkConfig) -> int:
-    """Number of trained parameters. Adds the adapter to `network`, which may be on the meta device."""
+    """Counts the trained parameters. Adds the adapter to `network`, which may be on the meta device."""
     if has_adapter(model):
         assert isinstance(model, ModelConfig)
         add_adapter(network, model)

@@ -48,7 +48,8 @@ def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: 
         assets = {}
         for file in sorted(folder.rglob("*")):
             if file.is_file():
-                assets[str(file.relative_to(folder))] = file.read_bytes()
+                name_in_folder = str(file.relative_to(folder))
+                assets[name_in_folder] = file.read_bytes()
     return assets
 
 
@@ -65,7 +66,8 @@ def _write_config(config: PretrainedConfig, model: NetworkConfig, folder: Path) 
     """Writes config.json. Unlike `save_pretrained`, accepts what the initial config.json contains: older models have
     sampling options there."""
     own = copy.deepcopy(config)
-    if "transformers_weights" in vars(own):  # the name of a file of the initial model
+    # the name of a file of the initial model
+    if "transformers_weights" in vars(own):
         del own.transformers_weights
     file = folder / "config.json"
     remedy = "the trained model could not be saved; correct this config.json or the entries of model.override_config"
@@ -84,7 +86,8 @@ def _write_tokenizer(model: NetworkConfig, chat_template: str | None, folder: Pa
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except OSError:
-        return  # the folder has no tokenizer
+        # the folder has no tokenizer
+        return
     except Exception as error:  # what its files or its code raise
         raise UserError(f"{key}={source!r}: its tokenizer cannot be read ({type(error).__name__}: {error})") from error
     set_chat_template(tokenizer, chat_template)

@@ -66,7 +66,8 @@ class CausalLMPolicy(Policy):
         self.functions = TILE_FUNCTIONS
         # tokens that stand for images, and tokens that only a teacher has
         size = model.config.get_text_config().vocab_size
-        self.excluded_tokens = (*placeholder_ids(model.config), *range(vocab_size or size, size))
+        first_excluded = vocab_size or size
+        self.excluded_tokens = (*placeholder_ids(model.config), *range(first_excluded, size))
 
     def forward(
         self,
@@ -143,7 +144,7 @@ class CausalLMPolicy(Policy):
         return outputs
 
     def _output_bias(self, head: nn.Linear) -> torch.Tensor | None:
-        """The bias of the output layer: -inf for tokens that the rollout engines never sample."""
+        """Returns the bias of the output layer: -inf for tokens that the rollout engines never sample."""
         bias: torch.Tensor | None = getattr(head, "bias", None)
         if not self.excluded_tokens:
             return bias
@@ -193,7 +194,7 @@ def output_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """True if `torch.mm` on this device can multiply bf16 matrices into an fp32 result (`out_dtype`)."""
+    """Returns True if `torch.mm` on this device can multiply bf16 matrices into an fp32 result (`out_dtype`)."""
     return device.type == "cuda"
 
 
@@ -296,13 +297,15 @@ def top_log_probs(
 def _top_of_rows(logits: _Logits, rows: slice, tiles: list[slice], k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the k most probable tokens (n, k) of some rows, and their log-probs. `tiles`: parts of the vocabulary."""
     dtype = torch.promote_types(logits.hidden.dtype, torch.float32)
-    best_logits = logits.hidden.new_empty(rows.stop - rows.start, 0, dtype=dtype)
+    num_rows = rows.stop - rows.start
+    best_logits = logits.hidden.new_empty(num_rows, 0, dtype=dtype)
     best_ids = best_logits.long()
     normalizers = []
     for columns in tiles:
         tile = logits.tile(rows, columns)
         normalizers.append(tile.logsumexp(dim=1))
-        tile_logits, tile_columns = tile.topk(min(k, tile.shape[1]), dim=1)
+        num_in_tile = min(k, tile.shape[1])
+        tile_logits, tile_columns = tile.topk(num_in_tile, dim=1)
         tile_ids = tile_columns + columns.start
 
         # the best of this tile and of the tiles before it
@@ -339,15 +342,17 @@ class _Logits:
         """Returns one tile. Entries of -inf, which a bias can contain, and tokens outside a row's candidate set become
         FINITE_LOGIT."""
         bias = None if self.bias is None else self.bias[columns]
-        logits = self.transform(output_logits(self.hidden[rows], self.weight[columns], bias))
+        plain = output_logits(self.hidden[rows], self.weight[columns], bias)
+        logits = self.transform(plain)
         if bias is not None:
             logits = logits.clamp_(min=FINITE_LOGIT)
         if self.candidates is None:
             return logits
 
         candidates = self.candidates[rows]
+        width = logits.shape[1]
         columns_in_tile = candidates.long() - columns.start
-        is_inside = (columns_in_tile >= 0) & (columns_in_tile < logits.shape[1])
+        is_inside = (columns_in_tile >= 0) & (columns_in_tile < width)
         index = columns_in_tile.where(is_inside, 0)
         candidate_logits = logits.gather(1, index).where(is_inside, FINITE_LOGIT)
 
@@ -364,7 +369,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif has_wide_products(total.device):
-        total.add_(torch.mm(left, right, out_dtype=total.dtype))
+        product = torch.mm(left, right, out_dtype=total.dtype)
+        total.add_(product)
     else:
         total.add_(left @ right)
 
@@ -425,7 +431,9 @@ def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: LogitTiles,
             if not stored_targets:
                 at_targets[:, rows] += values[:num_targets].where(inside.t(), 0)
     if tiles.inside is not None:
-        at_targets = results[:1].where(tiles.inside.squeeze(2), 0).sum(dim=1)
+        # each target is in one tile, so that the sum over the tiles is its logit
+        in_tiles = results[:1].where(tiles.inside.squeeze(2), 0)
+        at_targets = in_tiles.sum(dim=1)
     return _TileResults(at_targets, results[stored_targets:], tile)
 
 
@@ -475,7 +483,11 @@ class _LogitGradients:
 
 
 def _input_gradients(
-    gradients: _LogitGradients, tiles: LogitTiles, functions: TileFunctions, weight_learns: bool, bias_learns: bool
+    gradients: _LogitGradients,
+    tiles: LogitTiles,
+    functions: TileFunctions,
+    weight_learns: bool,
+    bias_learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Computes the gradients of hidden states, weight and bias from those of the logits, tile by tile.
 
@@ -503,7 +515,8 @@ def _input_gradients(
         grad_columns = None if grad_weight is None else grad_weight[columns].to(dtype)
         for rows in tiles.rows:
             gradient = gradients.tile(tiles, number, rows, functions)
-            if grad_bias is not None:  # its sum over the tokens needs fp32
+            # its sum over the tokens needs fp32
+            if grad_bias is not None:
                 grad_bias[columns] += gradient.sum(dim=0)
                 gradient = gradient.to(hidden.dtype)
             _add_product(grad_hidden[rows], gradient, weight[columns])
@@ -537,7 +550,8 @@ class _TokenLogProbs(torch.autograd.Function):
         # the statistics of softmax over the vocabulary from those over the tiles
         tile_normalizers, *others = statistics
         normalizers = tile_normalizers.logsumexp(dim=0)
-        tile_shares = (tile_normalizers - normalizers).exp_()  # of each tile in the probability
+        # of each tile in the probability
+        tile_shares = (tile_normalizers - normalizers).exp_()
         log_probs = (at_targets - normalizers).t().contiguous()
         empty = log_probs.new_empty(0)
         entropys = empty
@@ -558,7 +572,8 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, normalizers, entropys, kept_logits, candidates = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
-        _, weight_learns, bias_learns, *_ = ctx.needs_input_grad  # False for a model with an adapter
+        # False for a model with an adapter
+        _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
         options: _Options = ctx.options
         tiles: LogitTiles = ctx.tiles
 

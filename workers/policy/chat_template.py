@@ -128,10 +128,14 @@ def render_chats(
         ChatTemplateError: the template rejects a chat or fails on it.
         UserError: the template takes too much time or memory, or writes too much.
     """
-    as_dicts = [[dict(message) for message in chat] for chat in chats]
+    as_dicts = []
+    for chat in chats:
+        messages = [dict(message) for message in chat]
+        as_dicts.append(messages)
     if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
         template = _Template(tokenizer.chat_template, dict(tokenizer.special_tokens_map))
-        reply = _rendered_outside(_Request(template, as_dicts, arguments, SECONDS, SECONDS_PER_CHAT, MEMORY_BYTES))
+        request = _Request(template, as_dicts, arguments, SECONDS, SECONDS_PER_CHAT, MEMORY_BYTES)
+        reply = _rendered_outside(request)
     else:
         reply = _rendered(tokenizer, as_dicts, arguments, {})
 
@@ -149,10 +153,12 @@ def render_chats(
 def _rendered_outside(request: _Request) -> "_Reply":
     """Renders with the renderer of this process, and starts one if there is none."""
     global _renderer
-    message = pickle.dumps(request)  # fails for deeply nested arguments, before a renderer is in use
+    # fails for deeply nested arguments, before a renderer is in use
+    message = pickle.dumps(request)
     with _rendering:
         renderer = _renderer
-        _renderer = None  # if this call is interrupted, no later call reads its reply
+        # if this call is interrupted, no later call reads its reply
+        _renderer = None
         # a fork of this process leaves its parent's renderer alone, and the end of a run kills that of its process
         if renderer is None or renderer.parent != os.getpid() or renderer.has_ended():
             renderer = _Renderer()
@@ -164,7 +170,8 @@ def _rendered_outside(request: _Request) -> "_Reply":
                 return _Reply(excess=f"ended the process that renders it (exit code {code})")
             limit_s = request.seconds + request.seconds_per_chat * len(request.chats)
             return _Reply(excess=f"took more than {limit_s:g} s of processor time")
-        except BaseException:  # such as Ctrl-C: the renderer would answer the next request with this one's reply
+        except BaseException:
+            # such as Ctrl-C: the renderer would answer the next request with this one's reply
             renderer.end()
             raise
         _renderer = renderer
@@ -177,7 +184,8 @@ def serve(connection_fd: int) -> None:
     memory_at_start = psutil.Process().memory_info().vms
     _, memory_hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     # transformers imports Jinja with the first template, which is not to be charged for it
-    _Template("{{ messages }}", {}).apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    trial = _Template("{{ messages }}", {})
+    trial.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     template: _Template | None = None
     seconds_left = 0.0
     forms: dict[str, CallForm] = {}
@@ -193,11 +201,14 @@ def serve(connection_fd: int) -> None:
             forms = {}
 
         memory_limit = memory_at_start + request.memory_bytes
-        if memory_hard_limit != resource.RLIM_INFINITY:  # of the user's shell or job, and not to be exceeded
+        # of the user's shell or job, and not to be exceeded
+        if memory_hard_limit != resource.RLIM_INFINITY:
             memory_limit = min(memory_limit, memory_hard_limit)
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_hard_limit))
-        seconds = min(request.seconds, seconds_left) + request.seconds_per_chat * len(request.chats)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, whatever runs
+        seconds_of_chats = request.seconds_per_chat * len(request.chats)
+        seconds = min(request.seconds, seconds_left) + seconds_of_chats
+        # its signal ends the process, whatever runs
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         most_characters = max(MOST_CHARACTERS, MOST_GROWTH * len(message))
         reply = _rendered(template, request.chats, request.arguments, forms, most_characters, request.memory_bytes)
         # time that the chats of this call did not use is left for later calls
@@ -243,7 +254,8 @@ def _rendered(
         for chat in chats:
             messages = chat
             # only these have several forms, which need some renderings to find out
-            if any(message.get("tool_calls") for message in chat):
+            has_calls = any(message.get("tool_calls") for message in chat)
+            if has_calls:
                 key = repr(arguments)
                 if key not in forms:
                     forms[key] = find_call_form(template, arguments)
@@ -299,7 +311,8 @@ class CallForm:
             return written
         if self.writes_calls:
             calls = [_written_call(call) for call in written.pop("tool_calls")]
-            written["content"] = (message.get("content") or "") + "\n".join(calls)
+            content = message.get("content") or ""
+            written["content"] = content + "\n".join(calls)
             return written
         if not message.get("content"):
             written["content"] = self.content
@@ -350,12 +363,15 @@ def find_call_form(template: _Template | PreTrainedTokenizerBase, arguments: Key
     call = {"id": "verllite0", "type": "function", "function": function}
     system = {"role": "system", "content": "s"}
     question = {"role": "user", "content": "q"}
-    for beginning in ([question], [system, question]):  # few templates need a system message, some refuse it
+    answer = {"role": "assistant", "content": "a"}
+    answer_with_call = {"role": "assistant", "content": "", "tool_calls": [call]}
+    # few templates need a system message, some refuse it
+    for beginning in ([question], [system, question]):
         # a template may contain the word None itself, such as "Reasoning: None"
-        answer = {"role": "assistant", "content": "a"}
-        number_without_calls = _probe(template, [*beginning, answer], arguments).count("None")
+        text_without_calls = _probe(template, [*beginning, answer], arguments)
+        number_without_calls = text_without_calls.count("None")
         for form in _CALL_FORMS:
-            message = form.apply({"role": "assistant", "content": "", "tool_calls": [call]})
+            message = form.apply(answer_with_call)
             text = _probe(template, [*beginning, message], arguments)
             # a dict that is concatenated as a text has single quotes, which are no JSON
             shows_dict = f"'{_PROBE_KEY}'" in text

@@ -40,7 +40,8 @@ def classifier_of(kind: str, config: PretrainedConfig) -> AutoClass:
         UserError: the family has no causal language model from which the class could be made.
     """
     auto_class, layers = KINDS[kind]
-    classes_with_code = getattr(config, "auto_map", None) or {}  # their code comes with the model
+    # their code comes with the model
+    classes_with_code = getattr(config, "auto_map", None) or {}
     if type(config) in auto_class._model_mapping or auto_class.__name__ in classes_with_code:
         return auto_class
     causal_lm_class = causal_lm_class_of(config)
@@ -51,7 +52,8 @@ def classifier_of(kind: str, config: PretrainedConfig) -> AutoClass:
         )
 
     # the class `...PreTrainedModel` of the family, from which its networks derive
-    family_base = next(base for base in causal_lm_class.__mro__[1:] if issubclass(base, PreTrainedModel))
+    bases = causal_lm_class.__mro__[1:]
+    family_base = next(base for base in bases if issubclass(base, PreTrainedModel))
     entries = {
         "config_class": causal_lm_class.config_class,
         "base_model_prefix": causal_lm_class.base_model_prefix,
@@ -73,10 +75,12 @@ def causal_lm_class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None
 
 
 def is_of_transformers(network: PreTrainedModel) -> bool:
-    """True if the network's class is part of transformers."""
-    return getattr(transformers, type(network).__name__, None) is type(network)
+    """Returns True if the network's class is part of transformers."""
+    own_class = type(network)
+    # code that comes with a model may have a class of the same name
+    return getattr(transformers, own_class.__name__, None) is own_class
 
 
 def config_has_code(config: PretrainedConfig) -> bool:
-    """True if the classes of a model come with it as Python code (`auto_map`)."""
+    """Returns True if the classes of a model come with it as Python code (`auto_map`)."""
     return bool(getattr(config, "auto_map", None))

@@ -24,9 +24,11 @@ def compile_policy(policy: EngineNetwork, backend: str | Callable[..., object] =
     Hooks run outside the compiled code, so blocks can be sharded and checkpointed afterwards. Blocks of one class share
     their compiled code.
     """
+    # shared, so that all blocks of a class run eagerly once one of them cannot be compiled
     eager: set[str] = set()
     for block in policy.blocks():
-        block.forward = CompiledFunction(type(block).__name__, block.forward, eager, backend)
+        name = type(block).__name__
+        block.forward = CompiledFunction(name, block.forward, eager, backend)
     functions = {}
     for name, function in policy.functions.items():
         functions[name] = CompiledFunction(name, function, eager, backend)
@@ -44,7 +46,11 @@ class CompiledFunction(Generic[T]):
     """
 
     def __init__(
-        self, name: str, function: Callable[..., T], eager: set[str], backend: str | Callable[..., object]
+        self,
+        name: str,
+        function: Callable[..., T],
+        eager: set[str],
+        backend: str | Callable[..., object],
     ) -> None:
         self.name = name
         self.function = function
@@ -59,11 +65,14 @@ class CompiledFunction(Generic[T]):
         if self.name in self.eager:
             return self.function(*args, **kwargs)
         try:
-            with config.patch(disable=False):  # vLLM on a CPU disables the compiler for its own functions
+            # vLLM on a CPU disables the compiler for its own functions
+            with config.patch(disable=False):
                 return self.compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.eager.add(self.name)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                reason = " ".join(str(error).split("\n\n")[0].split())
+                # the first paragraph on one line; torch's hints and the user's code follow it
+                first_paragraph = str(error).split("\n\n")[0]
+                reason = " ".join(first_paragraph.split())
                 print(f"model.compile=true: {self.name} is not compiled and runs eagerly: {reason}", flush=True)
         return self.function(*args, **kwargs)

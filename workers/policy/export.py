@@ -64,15 +64,18 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
     if adapter is None:
         network = _network_without_weights(auto_class, config, target_dtype, trust_remote_code)
         # one after another, so that both dtypes of the whole model are never in memory
-        converted = {name: weights.pop(name).to(target_dtype) for name in list(weights)}
+        converted = {}
+        for name in list(weights):
+            converted[name] = weights.pop(name).to(target_dtype)
         # not strict: the checkpoint has tied weights once, under one of their names
         network.load_state_dict(converted, strict=False, assign=True)
         network.tie_weights()
     else:
         # the checkpoint of an adapter does not contain the base model
         network = _base_network(path, adapter, auto_class, config, trust_remote_code)
+        merged_weights = merged(network.named_parameters(), weights, scale_of(adapter))
         with torch.no_grad():
-            for name, weight in merged(network.named_parameters(), weights, scale_of(adapter)):
+            for name, weight in merged_weights:
                 network.get_parameter(name).copy_(weight)
         network = network.to(target_dtype)
 
@@ -85,7 +88,11 @@ def export(path: str, target: str, dtype: str | None = None, *, trust_remote_cod
 
 
 def _base_network(
-    path: str, adapter: LoraConfig, auto_class: AutoClass, config: PretrainedConfig, trust_remote_code: bool
+    path: str,
+    adapter: LoraConfig,
+    auto_class: AutoClass,
+    config: PretrainedConfig,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Loads the base model of a checkpoint's adapter. Raises UserError if it is no longer at its path."""
     base = str(adapter.base_model_name_or_path)
@@ -145,7 +152,10 @@ def _exported_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedCo
 
 
 def _network_without_weights(
-    auto_class: AutoClass, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    auto_class: AutoClass,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     with torch.device("meta"):
         return auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -178,15 +188,18 @@ def _write_weights(network: PreTrainedModel, folder: Path) -> None:
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        index_file = folder / SAFE_WEIGHTS_INDEX_NAME
+        index_file.write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _update_config(folder: Path, network: PreTrainedModel, dtype: torch.dtype) -> None:
     """Sets the entries of config.json that describe the weights."""
     file = folder / "config.json"
     entries = json.loads(file.read_text(encoding="utf-8"))
-    entries["architectures"] = [type(network).__name__]
+    class_name = type(network).__name__
+    entries["architectures"] = [class_name]
     entries["dtype"] = str(dtype).removeprefix("torch.")
+    # as transformers writes it
     text = json.dumps(entries, indent=2, sort_keys=True)
     file.write_text(text + "\n", encoding="utf-8")
 
@@ -203,7 +216,8 @@ def export_adapter(path: str, target: str) -> None:
     if adapter is None:
         raise UserError(f"checkpoint {path!r}: all parameters were trained, so it has no adapter; export it as a model")
     folder.mkdir(parents=True, exist_ok=True)
-    save_adapter(folder, read_weights(source), adapter)
+    weights = read_weights(source)
+    save_adapter(folder, weights, adapter)
     # the tokenizer and its chat template; peft reads the configs from the base model's folder
     for file in (source / ASSETS).iterdir():
         if file.is_file() and file.name not in _OF_THE_WHOLE_MODEL:
@@ -215,6 +229,8 @@ def _checkpoint(path: str) -> Path:
     folder = Path(path)
     if not folder.exists():
         raise UserError(f"{path} does not exist: expected the folder of a run, or of one of its steps")
-    if not (folder / ".metadata").is_file() or not (folder / ASSETS).is_dir():
+    has_weights = (folder / ".metadata").is_file()
+    has_assets = (folder / ASSETS).is_dir()
+    if not has_weights or not has_assets:
         raise UserError(f"checkpoint {path!r}: expected a folder written by a training run (.metadata and {ASSETS}/)")
     return folder

@@ -81,6 +81,8 @@ def family_of(model: PreTrainedModel) -> Family | None:
     Code that comes with a model may have the model_type of a family and other layers, so it has no entry.
     """
     # the code of a folder is imported as transformers_modules
-    if not type(model.get_decoder()).__module__.startswith("transformers.models."):
+    decoder = model.get_decoder()
+    if not type(decoder).__module__.startswith("transformers.models."):
         return None
-    return FAMILIES.get(model.config.get_text_config().model_type)
+    text_config = model.config.get_text_config()
+    return FAMILIES.get(text_config.model_type)

@@ -23,7 +23,7 @@ from verl_lite.config import NetworkConfig
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
 from verl_lite.protocol import DataProto
-from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, blocks_named
+from workers.engine.network import BuildArguments, EngineNetwork, NetworkBuilder, block_classes, blocks_named
 from workers.engine.packing import ModelInputs
 from workers.engine.sequence_parallel import sequence_group
 from workers.policy.activations import limit_activations
@@ -88,20 +88,24 @@ class Policy(EngineNetwork):
     assets: Mapping[str, bytes] = MappingProxyType({})
 
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
-        return blocks_named(self.model, set(getattr(self.model, "_no_split_modules", None) or ()))
+        """Returns the decoder layers: the modules that a Hugging Face model declares in `_no_split_modules`."""
+        return blocks_named(self.model, block_classes(self.model))
 
     def prepare_inputs(self, micro_batch: DataProto, device: torch.device) -> tuple[ModelInputs, bool]:
-        """The inputs of a micro-batch on `device`, and True if any predicted token counts."""
-        columns: dict[str, torch.Tensor] = {str(name): micro_batch.batch[name] for name in micro_batch.batch.keys()}
+        """Returns the inputs of a micro-batch on `device`, and True if any predicted token counts."""
+        columns: dict[str, torch.Tensor] = {}
+        for key in micro_batch.batch.keys():
+            columns[str(key)] = micro_batch.batch[key]
         image_column = micro_batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
         if image_column is None:
             inputs = self.arrangement(columns)
         else:
             # prompts with equal tokens and different images share no tokens
             images = image_column.tolist()
-            inputs = self.arrangement(columns | {"prompt_digests": prompt_digests(images)})
-            inputs = with_images(inputs, images, columns["position_ids"], self.model.config.image_token_id)
+            columns["prompt_digests"] = prompt_digests(images)
+            text_inputs = self.arrangement(columns)
+            image_token_id = self.model.config.image_token_id
+            inputs = with_images(text_inputs, images, columns["position_ids"], image_token_id)
 
         for name in self.extra_inputs:
             if name in columns:
@@ -116,7 +120,7 @@ class Policy(EngineNetwork):
         save_assets(path, self.assets, self.adapter)
 
     def hidden_states(self, inputs: ModelInputs) -> torch.Tensor:
-        """The backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
+        """Computes the backbone's last hidden states: (1, T, H) packed, (b, S, H) padded, (n, L, H) aligned."""
         options: dict[str, object] = dict(inputs.images or {})
         if inputs.sequences is not None:
             options["packed_sequences"] = inputs.sequences
@@ -138,18 +142,23 @@ class Policy(EngineNetwork):
             **options,
         )
         hidden: torch.Tensor = outputs.last_hidden_state
-        return hidden if zero is None else hidden + zero.to(hidden.dtype)
+        if zero is None:
+            return hidden
+        return hidden + zero.to(hidden.dtype)
 
     def label_of(self, head: nn.Linear, inputs: ModelInputs) -> torch.Tensor:
         """Applies a head with one label at each position that predicts a response token. Returns its logits (b, R) in
         the columns of the predicted tokens; fp32, 0 elsewhere."""
         all_hidden = self.hidden_states(inputs).flatten(0, 1)
-        hidden = all_hidden.index_select(0, inputs.predict_index)  # (N, H)
+        # (N, H)
+        hidden = all_hidden.index_select(0, inputs.predict_index)
 
-        dtype = torch.promote_types(hidden.dtype, torch.float32)  # cheap for a single label
+        # in fp32, which is cheap for a single label
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         weight = head.weight.to(dtype)
         bias = None if head.bias is None else head.bias.to(dtype)
-        labels = F.linear(hidden.to(dtype), weight, bias)  # (N, 1)
+        # (N, 1)
+        labels = F.linear(hidden.to(dtype), weight, bias)
         return inputs.scatter(labels.squeeze(-1))
 
 
@@ -203,7 +212,11 @@ def token_network(
 
 
 def check_network(
-    model: NetworkConfig, build_policy: PolicyBuilder, *, trains: bool, chat_template: str | None = None
+    model: NetworkConfig,
+    build_policy: PolicyBuilder,
+    *,
+    trains: bool,
+    chat_template: str | None = None,
 ) -> None:
     """Raises UserError for all that would prevent the workers from building and training this network, or prevent the
     export of the trained network: its config, code, weight files, saved adapter, logits, tokenizer and other files.
@@ -214,7 +227,8 @@ def check_network(
     # the meta device, on which the dtypes do not matter
     meta = torch.device("meta")
     arguments = BuildArguments(torch.float32, torch.float32, trains=trains, with_weights=False, device=meta)
-    policy = token_network(model, build_policy, chat_template=chat_template)(arguments)
+    build = token_network(model, build_policy, chat_template=chat_template)
+    policy = build(arguments)
     assert isinstance(policy, Policy)
     if trains:
         kind = type(policy.model).__name__
@@ -248,10 +262,11 @@ def load_model_config(model: NetworkConfig) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
 
     # of a multimodal model whose text model is a network of its own, that network
-    is_whole = config.get_text_config() is config
+    text_config = config.get_text_config()
+    is_whole = text_config is config
     causal_lm_class = causal_lm_class_of(config)
-    if causal_lm_class is not None and causal_lm_class.config_class is type(config.get_text_config()):
-        config = config.get_text_config()
+    if causal_lm_class is not None and causal_lm_class.config_class is type(text_config):
+        config = text_config
     _apply_overrides(config, model)
     _refuse_quantized_weights(config, model)
     _untie_own_output_layer(config, model, is_whole)
@@ -267,7 +282,8 @@ def _apply_overrides(config: PretrainedConfig, model: NetworkConfig) -> None:
                 continue
             raise UserError(f"model.override_config.{name}={value!r}: a {config.model_type} config has no such entry")
         problem = f"model.override_config.{name}={value!r} is not accepted"
-        with user_error_on_failure(problem, f"a {config.model_type} config has {getattr(config, name)!r} there"):
+        remedy = f"a {config.model_type} config has {getattr(config, name)!r} there"
+        with user_error_on_failure(problem, remedy):
             setattr(config, name, value)
 
 
@@ -304,7 +320,9 @@ def _untie_own_output_layer(config: PretrainedConfig, model: NetworkConfig, is_w
     Args:
         is_whole: False for the text model of a multimodal model, whose rollout engine reads another config.
     """
-    if not getattr(config, "tie_word_embeddings", False) or not has_own_output_layer(str(model.path), config):
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    if not has_own_output_layer(str(model.path), config):
         return
     if model.override_config.get("tie_word_embeddings"):
         raise UserError(
@@ -340,7 +358,9 @@ def _untied_entries(model: NetworkConfig) -> dict[str, bool]:
     if "tie_word_embeddings" in model.override_config:
         return {}
     config = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code)
-    if not getattr(config, "tie_word_embeddings", False) or load_model_config(model).tie_word_embeddings:
+    if not getattr(config, "tie_word_embeddings", False):
+        return {}
+    if load_model_config(model).tie_word_embeddings:
         return {}
     return {"tie_word_embeddings": False}
 
@@ -360,7 +380,8 @@ def shown(model: NetworkConfig) -> str:
 
 def count_parameters(model: NetworkConfig) -> int:
     """Counts the parameters of a causal language model, from its config alone; tied parameters count once."""
-    return sum(parameter.numel() for parameter in empty_network(model).parameters())
+    network = empty_network(model)
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def count_trained(model: NetworkConfig) -> int:
@@ -375,7 +396,9 @@ def count_trained(model: NetworkConfig) -> int:
 def packing_note(model: NetworkConfig) -> str:
     """Returns a line for the user if `model.use_remove_padding` is set and this network cannot be packed; otherwise an
     empty string."""
-    return unpacked_note(empty_network(model)) if model.use_remove_padding else ""
+    if not model.use_remove_padding:
+        return ""
+    return unpacked_note(empty_network(model))
 
 
 def check_sequence_parallel(model: NetworkConfig, role: str, size: int) -> None:
@@ -432,7 +455,8 @@ def build_network(auto_class: AutoClass, spec: NetworkSpec, *, new_head: bool = 
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for noise in ("attention_dropout", "jitter_noise"):  # jitter_noise: noise on the inputs of routers
+        # jitter_noise: noise on the inputs of routers
+        for noise in ("attention_dropout", "jitter_noise"):
             if isinstance(getattr(module, noise, None), float):
                 vars(module)[noise] = 0.0
     return network
@@ -453,7 +477,8 @@ def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedMo
         raise UserError(refusal.format(path=spec.model.path, labels=config.num_labels))
     config.num_labels = 1
     network = build_network(auto_class, spec, new_head=not has_head)
-    config.architectures = [type(network).__name__]  # the class that loads its checkpoints
+    # the class that loads its checkpoints
+    config.architectures = [type(network).__name__]
     return network
 
 
@@ -511,8 +536,11 @@ def _unread_parts(network: PreTrainedModel, spec: NetworkSpec, report: LoadingRe
     """Returns the beginnings of the names of weights that a network leaves in its files by intention."""
     model = spec.model
     whole_config = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code)
-    # the other parts of a multimodal model; layers that the user removes
-    if type(whole_config) is not type(spec.config) or "num_hidden_layers" in model.override_config:
+    # the other parts of a multimodal model
+    if type(whole_config) is not type(spec.config):
+        return ("",)
+    # layers that the user removes
+    if "num_hidden_layers" in model.override_config:
         return ("",)
     # a critic or reward model, made from a model with another head
     if network.get_output_embeddings() is None:

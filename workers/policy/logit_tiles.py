@@ -24,10 +24,17 @@ class LogitTiles:
     """
 
     def __init__(
-        self, targets: torch.Tensor, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int, kept_bytes: int
+        self,
+        targets: torch.Tensor,
+        vocab: int,
+        itemsize: int,
+        chunk_tokens: int,
+        tile_bytes: int,
+        kept_bytes: int,
     ) -> None:
         num_tokens = len(targets)
-        self.keep = num_tokens * vocab * itemsize <= kept_bytes
+        num_bytes = num_tokens * vocab * itemsize
+        self.keep = num_bytes <= kept_bytes
         height, width = self._tile_shape(num_tokens, vocab, itemsize, chunk_tokens, tile_bytes)
         self.rows = _slices(num_tokens, height)
         self.columns = _slices(vocab, width)
@@ -38,12 +45,18 @@ class LogitTiles:
         self.inside: torch.Tensor | None = None
         if targets.shape[1] == 1:
             first_columns = torch.arange(0, vocab, width, device=targets.device)
-            columns_in_tiles = targets - first_columns.view(-1, 1, 1)  # (tiles, N, 1)
+            # (tiles, N, 1)
+            columns_in_tiles = targets - first_columns.view(-1, 1, 1)
             self.inside = (columns_in_tiles >= 0) & (columns_in_tiles < width)
             self._index = columns_in_tiles.where(self.inside, 0)
 
     def _tile_shape(
-        self, num_tokens: int, vocab: int, itemsize: int, chunk_tokens: int, tile_bytes: int
+        self,
+        num_tokens: int,
+        vocab: int,
+        itemsize: int,
+        chunk_tokens: int,
+        tile_bytes: int,
     ) -> tuple[int, int]:
         """Returns the number of tokens and the number of vocabulary entries of a tile."""
         if self.keep:
@@ -56,8 +69,9 @@ class LogitTiles:
             num_parts = -(-vocab * height * itemsize // tile_bytes)
         if num_parts * 8 > vocab:
             return height, 1
-        width = -(-vocab // (num_parts * 8)) * 8  # a multiple of 8 for fast kernels
-        return height, width
+        # a multiple of 8 for fast kernels
+        num_eights = -(-vocab // (num_parts * 8))
+        return height, num_eights * 8
 
     def targets_in(self, number: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the column (n, M) of each target in a tile, 0 for targets in other tiles, and a bool mask (n, M) of
@@ -74,4 +88,8 @@ class LogitTiles:
 
 def _slices(length: int, size: int) -> list[slice]:
     """Divides a range of this length into slices of a size; the last one may be shorter."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    slices = []
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        slices.append(slice(start, end))
+    return slices

@@ -71,10 +71,11 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
         UserError: the output layer does not receive the hidden states, or the model applies more than a scale and a
             soft cap to the logits: log-probs computed from such a transform would be those of another distribution.
     """
-    hidden = torch.arange(8.0).view(1, 1, 8)  # exact in each dtype: some networks cast it to the dtype of their weights
+    # exact in each dtype: some networks cast it to the dtype of their weights
+    hidden = torch.arange(8.0).view(1, 1, 8)
     # powers of two are exact, and over this range the scale shows at one end and a cap at the other
     magnitudes = 2.0 ** torch.arange(-10, 41, dtype=torch.float64)
-    plain = torch.cat([-magnitudes, magnitudes])[None, None]
+    plain = torch.cat([-magnitudes, magnitudes]).view(1, 1, -1)
     received: list[torch.Tensor] = []
 
     def output_layer(states: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,8 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
         backbone.forward = lambda *args, **kwargs: _BackboneOutputs(hidden)
         head.forward = output_layer
         with user_error_on_failure(problem, _REMEDY):
-            outputs = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+            one_token = torch.zeros(1, 1, dtype=torch.long)
+            outputs = model(input_ids=one_token, use_cache=False)
             transformed = outputs.logits.double()
     finally:
         del backbone.forward, head.forward
@@ -105,7 +107,8 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
     # the model is accepted only if this transform explains all of its logits
     has_plain_input = len(received) == 1 and torch.equal(received[0].float(), hidden)
-    if not has_plain_input or not torch.allclose(transform(plain.clone()), transformed, rtol=1e-5, atol=0.0):
+    expected = transform(plain.clone())
+    if not has_plain_input or not torch.allclose(expected, transformed, rtol=1e-5, atol=0.0):
         raise UserError(
             f"model.path: a {type(model).__name__} transforms its hidden states or logits by more than a scale and a "
             f"soft cap; {_REMEDY}"

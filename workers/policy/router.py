@@ -64,18 +64,19 @@ class Routers:
         self._routes: list[Routes] | None = None
         self._replayed: torch.Tensor | None = None
         self.layers = router_layers(network)
-        for layer, router in enumerate(find_routers(network)):
+        routers = find_routers(network)
+        for layer, router in enumerate(routers):
             # a router's matrix maps hidden states to the scores of the experts
             matrix = next(parameter for parameter in router.parameters() if parameter.ndim == 2)
             num_experts = matrix.shape[0]
             top_k: Any = router.top_k
             vars(router)["forward"] = partial(self._route, router.forward, layer, top_k, num_experts)
             self.top_k = top_k
-            self.extra_outputs = {ROUTED_EXPERTS: (layer + 1, top_k)}
+        self.extra_outputs = {ROUTED_EXPERTS: (len(routers), self.top_k)}
 
     @contextmanager
     def watched(self, replayed: torch.Tensor | None = None) -> Iterator[list[Routes]]:
-        """Context manager that records the routes of the forward inside, one entry per router.
+        """Records the routes of the forward inside the context, one entry per router.
 
         A backward pass after the context, which may recompute parts of the forward, also replays, and is not recorded.
 
@@ -126,37 +127,50 @@ class _Watch(TorchFunctionMode):
         self.changed: torch.Tensor | None = None
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if kwargs is None:
+            kwargs = {}
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "topk":
-            return self._selection(args[0], result)
+            logits = args[0]
+            return self._selection(logits, result)
         # only before the selection: afterwards, some families normalise the weights of the selected experts
-        if name in ("softmax", "sigmoid") and self.experts is None and result.shape[-1] == self.num_experts:
+        is_score = name in ("softmax", "sigmoid") and self.experts is None
+        if is_score and result.shape[-1] == self.num_experts:
             self.scores = result
         return result
 
     def _selection(self, logits: torch.Tensor, selection: torch.return_types.topk) -> torch.return_types.topk:
         """Records a selection of experts. Returns it, or with replay the replayed one."""
-        if logits.shape[-1] != self.num_experts or selection.indices.shape[-1] != self.top_k:
-            return selection  # of groups of experts
+        own_experts = selection.indices
+        num_scores = logits.shape[-1]
+        num_selected = own_experts.shape[-1]
+        # of groups of experts
+        if num_scores != self.num_experts or num_selected != self.top_k:
+            return selection
         self.logits = logits
-        self.experts = selection.indices
+        self.experts = own_experts
         if self.replayed is None:
             return selection
 
-        replayed = self.replayed.view(selection.indices.shape)
-        experts = torch.where(replayed >= 0, replayed, selection.indices)
+        replayed = self.replayed.view(own_experts.shape)
+        experts = torch.where(replayed >= 0, replayed, own_experts)
         # sorted: the order of the experts does not change the output
-        is_other = experts.sort(-1).values != selection.indices.sort(-1).values
+        is_other = experts.sort(-1).values != own_experts.sort(-1).values
         self.changed = is_other.any(-1).flatten()
         self.experts = experts
 
         # self.scores has the scores of all experts; the argument of topk may exclude groups of experts
         scores = logits if self.scores is None else self.scores.view(logits.shape)
-        replayed_scores = scores.gather(-1, experts).to(selection.values.dtype)
-        return torch.return_types.topk((replayed_scores, experts))
+        replayed_scores = scores.gather(-1, experts)
+        values = replayed_scores.to(selection.values.dtype)
+        return torch.return_types.topk((values, experts))
 
     def routes(self) -> Routes:
         """Returns the recorded scores and experts."""
@@ -165,7 +179,9 @@ class _Watch(TorchFunctionMode):
         assert scores is not None and self.experts is not None, (
             "the router called no topk: add its class to UNSUPPORTED"
         )
-        return Routes(scores.view(-1, self.num_experts), is_logits, self.experts.view(-1, self.top_k), self.changed)
+        scores_of_tokens = scores.view(-1, self.num_experts)
+        experts_of_tokens = self.experts.view(-1, self.top_k)
+        return Routes(scores_of_tokens, is_logits, experts_of_tokens, self.changed)
 
 
 def find_routers(network: nn.Module) -> list[nn.Module]:
@@ -195,8 +211,10 @@ def router_layers(network: nn.Module) -> list[int]:
     names = {module: name for name, module in network.named_modules()}
     layers = []
     for router in find_routers(network):
-        numbers = [int(part) for part in names[router].split(".") if part.isdigit()]
-        layers.append(numbers[0])  # 3 for "model.layers.3.mlp.gate"
+        # 3 for "model.layers.3.mlp.gate"
+        parts = names[router].split(".")
+        numbers = [int(part) for part in parts if part.isdigit()]
+        layers.append(numbers[0])
     return layers
 
 
@@ -225,7 +243,8 @@ def replay_counts(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor
     other experts than the replayed ones, and all pairs."""
     token_index = inputs.token_index
     is_token = token_index >= 0
-    any_index = token_index.clamp(min=0)  # of an arbitrary token where there is none
+    # of an arbitrary token where there is none
+    any_index = token_index.clamp(min=0)
     counts = torch.zeros(*token_index.shape, 2, device=token_index.device)
     for layer in routes:
         assert layer.changed is not None
@@ -235,7 +254,9 @@ def replay_counts(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor
 
 
 def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.Tensor:
-    """The load-balancing loss (b,) of each sequence, averaged over layers: 1 if even, at most E / k, 0 without tokens.
+    """Computes the load-balancing loss (b,) of each sequence, averaged over layers.
+
+    It is 1 if the load is even, at most E / k, and 0 without tokens.
 
     The loss of one layer is sum_e f_e P_e, where f_e is E / k times the share of the sequence's tokens that selected
     expert e, and P_e is the mean score of expert e over these tokens, with each token's scores normalised to sum 1. It
@@ -249,7 +270,8 @@ def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.
     tokens = token_index[rows, columns]
     total: torch.Tensor = torch.zeros((), device=token_index.device)
     for layer in routes:
-        scores = layer.scores.to(torch.promote_types(layer.scores.dtype, torch.float32))
+        dtype = torch.promote_types(layer.scores.dtype, torch.float32)
+        scores = layer.scores.to(dtype)
         if layer.is_logits:
             scores = scores.softmax(-1)
         else:
@@ -266,5 +288,7 @@ def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.
         num_selected = layer.experts.shape[1]
         total = total + products.sum(-1) * num_experts / num_selected
     # both sums become means; with E / k, a sequence with an even load has the loss 1
-    lengths = inputs.total(is_token.sum(-1)).clamp(min=1)
-    return total / lengths.square() / len(routes)
+    lengths = inputs.total(is_token.sum(-1))
+    # a sequence without tokens has the sums 0
+    squared_lengths = lengths.clamp(min=1).square()
+    return total / squared_lengths / len(routes)

@@ -97,7 +97,7 @@ def require_plain_lora(entries: JsonMapping, folder: Path) -> None:
 
 
 def _is_one_of(value: JsonValue, accepted: Collection[JsonValue]) -> bool:
-    """True if the value is equal to an accepted one and has its type: 1 is not true."""
+    """Returns True if the value is equal to an accepted one and has its type: 1 is not true."""
     # peft accepts the names of initializations in any case, such as Gaussian
     if isinstance(value, str) and value.lower() in accepted:
         value = value.lower()
@@ -112,15 +112,17 @@ def require_equal_sizes(entries: JsonMapping, folder: Path, lora_rank: int, lora
     for name, key, option in (("r", "lora_rank", lora_rank), ("lora_alpha", "lora_alpha", lora_alpha)):
         # other writers of JSON have 16.0 for 16
         saved = entries.get(name)
-        if type(saved) is not int and not (isinstance(saved, float) and saved.is_integer()):
+        if isinstance(saved, float) and saved.is_integer():
+            saved = int(saved)
+        if type(saved) is not int:
             raise UserError(
                 f"model.lora_adapter_path={folder}: its {CONFIG_FILE} has {name}={json.dumps(saved)[:200]}; accepted: "
                 f"an integer of at least 1. To train from this adapter, {_MERGE}"
             )
         if saved != option:
             raise UserError(
-                f"model.{key}={option}: the adapter of model.lora_adapter_path={folder} has {int(saved)}; set "
-                f"model.{key}={int(saved)}"
+                f"model.{key}={option}: the adapter of model.lora_adapter_path={folder} has {saved}; set "
+                f"model.{key}={saved}"
             )
 
 

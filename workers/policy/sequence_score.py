@@ -75,7 +75,8 @@ def new_sequence_score(spec: NetworkSpec) -> SequenceScorePolicy:
         "model.path={path!r}: a sequence-classification model with {labels} labels; a reward model has one, the score. "
         "Set the path of a causal language model or of a saved reward model"
     )
-    return SequenceScorePolicy(build_with_label("SequenceClassification", spec, refusal), "model.path")
+    network = build_with_label("SequenceClassification", spec, refusal)
+    return SequenceScorePolicy(network, "model.path")
 
 
 def check_sequence_classifier(config: PretrainedConfig, path: str) -> None:
@@ -116,11 +117,13 @@ def scored_rows(columns: Mapping[str, torch.Tensor], pad_token_id: int | None) -
     if pad_token_id is not None:
         is_scored = is_scored & (responses != pad_token_id)
     next_columns = torch.arange(1, response_width + 1, device=is_scored.device)
-    column_after_last = (next_columns * is_scored).amax(1)  # (b,)
+    # (b,)
+    column_after_last = (next_columns * is_scored).amax(1)
 
     original_mask = columns["response_mask"]
     has_response = original_mask.any(1)
-    response_mask = F.pad(torch.zeros_like(original_mask), (0, 1))
+    empty_mask = torch.zeros_like(original_mask)
+    response_mask = F.pad(empty_mask, (0, 1))
     rows = torch.arange(len(response_mask), device=response_mask.device)
     response_mask[rows, column_after_last] = has_response.to(response_mask.dtype)
 

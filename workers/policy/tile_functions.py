@@ -10,7 +10,10 @@ from workers.policy.logit_transform import LogitTransform
 
 
 def tile_statistics(
-    logits: torch.Tensor, index: torch.Tensor, calculate_entropy: bool, calculate_sum_pi_squared: bool
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    calculate_entropy: bool,
+    calculate_sum_pi_squared: bool,
 ) -> torch.Tensor:
     """Computes statistics of softmax(logits) over the columns of a tile of logits (n, v).
 
@@ -32,13 +35,15 @@ def tile_statistics(
 
     statistics = [peak + total.log()]
     sum_of_squares = None
-    if calculate_sum_pi_squared:  # before the entropy, which overwrites the scores
+    # before the entropy, which overwrites the scores
+    if calculate_sum_pi_squared:
         sum_of_squares = scores.square().sum(dim=1) / total.square()
     if calculate_entropy:
-        statistics.append(scores.mul_(logits).sum(dim=1) / total)
+        weighted_logits = scores.mul_(logits)
+        statistics.append(weighted_logits.sum(dim=1) / total)
     if sum_of_squares is not None:
         statistics.append(sum_of_squares)
-    return torch.cat([picked.t(), *(values.unsqueeze(0) for values in statistics)])
+    return torch.cat([picked.t(), torch.stack(statistics)])
 
 
 def tile_gradient(
@@ -71,7 +76,8 @@ def tile_gradient(
     if offset is None:
         gradient.mul_(slope.unsqueeze(1))
     else:
-        gradient.mul_(torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits))
+        factor = torch.addcmul(offset.unsqueeze(1), slope.unsqueeze(1), logits)
+        gradient.mul_(factor)
     # compiled, a comparison is fused with the rest, unlike a scatter
     if torch.compiler.is_compiling() and index.shape[1] == 1:
         is_target = torch.arange(logits.shape[1], device=logits.device) == index

@@ -43,7 +43,8 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ()
     # transformers implements other kinds, such as chunked attention, only in the mask, which a packed row lacks
-    mixing = [name for name in layer_types if "attention" in name and name not in KNOWN_LAYER_TYPES]
+    unknown_types = [name for name in layer_types if name not in KNOWN_LAYER_TYPES]
+    mixing = [name for name in unknown_types if "attention" in name]
     mixing += family.mixing_layers
     has_window = "sliding_attention" in layer_types
     if not layer_types:
@@ -116,10 +117,13 @@ def sharding_problem(model: PreTrainedModel, network: NetworkConfig, size: int) 
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
     # layers with different numbers of heads are checked in the forward
-    if isinstance(heads, int) and isinstance(key_value_heads, int) and size not in valid_sizes(heads, key_value_heads):
+    if not isinstance(heads, int) or not isinstance(key_value_heads, int):
+        return None
+    sizes = valid_sizes(heads, key_value_heads)
+    if size not in sizes:
         return (
             f"a {name} has {heads} query heads, which the size must divide, and {key_value_heads} key/value heads, "
-            f"which it must divide or be a multiple of; set one of {valid_sizes(heads, key_value_heads)}"
+            f"which it must divide or be a multiple of; set one of {sizes}"
         )
     return None
 
@@ -157,7 +161,8 @@ def _pack_layer(owner: nn.Module, layer: nn.Module, border_names: Sequence[str],
     """
     forward = layer.forward
     received: list[PackedSequences | None] = [None]
-    respects: dict[bool, bool] = {}  # by layer.training, on which the choice of a kernel depends
+    # by layer.training, on which the choice of a kernel depends
+    respects: dict[bool, bool] = {}
 
     # transformers passes the sequences to the layer's owner, which does not pass them on to a stateful layer
     def store_sequences(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, PackedSequences]) -> None:
@@ -182,14 +187,18 @@ def _pack_layer(owner: nn.Module, layer: nn.Module, border_names: Sequence[str],
         borders = {border: sequences.borders[border] for border in border_names}
         # decided once, so that activation checkpointing repeats the same call
         if layer.training not in respects:
-            respects[layer.training], result = _test_borders(call, hidden, borders)
-            way = "once for a packed row" if respects[layer.training] else "by sequence"
+            respects_borders, result = _test_borders(call, hidden, borders)
+            respects[layer.training] = respects_borders
+            way = "once for a packed row" if respects_borders else "by sequence"
             note = f"{name} is called {way}"
             # one line for all layers of a class, from one rank
-            if note not in printed and (not dist.is_initialized() or dist.get_rank() == 0):
+            prints = not dist.is_initialized() or dist.get_rank() == 0
+            if prints and note not in printed:
                 print(f"{note}: with the sequence boundaries, it {result}", flush=True)
             printed.add(note)
-        return call(hidden, borders if respects[layer.training] else None)
+        if respects[layer.training]:
+            return call(hidden, borders)
+        return call(hidden, None)
 
     owner.register_forward_pre_hook(store_sequences, with_kwargs=True)
     vars(layer)["forward"] = packed_forward
@@ -239,11 +248,17 @@ def _test_borders(
     result = (
         f"is off by {output_error:.1g} (gradient {gradient_error:.1g}), without them by {leak:.1g}; allowed {limit:.1g}"
     )
-    return output_error <= limit and gradient_error <= limit < leak, result
+    respects_borders = output_error <= limit and gradient_error <= limit < leak
+    return respects_borders, result
 
 
 def _largest_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The largest error of a token's vector, relative to its norm plus the median norm. actual, expected: (1, T, H)."""
+    """Returns the largest error of a token's vector, relative to its norm plus the median norm.
+
+    Args:
+        actual: (1, T, H).
+        expected: (1, T, H).
+    """
     precise = torch.promote_types(expected.dtype, torch.float32)
     actual = actual.to(precise)
     expected = expected.to(precise)

@@ -83,7 +83,7 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def stop_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All tokens that end a response: the tokenizer's end-of-text token and those of the model's generation config."""
+    """Returns the tokens that end a response: the tokenizer's end-of-text token and those of the generation config."""
     return _stop_token_ids(str(model.path), tokenizer.eos_token_id)
 
 

@@ -25,7 +25,10 @@ class ValuePolicy(Policy):
         super().__init__()
         self.model = model
         # `score` in most families, `classifier` in some
-        linear_layers = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+        linear_layers = []
+        for name, child in model.named_children():
+            if isinstance(child, nn.Linear):
+                linear_layers.append(name)
         [self.head_name] = linear_layers
 
     def forward(self, inputs: ModelInputs) -> dict[str, torch.Tensor]:
@@ -45,4 +48,5 @@ def value_head(spec: NetworkSpec) -> ValuePolicy:
         "critic.model.path={path!r}: a token-classification model with {labels} labels; a critic has one label, the "
         "value. Set the path of a causal language model or of a saved critic"
     )
-    return ValuePolicy(build_with_label("TokenClassification", spec, refusal))
+    network = build_with_label("TokenClassification", spec, refusal)
+    return ValuePolicy(network)

@@ -55,13 +55,15 @@ torch.serialization.add_safe_globals([ImageInputs])  # prompts that wait are par
 
 
 def has_vision(config: PretrainedConfig) -> bool:
-    """True if this is the config of a supported vision-language model."""
+    """Returns True if this is the config of a supported vision-language model."""
     return config.model_type in VISION_FAMILIES
 
 
 def placeholder_ids(config: PretrainedConfig) -> list[int]:
-    """Ids of the tokens that stand for images and videos, which no policy may sample: the network would expect pixels
-    for them. Empty for a model of text."""
+    """Returns the tokens that stand for images and videos; none for a model of text.
+
+    No policy may sample them, because the network would expect pixels for them.
+    """
     if not has_vision(config):
         return []
     return [config.image_token_id, config.video_token_id]
@@ -81,12 +83,14 @@ def prompt_positions(
     """Returns `ImageInputs.position_ids` and next_position of a prompt (L,), by the rule of the network, which may be
     on the meta device."""
     input_ids = token_ids.unsqueeze(0)
-    token_types = (input_ids == network.config.image_token_id).int()  # 1 for an image, 0 for text
+    # 1 for an image, 0 for text
+    token_types = (input_ids == network.config.image_token_id).int()
     positions, shift = network.base_model.get_rope_index(
         input_ids, mm_token_type_ids=token_types, image_grid_thw=image_grid_thw
     )
     # an image advances the position by its longer side, not by its number of tokens
-    return positions[:, 0].int(), len(token_ids) + int(shift)
+    next_position = len(token_ids) + int(shift)
+    return positions[:, 0].int(), next_position
 
 
 def join_images(images: Sequence[ImageInputs]) -> dict[str, torch.Tensor]:
@@ -100,7 +104,10 @@ def join_images(images: Sequence[ImageInputs]) -> dict[str, torch.Tensor]:
 
 
 def with_images(
-    inputs: ModelInputs, images: Sequence[ImageInputs | None], position_ids: torch.Tensor, image_token_id: int
+    inputs: ModelInputs,
+    images: Sequence[ImageInputs | None],
+    position_ids: torch.Tensor,
+    image_token_id: int,
 ) -> ModelInputs:
     """Returns the inputs with the images of their prompts, in the order of the tokens, and with positions (3, ...).
 
@@ -113,7 +120,8 @@ def with_images(
     num_rows, width = inputs.token_index.shape
     prompt_width = width - inputs.response_shape[1]
     # text has three equal positions; a row with images continues after the position that its prompt ends with
-    positions = position_ids.unsqueeze(2).repeat(1, 1, 3)  # (b, P+R, 3)
+    # (b, P+R, 3)
+    positions = position_ids.unsqueeze(2).repeat(1, 1, 3)
     for row, row_images in enumerate(images):
         if row_images is None:
             continue
@@ -123,8 +131,10 @@ def with_images(
 
     origin = inputs.origin
     has_origin = origin < num_rows * width
-    arranged_positions = inputs.position_ids.flatten().unsqueeze(1).repeat(1, 3)  # (T, 3)
-    arranged_positions[has_origin] = positions.flatten(0, 1)[origin[has_origin]]
+    # (T, 3)
+    arranged_positions = inputs.position_ids.flatten().unsqueeze(1).repeat(1, 3)
+    flat_positions = positions.flatten(0, 1)
+    arranged_positions[has_origin] = flat_positions[origin[has_origin]]
 
     ids = inputs.input_ids.flatten()
     is_image = ids == image_token_id
@@ -135,10 +145,11 @@ def with_images(
         row_images = images[row]
         assert row_images is not None
         used_images.append(row_images)
+    # rows without a prediction keep their tokens in the padded form, but not their pixels
+    used_ids = ids.masked_fill(is_image & ~has_origin, 0)
     return replace(
         inputs,
-        # rows without a prediction keep their tokens in the padded form, but not their pixels
-        input_ids=ids.masked_fill(is_image & ~has_origin, 0).view_as(inputs.input_ids),
+        input_ids=used_ids.view_as(inputs.input_ids),
         position_ids=arranged_positions.T.reshape(3, *inputs.input_ids.shape),
         images=join_images(used_images),
     )
@@ -160,12 +171,14 @@ def unused_tower(network: PreTrainedModel) -> torch.Tensor:
     """
     config = network.config.vision_config
     device = network.get_input_embeddings().weight.device
-    side = config.spatial_merge_size  # of the smallest image, whose patches the tower merges into one token
+    # of the smallest image, whose patches the tower merges into one token
+    side = config.spatial_merge_size
     patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     pixels = torch.zeros(side**2, patch_width, device=device)
     grid = torch.tensor([[1, side, side]], device=device)
     outputs = network.base_model.get_image_features(pixels, grid, return_dict=True)
     # Qwen3-VL also passes features of inner layers to the decoder, which are outputs of parameters of their own
-    features = tree_leaves([outputs.pooler_output, getattr(outputs, "deepstack_features", None) or ()])
+    inner_features = getattr(outputs, "deepstack_features", None) or ()
+    features = tree_leaves([outputs.pooler_output, inner_features])
     sums = [feature.float().sum() for feature in features]
     return torch.stack(sums).sum() * 0.0

@@ -94,13 +94,16 @@ def require_fitting_weights(
 
 def _listed(names: Collection[str]) -> str:
     """Returns the first names, and the number of the others."""
-    first_names = ", ".join(list(names)[:_MOST_NAMES])
-    others = len(names) - _MOST_NAMES
-    return f"{first_names} and {others} more" if others > 0 else first_names
+    first_names = list(names)[:_MOST_NAMES]
+    text = ", ".join(first_names)
+    num_others = len(names) - _MOST_NAMES
+    if num_others > 0:
+        text += f" and {num_others} more"
+    return text
 
 
 def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
-    """True if the weights of a causal language model contain an output layer that differs from the embedding.
+    """Returns True if the weights of a causal language model contain an output layer that differs from the embedding.
 
     Equal weights that are stored twice are no output layer of its own. Returns False if `path` has no weights.
 
@@ -108,14 +111,18 @@ def has_own_output_layer(path: str, config: PretrainedConfig) -> bool:
         UserError: the weight files or their index cannot be read.
     """
     tied_names = getattr(causal_lm_class_of(config), "_tied_weights_keys", None)
-    if not isinstance(tied_names, dict):  # None, or a class of other code
+    # None, or a class of other code
+    if not isinstance(tied_names, dict):
         return False
     remedy = "its weight files must be complete; copy or download the folder again"
     with user_error_on_failure(f"model.path={path!r}: the weights cannot be loaded", remedy):
         # with the times of change, because `_differ` remembers its results
-        files = tuple((file, Path(file).stat().st_mtime_ns) for file in weight_files(path))
+        files = []
+        for file in weight_files(path):
+            changed_at = Path(file).stat().st_mtime_ns
+            files.append((file, changed_at))
         for output, embedding in tied_names.items():
-            if _differ(files, _tail(output), _tail(embedding)):
+            if _differ(tuple(files), _tail(output), _tail(embedding)):
                 return True
         return False
 
@@ -129,20 +136,22 @@ def weight_files(path: str) -> list[str]:
             return [single_file]
         index_file = model_file(path, index)
         if index_file is not None:
-            weight_map = json.loads(Path(index_file).read_text(encoding="utf-8"))["weight_map"]
-            shards = [model_file(path, name) for name in sorted(set(weight_map.values()))]
+            content = json.loads(Path(index_file).read_text(encoding="utf-8"))
+            names = set(content["weight_map"].values())
+            shards = [model_file(path, name) for name in sorted(names)]
             return [shard for shard in shards if shard is not None]
     return []
 
 
 def _tail(name: str) -> str:
     """Returns the last two parts of a parameter's name. Files may have other prefixes than the network."""
-    return ".".join(name.split(".")[-2:])
+    parts = name.split(".")
+    return ".".join(parts[-2:])
 
 
 @lru_cache(maxsize=32)
 def _differ(files: tuple[tuple[str, int], ...], output: str, embedding: str) -> bool:
-    """True if files, given with their times of change, contain both weights and their values differ."""
+    """Returns True if files, given with their times of change, contain both weights and their values differ."""
     outputs = list(_tensors_named(files, output))
     embeddings = list(_tensors_named(files, embedding))
     if not outputs or not embeddings:
@@ -152,15 +161,17 @@ def _differ(files: tuple[tuple[str, int], ...], output: str, embedding: str) -> 
 
 def _tensors_named(files: tuple[tuple[str, int], ...], tail: str) -> Iterator[torch.Tensor]:
     """Yields the tensors whose name is `tail` or ends with it after a dot."""
+    ending = f".{tail}"
     for file, _ in files:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
-                    if f".{name}".endswith(f".{tail}"):
+                    if f".{name}".endswith(ending):
                         yield tensors.get_tensor(name)
         else:
-            is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not, and cannot be mapped
+            # files of torch before 1.6 are not, and cannot be mapped
+            is_zip = zipfile.is_zipfile(file)
             state = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
             for name, tensor in state.items():
-                if f".{name}".endswith(f".{tail}"):
+                if f".{name}".endswith(ending):
                     yield tensor

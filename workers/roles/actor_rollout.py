@@ -14,7 +14,6 @@ import torch
 from verl_lite.config import PPOConfig
 from verl_lite.config.pools import num_engines
 from verl_lite.errors import TransferError
-from verl_lite.machine.device import device_memory
 from verl_lite.machine.profiling import count_moved
 from verl_lite.metrics import Metric, values
 from verl_lite.protocol import DataProto
@@ -31,7 +30,7 @@ from workers.policy.loading import token_network
 from workers.policy.tokenizer import load_tokenizer
 from workers.roles.frozen_models import ref_log_prob, teacher_log_probs
 from workers.roles.sampling_worker import SamplingWorker
-from workers.roles.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker
+from workers.roles.training_worker import COMPUTE_METRIC, COMPUTE_PROTO, TrainingWorker, with_prefix
 from workers.roll_loss import loss_of_batch, user_loss
 from workers.rollout.answers import answer_plans
 from workers.rollout.group_run import GroupRun
@@ -61,10 +60,13 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.env_modules = tuple(env_modules)
         self.log_dir = log_dir
         self.version = 0
-        self._channel: WeightChannel | None = None  # to engines in separate pools, on the first rank
-        self._channel_address: tuple[str, int] | None = None  # on all ranks
-        self._kept_base = KeptBase(config.model) if sends_adapter(config) else None  # of the engine in this process
-        self._is_additive = False  # True after the first successful check of a subclass's loss
+        # to engines in separate pools: the channel on the first rank, its address on all ranks
+        self._channel: WeightChannel | None = None
+        self._channel_address: tuple[str, int] | None = None
+        # of the engine in this process
+        self._kept_base = KeptBase(config.model) if sends_adapter(config) else None
+        # True after the first successful check of a subclass's loss
+        self._is_additive = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -123,7 +125,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         of each engine, None on the others."""
         self.enter_rollout()
         with self.runner.lead() as leads:
-            return self.groups.run(keys, seconds) if leads else None
+            if not leads:
+                return None
+            return self.groups.run(keys, seconds)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def snapshot_groups(self) -> list[GroupPlan]:
@@ -137,7 +141,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         """Ends groups without rows; see `GroupRun.abort`. Returns 0 except on the first rank of each engine."""
         self.enter_rollout()
         with self.runner.lead() as leads:
-            return self.groups.abort(keys) if leads else 0
+            if not leads:
+                return 0
+            return self.groups.abort(keys)
 
     def _run_slice(self) -> None:
         """Runs the groups for a slice of time between micro-batches, unless the engine sleeps during training."""
@@ -160,10 +166,12 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.enter_rollout()
         meta = prompts.meta_info
         keys = [f"generate/{row}" for row in range(len(prompts))]
-        plans = answer_plans(prompts, [1] * len(keys), keys, meta["seed"], meta["step"])
+        one_answer_each = [1] * len(keys)
+        plans = answer_plans(prompts, one_answer_each, keys, meta["seed"], meta["step"])
         with self.runner.lead() as leads:
+            # only the first rank of an engine returns its rows
             if not leads:
-                return DataProto()  # only the first rank of an engine returns its rows
+                return DataProto()
             # a run of its own on the engine, whose completions must not reach the groups of the training
             if not self.groups.is_idle:
                 raise RuntimeError(
@@ -175,8 +183,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
 
         # the rows come in the order in which the answers ended
         row_of_key = {report.key: row for row, report in enumerate(results.reports)}
+        rows_of_prompts = [row_of_key[key] for key in keys]
         assert results.rows is not None
-        result = results.rows.select_idxs([row_of_key[key] for key in keys])
+        result = results.rows.select_idxs(rows_of_prompts)
         result.meta_info["metrics"] = results.metrics
         return result
 
@@ -243,9 +252,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             calculate_router_aux_loss=actor.router_aux_loss_coef > 0,
             count_router_replay=self.config.rollout.router_replay,
         )
-        result = _with_prefix(metrics)
-        result |= {f"actor/perf/{name}": Metric.max(value) for name, value in device_memory(self.device).items()}
-        return DataProto(meta_info={"metrics": result})
+        return DataProto(meta_info={"metrics": with_prefix(metrics) | self.memory_metrics()})
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
@@ -268,23 +275,24 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         """
         # numbers instead of `Metric`, as a loss of ROLL returns them
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
-        return loss, values(_with_prefix(metrics))
+        return loss, values(with_prefix(metrics))
 
     def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Computes the loss and the metrics of a planned micro-batch; both combine to those of a whole step."""
-        config = self.config
+        # only a subclass can have another loss
         if type(self).loss_func is ActorWorker.loss_func:
-            loss, metrics = actor_loss(
-                data, outputs, config.actor, config.algorithm.rollout_correction, config.distillation.active_loss
-            )
-            return loss, _with_prefix(metrics)
+            config = self.config
+            correction = config.algorithm.rollout_correction
+            distillation_loss = config.distillation.active_loss
+            loss, metrics = actor_loss(data, outputs, config.actor, correction, distillation_loss)
+            return loss, with_prefix(metrics)
 
         # a loss that averages over its own arguments would change with the size of the micro-batches
         loss_func = partial(user_loss, self.loss_func)
         if not self._is_additive:
             self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
         loss, metrics = loss_func(data, outputs)
-        return loss, _with_prefix(metrics)
+        return loss, with_prefix(metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> dict[str, Metric]:
@@ -316,7 +324,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
     def open_channel(self) -> tuple[str, int]:
         """Opens the store of a new channel to engines in separate pools. Returns its address."""
         # a run on several processes has a store, at an address that the other machines can reach
-        host = "127.0.0.1" if self.slot.store is None else self.slot.store[0]
+        host = "127.0.0.1"
+        if self.slot.store is not None:
+            host, _ = self.slot.store
         # kept, because a store ends with the object that hosts it
         self._channel_store = host_store(host)
         return host, self._channel_store.port
@@ -362,7 +372,11 @@ ActorRolloutWorker = ActorWorker
 
 
 def sync_weights(
-    source: FSDPEngine, rollout: RolloutEngine, version: int, bucket_mb: int, kept: KeptBase | None = None
+    source: FSDPEngine,
+    rollout: RolloutEngine,
+    version: int,
+    bucket_mb: int,
+    kept: KeptBase | None = None,
 ) -> dict[str, Metric]:
     """Copies all parameters into the rollout engine and resets its cache. Collective.
 
@@ -378,12 +392,13 @@ def sync_weights(
         Seconds and megabytes as metrics.
     """
     started = time.perf_counter()
+    bucket_bytes = bucket_mb << 20
     sent = 0
 
     def counted(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal sent
         for name, tensor in weights:
-            sent += tensor.numel() * tensor.element_size()
+            sent += tensor.nbytes
             yield name, tensor
 
     whole = source.whole_params()
@@ -392,10 +407,13 @@ def sync_weights(
         rollout.load_weights(whole, version)
         sent = whole.nbytes
     elif kept is None:
-        rollout.load_weights(counted(source.full_params(bucket_mb << 20)), version)
+        full_weights = source.full_params(bucket_bytes)
+        rollout.load_weights(counted(full_weights), version)
     else:
-        adapter = source.unmerged_params(not kept.tensors, bucket_mb << 20)
-        rollout.load_weights(kept.merged(counted(adapter), source.device), version)
+        # the first call gathers the base model too
+        unmerged = source.unmerged_params(not kept.tensors, bucket_bytes)
+        merged_weights = kept.merged(counted(unmerged), source.device)
+        rollout.load_weights(merged_weights, version)
     # cached keys and values of prefixes are those of the former weights
     rollout.reset_cache()
     return _sync_metrics(started, sent)
@@ -407,12 +425,3 @@ def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
         "weight_sync/seconds": Metric.max(time.perf_counter() - started),
         "weight_sync/megabytes": Metric.max(sent / 1e6),
     }
-
-
-def _with_prefix(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Adds the prefix actor/ to names of metrics without a prefix."""
-    prefixed = {}
-    for name, metric in metrics.items():
-        full_name = name if "/" in name else f"actor/{name}"
-        prefixed[full_name] = metric
-    return prefixed

@@ -62,8 +62,8 @@ class TeacherWorker(ModelWorker):
         """Builds the forward-only engine. Tokens that the policy does not have get the probability 0."""
         config = self.config
         # the divergence sums over the student's tokens, so that the teacher's probabilities must sum to 1 over them
-        policy_vocab_size = load_model_config(config.model).get_text_config().vocab_size
-        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, vocab_size=policy_vocab_size)
+        policy_config = load_model_config(config.model).get_text_config()
+        build_policy = causal_lm(config.actor.log_prob_chunk_tokens, vocab_size=policy_config.vocab_size)
         model = teacher_network(config, self.teacher)
         network = token_network(model, build_policy, config.sequence_parallel_size("ref"))
         self.build_engine(network, config.ref.fsdp_config)
@@ -104,9 +104,11 @@ def teacher_log_probs(engine: FSDPEngine, data: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"teacher_topk_log_probs": outputs["log_probs_at_ids"]})
     if not topk:
         return DataProto.from_dict(tensors={"teacher_log_probs": outputs["log_probs"]})
-    return DataProto.from_dict(
-        tensors={"teacher_topk_log_probs": outputs["topk_log_probs"], TEACHER_IDS: outputs["topk_ids"]}
-    )
+    columns = {
+        "teacher_topk_log_probs": outputs["topk_log_probs"],
+        TEACHER_IDS: outputs["topk_ids"],
+    }
+    return DataProto.from_dict(tensors=columns)
 
 
 class RewardModelWorker(ModelWorker):
@@ -118,7 +120,8 @@ class RewardModelWorker(ModelWorker):
     def init_model(self) -> None:
         """Builds the forward-only engine."""
         options = self.config.reward_model
-        network = token_network(options.model, sequence_score, self.config.sequence_parallel_size("reward_model"))
+        sequence_parallel_size = self.config.sequence_parallel_size("reward_model")
+        network = token_network(options.model, sequence_score, sequence_parallel_size)
         self.build_engine(network, options.fsdp_config)
         self.text_config = load_model_config(options.model).get_text_config()
 
@@ -139,7 +142,9 @@ class RewardModelWorker(ModelWorker):
             )
         self.phases.enter(self.engine)
         rows = data.select()
-        rows.batch.update(scored_rows(data.batch, self.text_config.pad_token_id))
-        scores = self.engine.infer(rows)["scores"]
+        widened = scored_rows(data.batch, self.text_config.pad_token_id)
+        rows.batch.update(widened)
+        outputs = self.engine.infer(rows)
         # each row has one score, and zeros in the other columns
-        return DataProto.from_dict(tensors={"rm_scores": scores.sum(1)})
+        scores = outputs["scores"].sum(1)
+        return DataProto.from_dict(tensors={"rm_scores": scores})

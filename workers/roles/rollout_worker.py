@@ -125,7 +125,10 @@ class RolloutWorker(SamplingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot_groups(self) -> list[GroupPlan]:
         """Returns plans that continue the running groups; see `GroupRun.snapshot`."""
-        return self._run(self.groups.snapshot, together=False) if self.runner.leads else []
+        # no engine step, so that the other ranks of the engine need not take part
+        if not self.runner.leads:
+            return []
+        return self._run(self.groups.snapshot, together=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort_groups(self, keys: Sequence[str]) -> int:
@@ -133,7 +136,9 @@ class RolloutWorker(SamplingWorker):
 
         def abort() -> int:
             with self.runner.lead() as leads:
-                return self.groups.abort(keys) if leads else 0
+                if not leads:
+                    return 0
+                return self.groups.abort(keys)
 
         return self._run(abort)
 
@@ -159,10 +164,11 @@ class RolloutWorker(SamplingWorker):
         try:
             # the ends of an engine's ranks have consecutive numbers
             if self._address != end.address:
-                self._channel = replace(end, rank=end.rank + self.rank).connect(self.device)
+                own_end = replace(end, rank=end.rank + self.rank)
+                self._channel = own_end.connect(self.device)
                 self._address = end.address
             assert self._channel is not None
-            self._channel.receive(lambda weights: self.rollout.load_weights(self._whole(weights), version))
+            self._channel.receive(lambda weights: self._load(weights, version))
             self.rollout.reset_cache()
         except TransferError as error:
             # the ends no longer agree on the buckets that were sent; the trainer opens another channel
@@ -171,8 +177,11 @@ class RolloutWorker(SamplingWorker):
             return error
         return None
 
-    def _whole(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return weights if self._base is None else self._base.merged(weights, self.device)
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        # of an adapter, the engine gets the whole model
+        if self._base is not None:
+            weights = self._base.merged(weights, self.device)
+        self.rollout.load_weights(weights, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -222,8 +231,9 @@ class RolloutWorker(SamplingWorker):
         if command is not None and not command.together:
             command.execute()
         elif self.runner.agree(command is not None):
+            # the driver gave it to this rank, too
             if command is None:
-                command = self._commands.get()  # the driver gave it to this rank, too
+                command = self._commands.get()
             command.execute()
         else:
             with self.runner.lead() as leads:
@@ -236,7 +246,8 @@ class RolloutWorker(SamplingWorker):
         while True:
             # before the queue, so that a weight update does not wait for groups that are not running yet
             with suppress(queue.Empty):
-                if not self.rollout.has_weights:  # nothing can run before the command that brings them
+                # nothing can run before the command that brings them
+                if not self.rollout.has_weights:
                     return self._commands.get()
                 return self._commands.get(block=idle_s > 0, timeout=idle_s)
             self._pull()
@@ -248,10 +259,13 @@ class RolloutWorker(SamplingWorker):
         """Takes groups from the queue as far as the engine has room for their samples."""
         room = self.config.rollout.max_num_seqs - self.groups.num_samples
         now = time.perf_counter()
-        if room > 0 and now - self._pulled_at >= _IDLE_S:
-            self._pulled_at = now
-            entries = self._groups_queue.call("take", self.engine_index, room)
-            self._pulled += map(pickle.loads, entries)
+        # not more often: each call is a message to another process
+        if room <= 0 or now - self._pulled_at < _IDLE_S:
+            return
+        self._pulled_at = now
+        entries = self._groups_queue.call("take", self.engine_index, room)
+        for entry in entries:
+            self._pulled.append(pickle.loads(entry))
 
     def _run_slice(self) -> None:
         """Starts the groups that were pulled, and runs all groups for a slice of time."""

@@ -117,7 +117,8 @@ class SamplingWorker(Worker):
         """Starts the processes of the environments and returns the runner of their episodes."""
         agentic = self.config.agentic
         templates = env_templates(agentic.custom_envs)
-        pool = EnvPool(agentic.env_pool, templates, modules=self.env_modules, log_dir=self._log_folder("environments"))
+        log_folder = self._log_folder("environments")
+        pool = EnvPool(agentic.env_pool, templates, modules=self.env_modules, log_dir=log_folder)
         pool.start()
 
         # one limit for training and validation, which allows all episodes of the larger one
@@ -145,7 +146,8 @@ class SamplingWorker(Worker):
 
     def _program_runner(self) -> SampleRunner:
         """Starts the endpoint and the processes of the programs, and returns the runner of their episodes."""
-        from workers.agents.endpoint.server import Endpoint  # imports aiohttp, which takes a second; other runs skip it
+        # here and not above: aiohttp takes a second, which other runs skip
+        from workers.agents.endpoint.server import Endpoint
         from workers.agents.programs import ProgramRunner
 
         config = self.config
@@ -155,15 +157,19 @@ class SamplingWorker(Worker):
         tokenizer = copy.deepcopy(self.tokenizer)
         template_kwargs = config.data.apply_chat_template_kwargs
         joins = ChatJoins(tokenizer, template_kwargs, most_tokens=self._token_limits.max_model_len)
-        stop_ids = sorted({*stop_token_ids(config.model, self.tokenizer), *joins.ends_of_turn})
+        stops = set(stop_token_ids(config.model, self.tokenizer))
+        stop_ids = sorted(stops.union(joins.ends_of_turn))
 
-        spec = program_pool(agentic, self._log_folder("programs"), on_repeat=lambda number: runner.repeat(number))
+        log_folder = self._log_folder("programs")
+        spec = program_pool(agentic, log_folder, on_repeat=lambda number: runner.repeat(number))
         programs = ProcessPool(spec)
         port = agentic.endpoint.port
-        if port:  # 0 is any free port
+        # 0 is any free port
+        if port:
             port += self.engine_index
         training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-        endpoint = Endpoint(agentic.endpoint, port, Path(str(config.model.path)).name, programs.wake, training)
+        model_name = Path(str(config.model.path)).name
+        endpoint = Endpoint(agentic.endpoint, port, model_name, programs.wake, training)
         # commands run as one user, and each can read the keys of the others
         if agentic.program is not None and is_command(agentic.program):
             endpoint.callers = Callers(lambda: programs.pids)
@@ -190,7 +196,9 @@ class SamplingWorker(Worker):
 
     def _log_folder(self, name: str) -> str | None:
         """Returns the folder of the logs of this engine's environments or programs."""
-        return None if self.log_dir is None else str(Path(self.log_dir) / f"{name}-{self.engine_index}")
+        if self.log_dir is None:
+            return None
+        return str(Path(self.log_dir) / f"{name}-{self.engine_index}")
 
     def _rows_of_episodes(self, trajectories: Sequence[Trajectory]) -> DataProto:
         data = self.config.data

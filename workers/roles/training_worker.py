@@ -1,10 +1,13 @@
 """Base classes of workers with an FSDP engine: construction of the engine and checkpoints of trained models."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
 from verl_lite.config import FSDPConfig, OptimConfig, RunOptions
-from verl_lite.machine.device import dist_backend, get_device, set_deterministic
+from verl_lite.machine.device import device_memory, dist_backend, get_device, set_deterministic
+from verl_lite.metrics import Metric
 from verl_lite.single_controller.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl_lite.single_controller.worker import Worker
 from workers.engine.fsdp import FSDPEngine
@@ -53,9 +56,11 @@ class ModelWorker(Worker):
         # vLLM creates gloo groups of some of the ranks. If a device is bound to the default group, torch makes the
         # ranks outside of such a group split NCCL's communicator (`_new_process_group_helper`) and wait for the ranks
         # inside, which do not split it: a deadlock.
-        engine = getattr(getattr(self.config, "rollout", None), "name", "")  # a flow model has no rollout engine
+        # a flow model has no rollout engine
+        rollout = getattr(self.config, "rollout", None)
+        engine_name = getattr(rollout, "name", "")
         bound_device = None
-        if self.device.type == "cuda" and resolve_engine_name(engine) != "vllm":
+        if self.device.type == "cuda" and resolve_engine_name(engine_name) != "vllm":
             bound_device = self.device
         self.init_process_group(dist_backend(self.device), device_id=bound_device)
 
@@ -112,3 +117,19 @@ class TrainingWorker(ModelWorker):
         """Loads a checkpoint of `save_checkpoint`, which may have been written by another number of ranks."""
         self.phases.enter(self.engine)
         self.engine.load(path)
+
+    def memory_metrics(self) -> dict[str, Metric]:
+        """Returns the memory of this rank's device as metrics actor/perf/*."""
+        metrics = {}
+        for name, value in device_memory(self.device).items():
+            metrics[f"actor/perf/{name}"] = Metric.max(value)
+        return metrics
+
+
+def with_prefix(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Adds the prefix actor/ to names of metrics without a prefix."""
+    prefixed = {}
+    for name, metric in metrics.items():
+        full_name = name if "/" in name else f"actor/{name}"
+        prefixed[full_name] = metric
+    return prefixed

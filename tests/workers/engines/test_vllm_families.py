@@ -136,7 +136,7 @@ def test_only_an_error_of_vllm_s_own_before_its_first_answer_names_the_family(ac
     engine._config, engine._model = RolloutConfig(engine_kwargs={"vllm": {"block_size": 7}}), tiny_network("qwen2")
     engine._device, engine._max_model_len, engine._has_answered = torch.device("cpu"), 8, False
     engine._unconverted = set()
-    engine._running = {"0": _Unfinished(Request("0", (1,), SamplingParams()), [], [], [], id="0")}
+    engine._running = {"0": _Unfinished(Request("0", (1,), SamplingParams()), id="0")}
     own, memory, theirs = RuntimeError("no such kernel"), torch.OutOfMemoryError("CUDA out of memory"), KeyError("rank")
 
     def weights(error: Exception | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from workers.engines import vllm_engine
 from workers.engines.base import RolloutEngine, SamplingParams, build_rollout_engine
-from workers.engines.vllm_engine import check_replay
+from workers.engines.vllm_process import check_replay
 from workers.engines.vllm_worker import disable_expert_recording
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {

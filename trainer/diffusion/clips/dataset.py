@@ -47,7 +47,10 @@ class VideoRow:
 def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]:
     """Reads the rows of data.train_files (at most data.train_max_samples), or of data.val_files with split="val".
 
-    A folder means its metadata.csv. Raises UserError for an unreadable file or an incomplete row.
+    A folder means its metadata.csv.
+
+    Raises:
+        UserError: a file cannot be read, or a row is incomplete.
     """
     option = f"data.{split}_files"
     files = config.train_files if split == "train" else config.val_files
@@ -59,13 +62,15 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
         table = _read_csv(file, [config.video_key, config.prompt_key], option)
         if not table.num_rows:
             raise UserError(f"{option}: {file} has no rows; expected at least one clip")
-        for row in table.to_pylist():
-            place = f"{option}: {file}, row {len(rows)}"
-            path = row[config.video_key].strip()
-            prompt = row[config.prompt_key].strip()
-            if not path or not prompt:
-                raise UserError(f"{place}: the video or the prompt is empty; remove the row or fill it in")
-            rows.append(VideoRow(file.parent / Path(path).expanduser(), prompt, place))
+        for entries in table.to_pylist():
+            location = f"{option}: {file}, row {len(rows)}"
+            name_of_clip = entries[config.video_key].strip()
+            prompt = entries[config.prompt_key].strip()
+            if not name_of_clip or not prompt:
+                raise UserError(f"{location}: the video or the prompt is empty; remove the row or fill it in")
+            # an absolute path stays as it is
+            path = file.parent / Path(name_of_clip).expanduser()
+            rows.append(VideoRow(path, prompt, location))
 
     if split == "train" and config.train_max_samples > 0:
         return rows[: config.train_max_samples]
@@ -75,9 +80,12 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
 def _read_csv(file: Path, columns: list[str], option: str) -> pyarrow.Table:
     """Reads these columns of a csv file as texts. Raises UserError, which names `option`, if that is impossible."""
     # without a type, pyarrow would read a column of numbers as numbers
-    conversion = ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pyarrow.string()))
+    types = dict.fromkeys(columns, pyarrow.string())
+    conversion = ConvertOptions(include_columns=columns, column_types=types)
+    # a prompt in double quotes can have several lines
+    parsing = ParseOptions(newlines_in_values=True)
     try:
-        return read_csv(file, parse_options=ParseOptions(newlines_in_values=True), convert_options=conversion)
+        return read_csv(file, parse_options=parsing, convert_options=conversion)
     except (pyarrow.ArrowException, KeyError, OSError) as error:
         raise UserError(
             f"{option}: {file} cannot be read ({error}); expected csv in UTF-8 with the columns {columns}, where a "
@@ -119,13 +127,15 @@ class VideoDataset:
     @property
     def validation(self) -> range:
         """The rows of data.val_files, or those of data.train_files if data.val_files is empty."""
-        return range(len(self) if self.config.val_files else 0, len(self.rows))
+        first = len(self) if self.config.val_files else 0
+        return range(first, len(self.rows))
 
     def frames(self, row: int) -> Frames:
         """Decodes the frames of a row, uint8 (F, H, W, 3). Raises UserError for a file that cannot be decoded."""
+        path = self.rows[row].path
         try:
             selection = self.selection(row)
-            return read_frames(self.rows[row].path, self.config.num_frames, selection.height, selection.width)
+            return read_frames(path, self.config.num_frames, selection.height, selection.width)
         except ClipError as error:
             # a ClipError says what is wrong with the file, and the row says which file
             raise UserError(self.sentence(row, error)) from error
@@ -133,23 +143,27 @@ class VideoDataset:
     def batch(self, rows: Sequence[int], noise_seeds: Sequence[int]) -> DataProto:
         """Returns video (B, F, 3, H, W) float32 in [0, 1], noise_seed and row (B,) int64, and prompt (B,).
 
-        Raises UserError for a file that cannot be decoded.
+        Raises:
+            UserError: a file cannot be decoded.
         """
         # a batch can contain a row several times
         distinct_rows = list(set(rows))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="video-decode") as pool:
-            clips = dict(zip(distinct_rows, pool.map(self.frames, distinct_rows), strict=True))
+            decoded = pool.map(self.frames, distinct_rows)
+            clips = dict(zip(distinct_rows, decoded, strict=True))
         videos = []
         for row in rows:
             channels_first = np.moveaxis(clips[row], 3, 1)
-            videos.append(torch.from_numpy(channels_first.copy()))
+            video = torch.from_numpy(channels_first.copy())
+            videos.append(video)
         columns = {
             "video": torch.stack(videos) / 255,
             "noise_seed": torch.tensor(list(noise_seeds), dtype=torch.int64),
             "row": torch.tensor(list(rows), dtype=torch.int64),
         }
-        prompts = np.array([self.rows[row].prompt for row in rows], dtype=object)
-        return DataProto.from_dict(columns, non_tensors={"prompt": prompts})
+        prompts = [self.rows[row].prompt for row in rows]
+        prompt_column = np.array(prompts, dtype=object)
+        return DataProto.from_dict(columns, non_tensors={"prompt": prompt_column})
 
     def selection(self, row: int) -> Selection:
         """Reads the header of a row's file and computes its frame size. Raises ClipError for an invalid clip."""
@@ -203,7 +217,8 @@ class VideoDataset:
     def table(self) -> str:
         """Returns a table of all clips with their number of frames, their size, and their size in training.
 
-        Raises ClipError for an invalid clip, which `check` reports with its row.
+        Raises:
+            ClipError: a clip is invalid; `check` reports it with its row.
         """
         lines = [f"{'row':>5}  {'file':<32}{'frames':>7}  {'size':<12}in training"]
         for number, row in enumerate(self.rows):
@@ -233,7 +248,8 @@ class VideoDataset:
             return []
         height, width = counts[0][0]
         other_row = next(row for row, size in enumerate(sizes) if size != (height, width))
-        listed = ", ".join(f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS])
+        descriptions = [f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS]]
+        listed = ", ".join(descriptions)
         return [
             f"The clips have {len(counts)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
             f"{listed}; the first clip without the most frequent size is {self.rows[other_row].place}. All clips of a "
@@ -266,18 +282,27 @@ def noise_seeds(step: int, rows: Sequence[int], seed: int, constant: int | None 
         # a row that occurs again in the batch gets other noise
         earlier = rows[:index].count(row)
         text = f"{seed},{step},{row},{earlier}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(text.encode(), digest_size=8)
+        number = int.from_bytes(digest.digest(), "little")
         # the shift makes it fit into int64
-        seeds.append(int.from_bytes(digest, "little") >> 1)
+        seeds.append(number >> 1)
     return seeds
 
 
 def batch_of_step(data: VideoDataset, steps: EpochSteps, step: int, noise_seed: int | None) -> DataProto:
-    """Returns the batch of a step (counted from 1), with meta_info["global_step"]. noise_seed: sampler.noise_seed.
+    """Returns the batch of a step, with meta_info["global_step"].
 
-    Raises UserError for a file that cannot be decoded.
+    Args:
+        data: the clips.
+        steps: chooses the rows of a step.
+        step: number of the step, from 1.
+        noise_seed: value of sampler.noise_seed.
+
+    Raises:
+        UserError: a file cannot be decoded.
     """
     rows = steps.rows_of(step)
-    batch = data.batch(rows, noise_seeds(step, rows, steps.seed, noise_seed))
+    seeds = noise_seeds(step, rows, steps.seed, noise_seed)
+    batch = data.batch(rows, seeds)
     batch.meta_info["global_step"] = step
     return batch

@@ -64,11 +64,14 @@ class Header:
 def read_header(path: Path) -> Header:
     """Decodes the first frame and counts all frames. Raises ClipError if `path` is not a clip."""
     if not path.exists():
-        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = []
+        if path.parent.is_dir():
+            siblings = [file.name for file in path.parent.iterdir()]
         raise ClipError(f"there is no such file or folder{did_you_mean(path.name, siblings)}")
     # the size of a decoded frame, because the header has that of the frame before its rotation
     with closing(_decode(path)) as frames:
-        height, width = next(frames).shape[:2]
+        first_frame = next(frames)
+    height, width = first_frame.shape[:2]
     if path.is_dir():
         return Header(height, width, len(_pictures(path)))
     # packets, each of which holds a frame, are counted without decoding; the last one is empty, and those to discard
@@ -114,8 +117,9 @@ def read_frames(path: Path, number: int, height: int, width: int) -> Frames:
             left = max(0.0, (full_width - width / scale) / 2)
             top = max(0.0, (full_height - height / scale) / 2)
             box = (left, top, full_width - left, full_height - top)
-            picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC, box=box)
-            resized_frames.append(np.asarray(picture))
+            picture = Image.fromarray(frame)
+            resized = picture.resize((width, height), Image.Resampling.BICUBIC, box=box)
+            resized_frames.append(np.asarray(resized))
     if len(resized_frames) < number:
         raise ClipError(f"its frame {len(resized_frames)} cannot be decoded: the file is damaged")
     return np.stack(resized_frames)
@@ -158,7 +162,8 @@ def _pictures(folder: Path) -> list[Path]:
     """Returns a folder's pictures in natural order (frame_2 before frame_10). Raises ClipError if there are none."""
     files = []
     for path in folder.iterdir():
-        if path.suffix.lower() in PICTURES and not path.name.startswith("."):
+        is_hidden = path.name.startswith(".")
+        if path.suffix.lower() in PICTURES and not is_hidden:
             files.append(path)
     if not files:
         raise ClipError(f"the folder holds no picture ({', '.join(PICTURES)})")

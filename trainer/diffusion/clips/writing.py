@@ -29,28 +29,36 @@ def write_mp4(path: Path, frames: Frames) -> None:
     av = require_av()
     height, width = frames.shape[1:3]
     # yuv420p has one colour value for 2 x 2 pixels
-    padding = ((0, 0), (0, height % 2), (0, width % 2), (0, 0))
-    even_frames = np.pad(frames, padding, mode="edge")
+    added_lines = (0, height % 2)
+    added_columns = (0, width % 2)
+    even_frames = np.pad(frames, ((0, 0), added_lines, added_columns, (0, 0)), mode="edge")
     even_height, even_width = even_frames.shape[1:3]
 
     # faststart: the index comes first in the file, so that a browser can play it before it has all of it
-    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-        stream: Any = container.add_stream(CODEC, rate=Fraction(FPS), options={"crf": "18", "threads": "1"})
+    file_options = {"movflags": "+faststart"}
+    encoder_options = {"crf": "18", "threads": "1"}
+    with av.open(str(path), "w", format="mp4", options=file_options) as container:
+        stream: Any = container.add_stream(CODEC, rate=Fraction(FPS), options=encoder_options)
         stream.height = even_height
         stream.width = even_width
         stream.pix_fmt = "yuv420p"
         stream.codec_context.colorspace = _BT601
         for frame in even_frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            container.mux(stream.encode(picture))
+            packets = stream.encode(picture)
+            container.mux(packets)
         # the frames that the encoder still holds
-        container.mux(stream.encode(None))
+        last_packets = stream.encode(None)
+        container.mux(last_packets)
 
 
 def as_frames(video: torch.Tensor) -> Frames:
     """Converts (F, 3, H, W) in [0, 1], of any device and floating dtype, to uint8 (F, H, W, 3); clips other values."""
-    scaled = video.detach().to(torch.float32).clamp(0.0, 1.0).mul(255.0).round()
-    return scaled.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    values = video.detach().to(torch.float32)
+    scaled = values.clamp(0.0, 1.0) * 255.0
+    pixels = scaled.round().to(torch.uint8)
+    channels_last = pixels.permute(0, 2, 3, 1).contiguous()
+    return channels_last.cpu().numpy()
 
 
 def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: Callable[[str], None]) -> None:
@@ -63,9 +71,11 @@ def write_clips(folder: Path, rows: Sequence[int], videos: torch.Tensor, tell: C
         tell: called with a message for each clip that could not be written.
     """
     for index, (row, video) in enumerate(zip(rows, videos, strict=True)):
+        name = f"row_{row}"
         earlier_clips = rows[:index].count(row)
-        name = f"row_{row}_{earlier_clips}.mp4" if earlier_clips else f"row_{row}.mp4"
-        path = folder / name
+        if earlier_clips:
+            name += f"_{earlier_clips}"
+        path = folder / f"{name}.mp4"
         # renamed when it is complete, so that no file with the final name is half written
         draft = path.with_name(f".{path.name}.part")
         try:
@@ -111,23 +121,28 @@ def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title
         title: text above the strips.
         columns: largest number of frames in a strip.
     """
-    first_strip = groups[0][1][0]
-    count, frame_height, frame_width = first_strip.frames.shape[:3]
-    numbers = np.linspace(0, count - 1, min(columns, count)).round().astype(int).tolist()
+    _, first_strips = groups[0]
+    count, frame_height, frame_width = first_strips[0].frames.shape[:3]
+    num_panels = min(columns, count)
+    evenly_spaced = np.linspace(0, count - 1, num_panels)
+    numbers = evenly_spaced.round().astype(int).tolist()
 
     # in inches; a strip below a prompt is taller by the line of the prompt
     num_strips = sum(len(strips) for _, strips in groups)
     height = 0.35 + 1.15 * num_strips + 0.3 * len(groups)
-    width = 1.2 + 1.1 * frame_width / frame_height * len(numbers)
+    width = 1.2 + 1.1 * frame_width / frame_height * num_panels
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, weight="bold")
 
-    rows_of_panels = iter(figure.subplots(num_strips, len(numbers), squeeze=False))
+    rows_of_panels = iter(figure.subplots(num_strips, num_panels, squeeze=False))
     for prompt, strips in groups:
-        for index, strip in enumerate(strips):
+        # the prompt above the first of its strips
+        title_of_strip = prompt
+        for strip in strips:
             panels = next(rows_of_panels)
-            _draw_strip(panels, strip, numbers, title="" if index else prompt)
+            _draw_strip(panels, strip, numbers, title_of_strip)
+            title_of_strip = ""
     figure.savefig(path, dpi=200)
     return path
 
@@ -135,9 +150,14 @@ def draw_strips(path: Path, groups: Sequence[tuple[str, Sequence[Strip]]], title
 def _draw_strip(panels: Sequence[Axes], strip: Strip, numbers: Sequence[int], title: str) -> None:
     """Draws the frames of a strip with these numbers, one in each panel."""
     for panel, number in zip(panels, numbers, strict=True):
-        panel.imshow(strip.frames[number], interpolation="nearest")
+        frame = strip.frames[number]
+        panel.imshow(frame, interpolation="nearest")
         panel.set(xticks=[], yticks=[], frame_on=False)
+
+    # the prompt above the strip and its label to the left of it
+    first_panel = panels[0]
     short_title = textwrap.shorten(title, 108, placeholder=" ...")
+    colour = _COLOURS[strip.is_better]
     # parse_math=False: a prompt may contain dollar signs
-    panels[0].set_title(short_title, loc="left", size=9, parse_math=False)
-    panels[0].set_ylabel(strip.label, color=_COLOURS[strip.is_better], rotation=0, ha="right", parse_math=False)
+    first_panel.set_title(short_title, loc="left", size=9, parse_math=False)
+    first_panel.set_ylabel(strip.label, color=colour, rotation=0, ha="right", parse_math=False)
