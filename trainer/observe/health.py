@@ -112,7 +112,12 @@ class Rule:
 
 
 def judge(series: Series, options: Options | None = None) -> list[Finding]:
-    """Returns all findings about these metrics, the worst first. options: the run's configuration by dotted key."""
+    """Returns all findings about a run, the worst first.
+
+    Args:
+        series: Metrics of the run.
+        options: Its configuration by dotted key. With it, an advice shows the current values.
+    """
     findings: list[Finding] = []
     for rule in RULES:
         findings += rule.apply(series, options)

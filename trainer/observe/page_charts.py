@@ -41,7 +41,13 @@ _MARGINS = {
 
 
 class PanelSpec(NamedTuple):
-    """A chart of a run. labels: the label of each metric's line; a metric that was not logged has no line."""
+    """A chart of a run.
+
+    Attributes:
+        title: Title of the chart.
+        unit: Label of its y axis.
+        labels: Label of the line of each metric. A metric that was not logged has no line.
+    """
 
     title: str
     unit: str
@@ -225,7 +231,7 @@ def color_of(number: int) -> str:
 
 
 def _time_chart(run: RecordedRun, title: str) -> Json:
-    """Returns stacked bars of the seconds of each stage. title: title of the run."""
+    """Returns the stacked bars of the seconds of each stage of a run with this title."""
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
     for stage, seconds in seconds_by_stage.items():

@@ -90,7 +90,15 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """The samples of one step and kind. uids, scores: values of each row; a score is None if the reward failed."""
+    """The samples of one step and kind.
+
+    Attributes:
+        file: The file of the samples.
+        kind: `train`, `val` or `val greedy`.
+        step: The training step.
+        uids: Identifier of the prompt of each row.
+        scores: Score of each row; None if the reward failed.
+    """
 
     file: Path
     kind: str

@@ -284,10 +284,12 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
     """
     metrics = {}
     for name, column in columns.items():
-        entry = name.removeprefix("reward/")
+        if is_prediction(name.removeprefix("reward/")):
+            continue
         values = [value for value in column[counted] if value is not None]
+        # a text in any row makes the entry one without a mean
         has_text = any(isinstance(value, str) for value in values)
-        if not values or has_text or is_prediction(entry):
+        if has_text or not values:
             continue
         metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
         if with_extremes:
@@ -402,11 +404,14 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     result.batch["reward_baselines"] = baselines[greedy_rows]
     result.batch["response_mask"] = mask * has_baseline[greedy_rows, None]
 
+    # the baseline of a failed reward is 0, so the sum is that of the others
+    total = float(baselines.sum())
     num_prompts = len(has_baseline)
     num_baselines = int(has_baseline.sum())
+    num_failed = float(num_prompts - num_baselines)
     return result, {
-        "critic/reward_baselines/mean": Metric.mean(float(baselines.sum()), num_baselines),
-        "reward/baseline_error_rate": Metric.mean(float(num_prompts - num_baselines), num_prompts),
+        "critic/reward_baselines/mean": Metric.mean(total, num_baselines),
+        "reward/baseline_error_rate": Metric.mean(num_failed, num_prompts),
     }
 
 

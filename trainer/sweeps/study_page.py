@@ -76,7 +76,7 @@ def _charts(study: Study, parameters: Sequence[str]) -> list[Json]:
 
 
 def _row(trial: Trial, parameters: Sequence[str]) -> object:
-    """Returns the trial's row of the table. parameters: names of the columns of parameters."""
+    """Returns the row of a trial in the table, with a column for each of these parameters."""
     row: list[object] = [trial.number, trial.state]
     row += [trial.value, trial.half_width]
     for name in parameters:
@@ -86,7 +86,7 @@ def _row(trial: Trial, parameters: Sequence[str]) -> object:
 
 
 def _curve(trial: Trial, points: Mapping[int, float]) -> Json:
-    """Returns the trace of one run. points: values of the metric by step."""
+    """Returns the trace of one run of a trial through its values of the metric by step."""
     return {
         "x": list(points),
         "y": list(points.values()),

@@ -198,7 +198,13 @@ def _similar_names(metric: str, documented_names: Sequence[str]) -> list[str]:
 
 
 def _means_of_validation(family: str, documented_names: Sequence[str], config: PPOConfig) -> list[str]:
-    """Returns the names of the means that a run logs about its validation data. family: val-core or val-aux."""
+    """Returns the names of the means that a run logs about its validation data.
+
+    Args:
+        family: `val-core` or `val-aux`.
+        documented_names: All names in METRICS.md.
+        config: Configuration of the run.
+    """
     # imports transformers, which takes seconds
     from trainer.data.sources import read_rows
 

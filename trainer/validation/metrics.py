@@ -310,6 +310,7 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
     # sorted, because the sum of floats depends on their order; stable, so that equal values keep theirs
     ascending = np.argsort(values, kind="stable")
     values = values[ascending]
+    # as text, because numpy cannot sort votes of several types
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
     num_answers = np.bincount(vote_of_answer)  # with each vote
@@ -345,7 +346,8 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
     generator = np.random.default_rng([seed, n])
     counts = generator.multinomial(n, shares, size=RESAMPLES)
 
-    most_frequent = counts == counts.max(axis=1, keepdims=True)
+    largest = counts.max(axis=1, keepdims=True)
+    most_frequent = counts == largest
     num_tied = most_frequent.sum(axis=1, keepdims=True)
     return most_frequent / num_tied
 
@@ -414,11 +416,14 @@ def student_t(degrees: int) -> float:
     if degrees == 2:
         return LEVEL * math.sqrt(2 / (1 - LEVEL**2))
     x = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    n = degrees
-    return (
-        x
-        + (x**3 + x) / (4 * n)
-        + (5 * x**5 + 16 * x**3 + 3 * x) / (96 * n**2)
-        + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * n**3)
-        + (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / (92160 * n**4)
-    )
+    term_1 = x**3 + x
+    term_2 = 5 * x**5 + 16 * x**3 + 3 * x
+    term_3 = 3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x
+    term_4 = 79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x
+
+    quantile = x
+    quantile += term_1 / (4 * degrees)
+    quantile += term_2 / (96 * degrees**2)
+    quantile += term_3 / (384 * degrees**3)
+    quantile += term_4 / (92160 * degrees**4)
+    return quantile
