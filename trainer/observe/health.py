@@ -130,7 +130,9 @@ def findings_of(run: RecordedRun) -> list[Finding]:
 
     A crash dump is ignored if the run continued afterwards.
     """
-    options = {key: option.value for key, option in run.config.items()}
+    options = {}
+    for key, option in run.config.items():
+        options[key] = option.value
     score_advice = ""
     # `trainer.score` scores answers by a reward function; agents are scored by environments and programs
     if not _has_agents(options):

@@ -141,7 +141,7 @@ def charts_of(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panels: 
     for panel in panels:
         if nonzero_metrics & panel.labels.keys():
             charts.append(_panel_chart(runs, run_entries, panel))
-    # validation second, next to the reward in training
+    # validation second, beside the reward in training
     charts[1:1] = _validation_charts(runs)
     for run, entry in zip(runs, run_entries, strict=True):
         charts.append(_time_chart(run, entry["title"]))
@@ -187,7 +187,8 @@ def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel
     """Returns the chart of a panel. Colors distinguish the metrics of a single run, or else the runs."""
     traces: list[Json] = []
     for run_number, entry in enumerate(run_entries):
-        logged_metrics = [name for name in panel.labels if name in entry["series"]]
+        series = entry["series"]
+        logged_metrics = [name for name in panel.labels if name in series]
         for metric_number, metric in enumerate(logged_metrics):
             label = panel.labels[metric]
             if len(runs) > 1:

@@ -107,6 +107,7 @@ class _SampleRows:
             next_number = len(self._prompt_numbers)
             values = asdict(answer)
             values["prompt"] = self._prompt_numbers.setdefault(answer.prompt, next_number)
+            # in the order of `fields`, which the page's script reads
             row: list[object] = [run_number]
             for name in _ANSWER_FIELDS:
                 row.append(compact(values[name]))
@@ -275,7 +276,7 @@ def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
             if option.value.startswith("/"):
                 path = Path(option.value)
                 folders.add(str(path.parent))
-    # every path begins with it
+    # every path begins with this one
     folders.discard("/")
     # a folder within another one must be replaced before it
     return sorted(folders, key=len, reverse=True)

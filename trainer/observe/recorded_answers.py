@@ -129,7 +129,8 @@ def groups(run_dir: Path) -> Iterator[RecordedGroup]:
     """Yields all groups of samples of a run in the order of steps, training before validation."""
     files = []
     for split in (TRAIN, VAL):
-        for file in (run_dir / FOLDER / split).glob("*.parquet"):
+        folder = run_dir / FOLDER / split
+        for file in folder.glob("*.parquet"):
             files.append((step_of(file), split, file))
 
     for step, split, file in sorted(files):

@@ -363,6 +363,7 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
 def _overlong_penalty(lengths: torch.Tensor, config: PPOConfig) -> torch.Tensor:
     """Returns the (B,) penalties of answers with these numbers of tokens, which are 0 or negative."""
     options = config.reward.overlong_buffer
+    # the buffer is the last part of the largest length
     longest_unpunished = config.data.max_response_length - options.len
     exceeding = lengths.float() - longest_unpunished
     penalty = -exceeding / options.len * options.penalty_factor

@@ -172,6 +172,7 @@ class StudyOptions:
 def read_options(argv: Sequence[str]) -> StudyOptions:
     """Parses a command line. Raises UserError."""
     parser = _parser()
+    # intermixed, so that words can stand before, between and after the options
     line = parser.parse_intermixed_args(list(argv))
     # the command line comes second and overrides the file
     if line.file is not None:
@@ -471,6 +472,7 @@ def _select_choices(before: str, word: str) -> str:
     """Returns the word that replaces an earlier one of the same name. `name=a,b` selects choices of a `@name` word."""
     if not before.startswith("@") or word.startswith("@"):
         return word
+    # the settings of the choices, of which the command line names some
     name, _, settings_text = before.partition("=")
     settings = json.loads(settings_text)
     selected = {}
