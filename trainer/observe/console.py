@@ -82,7 +82,7 @@ class Console:
     def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
         self.verbosity = verbosity
         self._rich = Terminal(file=file)
-        # rich assumes 80 columns for a file or a pipe, in which a table of a run does not fit
+        # rich assumes 80 columns for a file or a pipe
         if not self._rich.is_terminal:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
@@ -92,7 +92,7 @@ class Console:
 
     def print(self, content: RenderableType) -> None:
         """Prints text without wrapping it, or any other rich renderable."""
-        # texts are not wrapped, so that a path or a command can be copied from several lines of a terminal
+        # a text is not wrapped, because a path or a command in it may be copied
         is_text = isinstance(content, str | Text)
         # crop=False: a table row that is too long for the terminal wraps instead of being cut off
         self._rich.print(content, soft_wrap=is_text, crop=False)

@@ -191,7 +191,6 @@ def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     if means:
         return means
     for metric, value in metrics.items():
-        # deeper names, such as val/logps/chosen, are not measures of quality
         if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", metric):
             name = metric.removeprefix("val/")
             mean = ValidationMean(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trainer.observe.final_report import ValidationMean, all_validation_means
 from trainer.observe.health import MEMORY
-from trainer.observe.run_data import RecordedRun, run_titles, stage_seconds
+from trainer.observe.run_data import RecordedRun, Steps, run_titles, stage_seconds
 from verl_lite.json_types import JsonObject
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
@@ -278,9 +278,7 @@ def _validation_charts(runs: Sequence[RecordedRun]) -> list[Json]:
 
     charts = []
     for title, traces in traces_by_title.items():
-        # the legend of many lines needs room
-        is_wide = len(traces) > 2
-        charts.append(chart(title, "with 95% interval", traces, is_wide))
+        charts.append(chart(title, "with 95% interval", traces, wide=len(traces) > 2))
     return charts
 
 
@@ -306,7 +304,7 @@ def _validation_means_by_line(runs: Sequence[RecordedRun]) -> _MeansByLine:
     """
     means_by_line: _MeansByLine = {}
     for run_number, run in enumerate(runs):
-        # the metrics of all validations, because a resumed run can validate with other options
+        # of all steps, because most of them have no validation
         last_values: dict[str, float] = {}
         for metrics in run.steps.values():
             last_values.update(metrics)
@@ -343,7 +341,7 @@ def _validation_trace(run: RecordedRun, mean: ValidationMean, name: str, color: 
     return trace
 
 
-def is_share(metric: str, steps: Mapping[int, Mapping[str, float]]) -> bool:
+def is_share(metric: str, steps: Steps) -> bool:
     """Returns True for a metric between 0 and 1: `acc`, or any metric if all logged training scores are in [0, 1]."""
     if "/acc/" in metric:
         return True

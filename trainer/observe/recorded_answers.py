@@ -396,7 +396,7 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
 def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
     """Returns an entry of this type, else the default. A bool does not count as an int."""
     value = entry.get(name)
-    # `isinstance` for the type checker; the type of True is bool, an instance of int
+    # `isinstance` is for the type checker; alone it would accept True as an int
     if isinstance(value, kind) and type(value) is kind:
         return value
     return default

@@ -95,7 +95,6 @@ class Tracking:
         # step is not repeated, and a validation or checkpoint can still add metrics to it
         is_addition = step == self._last_before and TRAINED not in metrics
         if step > self._last_before or is_addition:
-            # some trackers refuse NaN and infinity
             finite_metrics = {}
             for name, value in metrics.items():
                 if math.isfinite(value):

@@ -287,7 +287,7 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
         if is_prediction(name.removeprefix("reward/")):
             continue
         values = [value for value in column[counted] if value is not None]
-        # a text in any row makes the entry one without a mean
+        # an entry that is a text in any row has no mean
         has_text = any(isinstance(value, str) for value in values)
         if has_text or not values:
             continue
