@@ -181,13 +181,11 @@ class _Match(NamedTuple):
 
 def _rank(score: float | None, order: str) -> float:
     """Returns the first sort key of an answer; a failed reward counts as the lowest score."""
+    if order not in ("best", "worst"):
+        return 0.0
     if score is None:
         score = -math.inf
-    if order == "best":
-        return -score
-    if order == "worst":
-        return score
-    return 0.0
+    return -score if order == "best" else score
 
 
 def _matching_rows(group: RecordedGroup, word: str) -> Sequence[int]:
@@ -370,27 +368,33 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
     sampled_tokens = _typed(entry, "tokens", int, 0)
     facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
 
-    versions: list[str] = []
-    for version in _typed(entry, "versions", list, []):
-        # -1: no token
-        is_version = type(version) is int and version >= 0
-        if is_version and str(version) not in versions:
-            versions.append(str(version))
+    versions = _versions(entry)
     if versions:
-        facts.append("weights " + " to ".join(versions))
+        facts.append(f"weights {' to '.join(versions)}")
     if row is not None:
         facts.append(f"row {row}")
     finish_reason = as_text(entry.get("finish_reason") or "")
     if finish_reason:
         facts.append(finish_reason)
 
-    tool_names = map(as_text, _typed(entry, "tool_calls", list, []))
-    calls = ", ".join(tool_names)
-    if calls:
-        facts.append(f"calls {calls}")
+    tool_calls = _typed(entry, "tool_calls", list, [])
+    tool_names = ", ".join(map(as_text, tool_calls))
+    if tool_names:
+        facts.append(f"calls {tool_names}")
     if len(messages) > MAX_MESSAGES:
         facts.append(f"the first {MAX_MESSAGES} of {len(messages)} messages")
     return ", ".join(facts)
+
+
+def _versions(entry: Mapping[str, object]) -> list[str]:
+    """Returns the distinct versions of the weights that sampled the tokens of a request, as text."""
+    versions: list[str] = []
+    for version in _typed(entry, "versions", list, []):
+        # -1: no token
+        is_version = type(version) is int and version >= 0
+        if is_version and str(version) not in versions:
+            versions.append(str(version))
+    return versions
 
 
 def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:

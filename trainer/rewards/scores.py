@@ -400,10 +400,13 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     greedy_row_by_uid = {}
     for row, uid in enumerate(greedy.non_tensor_batch["uid"]):
         greedy_row_by_uid[uid] = row
-    greedy_rows = [greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]]
+    greedy_rows = []
+    for uid in result.non_tensor_batch["uid"]:
+        greedy_rows.append(greedy_row_by_uid[uid])
+    row_has_baseline = has_baseline[greedy_rows]
     mask = result.batch["response_mask"]
     result.batch["reward_baselines"] = baselines[greedy_rows]
-    result.batch["response_mask"] = mask * has_baseline[greedy_rows, None]
+    result.batch["response_mask"] = mask * row_has_baseline[:, None]
 
     # the baseline of a failed reward is 0, so the sum is that of the others
     total = float(baselines.sum())

@@ -399,6 +399,7 @@ def _summary(trial: Trial, run: TrialRun, state: str, metric: str) -> str:
     if run.value is not None:
         line += f": {metric} {run.value:.4g} after {run.steps} steps"
     if run.error:
+        # the study's log has the complete error
         first_line, _, _ = run.error.partition("\n")
         line += f": {first_line}"
     return line

@@ -140,13 +140,7 @@ def process_validation_metrics(
             numbers are no variables.
         seed: Seed of the draws of maj@n.
     """
-    # the rows of each prompt, by source and uid: a prompt is identified by its row in the files, never by its text
-    prompts_by_source: dict[str, dict[str, list[int]]] = {}
-    sources_and_uids = zip(data_sources, sample_uids, strict=True)
-    for row, (source, uid) in enumerate(sources_and_uids):
-        prompts = prompts_by_source.setdefault(source, {})
-        prompts.setdefault(uid, []).append(row)
-
+    prompts_by_source = _rows_by_prompt(data_sources, sample_uids)
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for variable, entries in infos_dict.items():
@@ -155,12 +149,23 @@ def process_validation_metrics(
         # None becomes NaN: the row has no value
         values = np.array(entries, dtype=np.float64)
         for source, prompts in prompts_by_source.items():
-            rows_of_prompts = list(prompts.values())
-            means = _source_metrics(values, rows_of_prompts, votes, seed)
+            means = _source_metrics(values, prompts, votes, seed)
             if means:
                 variables = results.setdefault(source, {})
                 variables[variable] = means
     return results
+
+
+def _rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Returns the rows of each prompt, by data source."""
+    # a prompt is identified by its row in the files, never by its text
+    rows_by_uid: dict[str, dict[str, list[int]]] = {}
+    sources_and_uids = zip(sources, uids, strict=True)
+    for row, (source, uid) in enumerate(sources_and_uids):
+        prompts = rows_by_uid.setdefault(source, {})
+        rows = prompts.setdefault(uid, [])
+        rows.append(row)
+    return {source: list(prompts.values()) for source, prompts in rows_by_uid.items()}
 
 
 def _are_numbers(entries: Sequence[object]) -> TypeGuard[Sequence[float | None]]:
