@@ -40,8 +40,10 @@ def evaluate_all(names: Sequence[str], options: list[str], *, all_checkpoints: b
         )
 
     evaluations: dict[str, dict[str, float]] = {}
-    for target, title in zip(targets, titles(targets), strict=True):
+    titles_of_targets = titles(targets)
+    for target, title in zip(targets, titles_of_targets, strict=True):
         status, metrics = evaluate(target, options)
+        # the targets before it have stored results, which the next command shows at once
         if status:
             return status
         evaluations[title] = metrics

@@ -94,6 +94,7 @@ def _folders_of_run(run_dir: Path, run: PPOConfig) -> list[Path]:
 
 def _step_and_name(file: Path) -> tuple[int, str]:
     """Returns the key by which files are sorted: by number, so that 10 comes after 9."""
+    # files without a number come first
     step = -1
     if file.stem.isdigit():
         step = int(file.stem)

@@ -233,8 +233,9 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
 
     comparisons_by_source: dict[str, list[_Comparison]] = {}
     for answer, result in zip(answers, results, strict=True):
+        comparison = _Comparison(answer.score, _new_score(result))
         comparisons = comparisons_by_source.setdefault(answer.item.data_source, [])
-        comparisons.append(_Comparison(answer.score, _new_score(result)))
+        comparisons.append(comparison)
     for source, comparisons in sorted(comparisons_by_source.items()):
         table.add_row(source, *_line(comparisons))
     return table

@@ -82,7 +82,7 @@ class Console:
     def __init__(self, file: IO[str] | None = None, verbosity: Verbosity = "normal") -> None:
         self.verbosity = verbosity
         self._rich = Terminal(file=file)
-        # rich assumes 80 columns for a file or a pipe, in which a table of a run does not fit
+        # rich assumes 80 columns for a file or a pipe
         if not self._rich.is_terminal:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
@@ -92,7 +92,7 @@ class Console:
 
     def print(self, content: RenderableType) -> None:
         """Prints text without wrapping it, or any other rich renderable."""
-        # texts are not wrapped, so that a path or a command can be copied from several lines of a terminal
+        # a text is not wrapped, because a path or a command in it may be copied
         is_text = isinstance(content, str | Text)
         # crop=False: a table row that is too long for the terminal wraps instead of being cut off
         self._rich.print(content, soft_wrap=is_text, crop=False)
@@ -109,7 +109,8 @@ class Console:
     def start(self, total_steps: int) -> None:
         """Starts counting steps and, on a terminal, shows the progress bar."""
         self._total = total_steps
-        if not self._rich.is_terminal or total_steps <= 0 or self.verbosity == "quiet":
+        is_hidden = self.verbosity == "quiet" or not self._rich.is_terminal
+        if is_hidden or total_steps <= 0:
             return
         self._progress = Progress(
             TextColumn("step"),
@@ -126,15 +127,17 @@ class Console:
 
     def advance(self, step: int) -> None:
         """Moves the bar to `step` finished steps."""
+        now = time.monotonic()
         if self._finished:
             _, last_step = self._finished[-1]
             if step != last_step + 1:
                 # restarts the measurement after a break, such as a validation
                 self._finished.clear()
-        self._finished.append((time.monotonic(), step))
+        self._finished.append((now, step))
         if self._progress is not None:
             task = self._progress.task_ids[0]
-            self._progress.update(task, completed=step, left=self._remaining_time())
+            remaining_time = self._remaining_time()
+            self._progress.update(task, completed=step, left=remaining_time)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints the line of a training step with those of its metrics that have a column (reward, length, KL, entropy,
@@ -234,10 +237,12 @@ def following(folder: Path, console: Console) -> Iterator[None]:
 
     def show_lines(output: bytes, file: Path) -> None:
         name = file.relative_to(folder).with_suffix("")
-        # colors are removed, because the console would show their control characters as text
-        text = _ESCAPES.sub("", output.decode(errors="replace"))
-        for line in text.splitlines():
-            console.print(Text(f"{name} | {line}", style="dim"))
+        text = output.decode(errors="replace")
+        # without colors, whose control characters the console would show as text
+        plain_text = _ESCAPES.sub("", text)
+        for line in plain_text.splitlines():
+            shown_line = Text(f"{name} | {line}", style="dim")
+            console.print(shown_line)
 
     thread = threading.Thread(target=follow, name="log-follower", daemon=True)
     thread.start()

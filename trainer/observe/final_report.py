@@ -191,7 +191,6 @@ def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
     if means:
         return means
     for metric, value in metrics.items():
-        # deeper names, such as val/logps/chosen, are not measures of quality
         if re.fullmatch("val/([^/]+|rewards/(accuracies|margins))", metric):
             name = metric.removeprefix("val/")
             mean = ValidationMean(
@@ -247,7 +246,11 @@ def validation_line(metrics: Mapping[str, float]) -> str:
 
 
 def validation_table(evaluations: Mapping[str, Mapping[str, float]]) -> Table:
-    """Returns a table of validation means by data source. evaluations: metrics of each column, by its title."""
+    """Returns a table of validation means by data source.
+
+    Args:
+        evaluations: Metrics of each column, by the title of the column.
+    """
     columns = [shown_means(metrics) for metrics in evaluations.values()]
     variables: set[str] = set()
     sources_by_kind: dict[bool, set[str]] = {}

@@ -112,7 +112,12 @@ class Rule:
 
 
 def judge(series: Series, options: Options | None = None) -> list[Finding]:
-    """Returns all findings about these metrics, the worst first. options: the run's configuration by dotted key."""
+    """Returns all findings about a run, the worst first.
+
+    Args:
+        series: Metrics of the run.
+        options: Its configuration by dotted key. With it, an advice shows the current values.
+    """
     findings: list[Finding] = []
     for rule in RULES:
         findings += rule.apply(series, options)
@@ -125,7 +130,9 @@ def findings_of(run: RecordedRun) -> list[Finding]:
 
     A crash dump is ignored if the run continued afterwards.
     """
-    options = {key: option.value for key, option in run.config.items()}
+    options = {}
+    for key, option in run.config.items():
+        options[key] = option.value
     score_advice = ""
     # `trainer.score` scores answers by a reward function; agents are scored by environments and programs
     if not _has_agents(options):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trainer.observe.final_report import ValidationMean, all_validation_means
 from trainer.observe.health import MEMORY
-from trainer.observe.run_data import RecordedRun, run_titles, stage_seconds
+from trainer.observe.run_data import RecordedRun, Steps, run_titles, stage_seconds
 from verl_lite.json_types import JsonObject
 
 COLORS = ("#3b6fb6", "#e08a2e", "#3f9b5f", "#b5495b", "#7a6bb0", "#8c6d4f", "#c77fb2", "#5f9ea8", "#a9a844", "#9aa0a8")
@@ -41,7 +41,13 @@ _MARGINS = {
 
 
 class PanelSpec(NamedTuple):
-    """A chart of a run. labels: the label of each metric's line; a metric that was not logged has no line."""
+    """A chart of a run.
+
+    Attributes:
+        title: Title of the chart.
+        unit: Label of its y axis.
+        labels: Label of the line of each metric. A metric that was not logged has no line.
+    """
 
     title: str
     unit: str
@@ -135,7 +141,7 @@ def charts_of(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panels: 
     for panel in panels:
         if nonzero_metrics & panel.labels.keys():
             charts.append(_panel_chart(runs, run_entries, panel))
-    # validation second, next to the reward in training
+    # validation second, beside the reward in training
     charts[1:1] = _validation_charts(runs)
     for run, entry in zip(runs, run_entries, strict=True):
         charts.append(_time_chart(run, entry["title"]))
@@ -181,7 +187,8 @@ def _panel_chart(runs: Sequence[RecordedRun], run_entries: Sequence[Json], panel
     """Returns the chart of a panel. Colors distinguish the metrics of a single run, or else the runs."""
     traces: list[Json] = []
     for run_number, entry in enumerate(run_entries):
-        logged_metrics = [name for name in panel.labels if name in entry["series"]]
+        series = entry["series"]
+        logged_metrics = [name for name in panel.labels if name in series]
         for metric_number, metric in enumerate(logged_metrics):
             label = panel.labels[metric]
             if len(runs) > 1:
@@ -225,7 +232,7 @@ def color_of(number: int) -> str:
 
 
 def _time_chart(run: RecordedRun, title: str) -> Json:
-    """Returns stacked bars of the seconds of each stage. title: title of the run."""
+    """Returns the stacked bars of the seconds of each stage of a run with this title."""
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
     for stage, seconds in seconds_by_stage.items():
@@ -271,9 +278,7 @@ def _validation_charts(runs: Sequence[RecordedRun]) -> list[Json]:
 
     charts = []
     for title, traces in traces_by_title.items():
-        # the legend of many lines needs room
-        is_wide = len(traces) > 2
-        charts.append(chart(title, "with 95% interval", traces, is_wide))
+        charts.append(chart(title, "with 95% interval", traces, wide=len(traces) > 2))
     return charts
 
 
@@ -299,7 +304,7 @@ def _validation_means_by_line(runs: Sequence[RecordedRun]) -> _MeansByLine:
     """
     means_by_line: _MeansByLine = {}
     for run_number, run in enumerate(runs):
-        # the metrics of all validations, because a resumed run can validate with other options
+        # of all steps, because most of them have no validation
         last_values: dict[str, float] = {}
         for metrics in run.steps.values():
             last_values.update(metrics)
@@ -336,7 +341,7 @@ def _validation_trace(run: RecordedRun, mean: ValidationMean, name: str, color: 
     return trace
 
 
-def is_share(metric: str, steps: Mapping[int, Mapping[str, float]]) -> bool:
+def is_share(metric: str, steps: Steps) -> bool:
     """Returns True for a metric between 0 and 1: `acc`, or any metric if all logged training scores are in [0, 1]."""
     if "/acc/" in metric:
         return True

@@ -107,6 +107,7 @@ class _SampleRows:
             next_number = len(self._prompt_numbers)
             values = asdict(answer)
             values["prompt"] = self._prompt_numbers.setdefault(answer.prompt, next_number)
+            # in the order of `fields`, which the page's script reads
             row: list[object] = [run_number]
             for name in _ANSWER_FIELDS:
                 row.append(compact(values[name]))
@@ -122,7 +123,13 @@ class _SampleRows:
 
 
 def _notes_on_samples(run: RecordedRun, answers: int, total_answers: int, images: int, total_images: int) -> list[str]:
-    """Returns what the page leaves out of the samples. answers, images: numbers of those on the page."""
+    """Returns sentences about the samples and images that the page leaves out.
+
+    Args:
+        run: The run.
+        answers, images: Numbers of those on the page.
+        total_answers, total_images: Numbers of all.
+    """
     notes = []
     if answers < total_answers:
         folder = run.folder / "samples"
@@ -150,7 +157,13 @@ def _docs(metric_names: Sequence[str]) -> dict[str, Json]:
 
 
 def _run(run: RecordedRun, title: str, notes: list[str]) -> Json:
-    """Returns the page's entry of a run. notes: what the page leaves out of the samples."""
+    """Returns the page's entry of a run.
+
+    Args:
+        run: The run.
+        title: Its title on the page.
+        notes: Sentences about the samples that the page leaves out.
+    """
     steps = list(run.steps)
     stride = math.ceil(len(steps) / MAX_POINTS)
     if stride > 1:
@@ -263,7 +276,7 @@ def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
             if option.value.startswith("/"):
                 path = Path(option.value)
                 folders.add(str(path.parent))
-    # every path begins with it
+    # every path begins with this one
     folders.discard("/")
     # a folder within another one must be replaced before it
     return sorted(folders, key=len, reverse=True)

@@ -90,7 +90,15 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """The samples of one step and kind. uids, scores: values of each row; a score is None if the reward failed."""
+    """The samples of one step and kind.
+
+    Attributes:
+        file: The file of the samples.
+        kind: `train`, `val` or `val greedy`.
+        step: The training step.
+        uids: Identifier of the prompt of each row.
+        scores: Score of each row; None if the reward failed.
+    """
 
     file: Path
     kind: str
@@ -121,7 +129,8 @@ def groups(run_dir: Path) -> Iterator[RecordedGroup]:
     """Yields all groups of samples of a run in the order of steps, training before validation."""
     files = []
     for split in (TRAIN, VAL):
-        for file in (run_dir / FOLDER / split).glob("*.parquet"):
+        folder = run_dir / FOLDER / split
+        for file in folder.glob("*.parquet"):
             files.append((step_of(file), split, file))
 
     for step, split, file in sorted(files):
@@ -172,13 +181,11 @@ class _Match(NamedTuple):
 
 def _rank(score: float | None, order: str) -> float:
     """Returns the first sort key of an answer; a failed reward counts as the lowest score."""
+    if order not in ("best", "worst"):
+        return 0.0
     if score is None:
         score = -math.inf
-    if order == "best":
-        return -score
-    if order == "worst":
-        return score
-    return 0.0
+    return -score if order == "best" else score
 
 
 def _matching_rows(group: RecordedGroup, word: str) -> Sequence[int]:
@@ -361,33 +368,39 @@ def _request_facts(entry: Mapping[str, object], messages: Sequence[object], row:
     sampled_tokens = _typed(entry, "tokens", int, 0)
     facts = [f"{prompt_tokens:,} prompt + {sampled_tokens:,} sampled tokens"]
 
-    versions: list[str] = []
-    for version in _typed(entry, "versions", list, []):
-        # -1: no token
-        is_version = type(version) is int and version >= 0
-        if is_version and str(version) not in versions:
-            versions.append(str(version))
+    versions = _versions(entry)
     if versions:
-        facts.append("weights " + " to ".join(versions))
+        facts.append(f"weights {' to '.join(versions)}")
     if row is not None:
         facts.append(f"row {row}")
     finish_reason = as_text(entry.get("finish_reason") or "")
     if finish_reason:
         facts.append(finish_reason)
 
-    tool_names = map(as_text, _typed(entry, "tool_calls", list, []))
-    calls = ", ".join(tool_names)
-    if calls:
-        facts.append(f"calls {calls}")
+    tool_calls = _typed(entry, "tool_calls", list, [])
+    tool_names = ", ".join(map(as_text, tool_calls))
+    if tool_names:
+        facts.append(f"calls {tool_names}")
     if len(messages) > MAX_MESSAGES:
         facts.append(f"the first {MAX_MESSAGES} of {len(messages)} messages")
     return ", ".join(facts)
 
 
+def _versions(entry: Mapping[str, object]) -> list[str]:
+    """Returns the distinct versions of the weights that sampled the tokens of a request, as text."""
+    versions: list[str] = []
+    for version in _typed(entry, "versions", list, []):
+        # -1: no token
+        is_version = type(version) is int and version >= 0
+        if is_version and str(version) not in versions:
+            versions.append(str(version))
+    return versions
+
+
 def _typed(entry: Mapping[str, object], name: str, kind: type[Kind], default: Default) -> Kind | Default:
     """Returns an entry of this type, else the default. A bool does not count as an int."""
     value = entry.get(name)
-    # `isinstance` for the type checker; the type of True is bool, an instance of int
+    # `isinstance` is for the type checker; alone it would accept True as an int
     if isinstance(value, kind) and type(value) is kind:
         return value
     return default

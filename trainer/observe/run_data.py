@@ -86,6 +86,7 @@ class RecordedRun:
         failure), or `not running` if total_steps is unknown."""
         if self.is_running:
             return "running"
+        # after a later step, the run has continued since
         if self.early_end is not None and self.last_step == self.early_end:
             return "ended early"
         if self.total_steps is None:
@@ -116,6 +117,7 @@ def read_run(folder: Path) -> RecordedRun:
     Raises:
         UserError: If the folder has no metrics. The message names runs below the folder.
     """
+    # resolved, because the parts of the path are the run's title
     folder = Path(folder).expanduser().resolve()
     metrics_file = folder / METRICS
     if not metrics_file.is_file():

@@ -36,7 +36,14 @@ _MLFLOW_BATCH = 1000
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run as a tracker sees it. options: the complete configuration as nested dicts."""
+    """The run as a tracker sees it.
+
+    Attributes:
+        run_dir: The run folder.
+        project, name: Names for the tracker's page.
+        options: The complete configuration as nested dicts.
+        console: Shows notes to the user.
+    """
 
     run_dir: Path
     project: str

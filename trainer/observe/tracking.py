@@ -95,7 +95,6 @@ class Tracking:
         # step is not repeated, and a validation or checkpoint can still add metrics to it
         is_addition = step == self._last_before and TRAINED not in metrics
         if step > self._last_before or is_addition:
-            # some trackers refuse NaN and infinity
             finite_metrics = {}
             for name, value in metrics.items():
                 if math.isfinite(value):
@@ -120,6 +119,7 @@ class Tracking:
 
     def finish(self) -> None:
         """Ends all trackers, and waits up to FINISH_TIMEOUT_S for each one to send its remaining calls."""
+        # the bar first, which would be drawn again while the trackers end
         self._console.stop()
         for tracker in self._trackers:
             tracker.finish()
@@ -221,7 +221,8 @@ def logged_validations(path: Path, last_step: int) -> dict[int, dict[str, float]
             break
         for name, value in metrics.items():
             if name.startswith(("val-", "val/")):
-                validations.setdefault(step, {})[name] = value
+                validation = validations.setdefault(step, {})
+                validation[name] = value
     return validations
 
 

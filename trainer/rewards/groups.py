@@ -99,13 +99,12 @@ def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, tor
 
 def _entries_as_numbers(batch: DataProto, column: str) -> torch.Tensor:
     """Returns (B,) fp64 entries of a reward's result, NaN where an entry is missing or no number."""
-    numbers = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-    if column not in batch:
-        return numbers
-    for row, entry in enumerate(batch.non_tensor_batch[column]):
-        if isinstance(entry, bool | int | float | np.number | np.bool_):
-            numbers[row] = float(entry)
-    return numbers
+    numbers = np.full(len(batch), np.nan)
+    if column in batch:
+        for row, entry in enumerate(batch.non_tensor_batch[column]):
+            if isinstance(entry, bool | int | float | np.number | np.bool_):
+                numbers[row] = float(entry)
+    return torch.from_numpy(numbers)
 
 
 def group_shares(batch: DataProto, metric: str | None) -> dict[str, Metric]:

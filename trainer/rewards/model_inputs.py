@@ -204,6 +204,7 @@ def check_same_vocabulary(
             differing.append(token)
     if not differing:
         return
+    # the smallest id, so that the message names the same token every time
     first = min(differing, key=lambda token: policy_ids[token])
     there = f"has id {other_ids[first]}" if first in other_ids else "does not exist"
     raise UserError(

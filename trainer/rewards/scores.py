@@ -287,10 +287,12 @@ def _means(columns: Mapping[str, np.ndarray], counted: np.ndarray, with_extremes
     """
     metrics = {}
     for name, column in columns.items():
-        entry = name.removeprefix("reward/")
+        if is_prediction(name.removeprefix("reward/")):
+            continue
         values = [value for value in column[counted] if value is not None]
+        # an entry that is a text in any row has no mean
         has_text = any(isinstance(value, str) for value in values)
-        if not values or has_text or is_prediction(entry):
+        if has_text or not values:
             continue
         metrics[f"{name}/mean"] = Metric.mean(sum(values), len(values))
         if with_extremes:
@@ -364,6 +366,7 @@ def punish_overlong(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dic
 def _overlong_penalty(lengths: torch.Tensor, config: PPOConfig) -> torch.Tensor:
     """Returns the (B,) penalties of answers with these numbers of tokens, which are 0 or negative."""
     options = config.reward.overlong_buffer
+    # the buffer is the last part of the largest length
     longest_unpunished = config.data.max_response_length - options.len
     exceeding = lengths.float() - longest_unpunished
     penalty = -exceeding / options.len * options.penalty_factor
@@ -400,16 +403,22 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     greedy_row_by_uid = {}
     for row, uid in enumerate(greedy.non_tensor_batch["uid"]):
         greedy_row_by_uid[uid] = row
-    greedy_rows = [greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]]
+    greedy_rows = []
+    for uid in result.non_tensor_batch["uid"]:
+        greedy_rows.append(greedy_row_by_uid[uid])
+    row_has_baseline = has_baseline[greedy_rows]
     mask = result.batch["response_mask"]
     result.batch["reward_baselines"] = baselines[greedy_rows]
-    result.batch["response_mask"] = mask * has_baseline[greedy_rows, None]
+    result.batch["response_mask"] = mask * row_has_baseline[:, None]
 
+    # the baseline of a failed reward is 0, so the sum is that of the others
+    total = float(baselines.sum())
     num_prompts = len(has_baseline)
     num_baselines = int(has_baseline.sum())
+    num_failed = float(num_prompts - num_baselines)
     return result, {
-        "critic/reward_baselines/mean": Metric.mean(float(baselines.sum()), num_baselines),
-        "reward/baseline_error_rate": Metric.mean(float(num_prompts - num_baselines), num_prompts),
+        "critic/reward_baselines/mean": Metric.mean(total, num_baselines),
+        "reward/baseline_error_rate": Metric.mean(num_failed, num_prompts),
     }
 
 

@@ -306,7 +306,8 @@ class Study:
     def finished(self) -> list[Trial]:
         """Returns the complete trials, the best first."""
         complete_trials = [trial for trial in self.trials if trial.state == "complete"]
-        complete_trials.sort(key=lambda trial: trial.value or 0.0, reverse=self.spec.mode == "max")
+        is_descending = self.spec.mode == "max"
+        complete_trials.sort(key=lambda trial: trial.value or 0.0, reverse=is_descending)
         return complete_trials
 
     def write_csv(self) -> None:

@@ -76,7 +76,7 @@ def _charts(study: Study, parameters: Sequence[str]) -> list[Json]:
 
 
 def _row(trial: Trial, parameters: Sequence[str]) -> object:
-    """Returns the trial's row of the table. parameters: names of the columns of parameters."""
+    """Returns the row of a trial in the table, with a column for each of these parameters."""
     row: list[object] = [trial.number, trial.state]
     row += [trial.value, trial.half_width]
     for name in parameters:
@@ -86,7 +86,7 @@ def _row(trial: Trial, parameters: Sequence[str]) -> object:
 
 
 def _curve(trial: Trial, points: Mapping[int, float]) -> Json:
-    """Returns the trace of one run. points: values of the metric by step."""
+    """Returns the trace of one run of a trial through its values of the metric by step."""
     return {
         "x": list(points),
         "y": list(points.values()),
@@ -171,25 +171,35 @@ def _parameter_chart(study: Study, name: str, are_shares: bool) -> Json:
     values = [_as_number(trial.parameters[name]) for trial in finished]
     axis = _axis_of(name, values)
     positions = _side_by_side(axis.positions)
-    traces: list[Json] = []
+    traces = []
     for trial, position in zip(finished, positions, strict=True):
         # plotly takes the values themselves, also for a logarithmic axis
         x = 10**position if axis.is_log else position
-        trace: Json = {
-            "x": [x],
-            "y": [trial.value],
-            "mode": "markers",
-            "text": [_trial_text(trial)],
-            "hovertemplate": "%{text}<extra></extra>",
-            "marker": {"size": 8, "color": color_of(trial.number)},
-        }
-        if trial.half_width and trial.value is not None:
-            trace["error_y"] = interval([trial.value], [trial.half_width], are_shares=are_shares)
-        traces.append(trace)
+        traces.append(_point(trial, x, are_shares))
 
-    layout: Json = {"hovermode": "closest", "showlegend": False}
-    layout["xaxis"] = axis.layout()
+    layout = {
+        "hovermode": "closest",
+        "showlegend": False,
+        "xaxis": axis.layout(),
+    }
     return chart(name, study.spec.metric, traces, layout=layout)
+
+
+def _point(trial: Trial, x: float, are_shares: bool) -> Json:
+    """Returns the trace of the value of a finished trial, with its interval."""
+    value = trial.value
+    half_width = trial.half_width
+    trace: Json = {
+        "x": [x],
+        "y": [value],
+        "mode": "markers",
+        "text": [_trial_text(trial)],
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {"size": 8, "color": color_of(trial.number)},
+    }
+    if value is not None and half_width:
+        trace["error_y"] = interval([value], [half_width], are_shares=are_shares)
+    return trace
 
 
 def _side_by_side(positions: Sequence[float]) -> list[float]:
@@ -202,7 +212,8 @@ def _side_by_side(positions: Sequence[float]) -> list[float]:
     counts: Counter[float] = Counter()
     moved = []
     for position in positions:
-        offset = counts[position] - (totals[position] - 1) / 2
+        last_index = totals[position] - 1
+        offset = counts[position] - last_index / 2
         counts[position] += 1
         moved.append(position + gap * offset)
     return moved

@@ -56,7 +56,13 @@ _CALL = re.compile(r"([a-z_]+)\((.*)\)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the search. settings: words of the command by label, for choices that set several keys."""
+    """A parameter of the search.
+
+    Attributes:
+        name: Its key, or the name of its choices.
+        distribution: Its values.
+        settings: For choices that set several keys, the words of the command by label; empty for other parameters.
+    """
 
     name: str
     distribution: CategoricalDistribution | FloatDistribution | IntDistribution
@@ -68,7 +74,7 @@ class Parameter:
         return self.settings.get(str(value), [word])
 
     def values(self, *, ends: bool = False) -> list[CategoricalChoiceType] | None:
-        """Returns all values in order; None for an infinite range. ends: True = only the two ends of a range."""
+        """Returns all values in order, with `ends=True` only the two ends of a range; None for an infinite range."""
         distribution = self.distribution
         if isinstance(distribution, CategoricalDistribution):
             return list(distribution.choices)
@@ -99,7 +105,11 @@ class StudySpec:
 
     @cached_property
     def space(self) -> tuple[Parameter, ...]:
-        """The parameters. Raises UserError for an invalid word."""
+        """The parameters among the words.
+
+        Raises:
+            UserError: For an invalid word.
+        """
         parameters = []
         for word in self.words:
             parameter = read_parameter(word)
@@ -162,6 +172,7 @@ class StudyOptions:
 def read_options(argv: Sequence[str]) -> StudyOptions:
     """Parses a command line. Raises UserError."""
     parser = _parser()
+    # intermixed, so that words can stand before, between and after the options
     line = parser.parse_intermixed_args(list(argv))
     # the command line comes second and overrides the file
     if line.file is not None:
@@ -209,9 +220,14 @@ def _usual_name(spec: StudySpec) -> str:
 
 
 def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterator[dict[str, Value]]:
-    """Yields all combinations; the last parameter varies fastest. corners: True = only the ends of ranges.
+    """Yields all combinations of the values of parameters. The last parameter varies fastest.
 
-    Raises UserError for a grid with an infinite range or with more than `MOST_LISTED` combinations.
+    Args:
+        space: The parameters.
+        corners: True to take only the two ends of a range.
+
+    Raises:
+        UserError: For an infinite range without `corners`, and for more than `MOST_LISTED` combinations.
     """
     names = [parameter.name for parameter in space]
     value_lists = []
@@ -235,7 +251,11 @@ def combinations(space: Sequence[Parameter], *, corners: bool = False) -> Iterat
 
 
 def read_parameter(word: str) -> Parameter | None:
-    """Parses a word as a parameter; None if it has a single value. Raises UserError."""
+    """Returns the parameter that a word describes, or None if the word has a single value.
+
+    Raises:
+        UserError: For an invalid range, and for an empty or repeated choice.
+    """
     key, _, text = word.partition("=")
     if key.startswith("@"):
         return _parameter_of_settings(key[1:], json.loads(text))
@@ -431,7 +451,11 @@ def _study_spec(line: argparse.Namespace) -> StudySpec:
 
 
 def _read_seeds(text: str) -> list[int]:
-    """Parses --seeds: a number, or a list of different numbers. Raises UserError."""
+    """Returns the seeds of --seeds, which is a number or a list of different numbers.
+
+    Raises:
+        UserError: For any other text.
+    """
     value = parse_value(text)
     seeds: list[int] = []
     # `type`, because True is an instance of int
@@ -448,6 +472,7 @@ def _select_choices(before: str, word: str) -> str:
     """Returns the word that replaces an earlier one of the same name. `name=a,b` selects choices of a `@name` word."""
     if not before.startswith("@") or word.startswith("@"):
         return word
+    # the settings of the choices, of which the command line names some
     name, _, settings_text = before.partition("=")
     settings = json.loads(settings_text)
     selected = {}

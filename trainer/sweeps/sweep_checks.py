@@ -190,7 +190,11 @@ def _similar_names(metric: str, documented_names: Sequence[str]) -> list[str]:
         return similar_names
 
     family, _, rest = metric.partition("/")
-    families = {name.partition("/")[0] for name in documented_names if "/" in name}
+    families = set()
+    for name in documented_names:
+        documented_family, slash, _ = name.partition("/")
+        if slash:
+            families.add(documented_family)
     if not rest or family in families:
         return []
     similar_families = difflib.get_close_matches(family, families, n=1, cutoff=0.6)
@@ -198,7 +202,13 @@ def _similar_names(metric: str, documented_names: Sequence[str]) -> list[str]:
 
 
 def _means_of_validation(family: str, documented_names: Sequence[str], config: PPOConfig) -> list[str]:
-    """Returns the names of the means that a run logs about its validation data. family: val-core or val-aux."""
+    """Returns the names of the means that a run logs about its validation data.
+
+    Args:
+        family: `val-core` or `val-aux`.
+        documented_names: All names in METRICS.md.
+        config: Configuration of the run.
+    """
     # imports transformers, which takes seconds
     from trainer.data.sources import read_rows
 
@@ -215,7 +225,8 @@ def _means_of_validation(family: str, documented_names: Sequence[str], config: P
         if not documented.startswith(f"{family}/") or not documented.endswith("mean@{N}"):
             continue
         for source in listed_sources:
-            name = documented.replace("{data_source}", source).replace("{N}", answers)
+            name = documented.replace("{data_source}", source)
+            name = name.replace("{N}", answers)
             for variable in ("acc", "reward"):
                 names.append(name.replace("{variable}", variable))
     return names

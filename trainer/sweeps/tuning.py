@@ -163,8 +163,9 @@ class Sweep(Searcher):
         self._queue, self._draws = _remaining_trials(study)
 
         self._asha: AsyncHyperBandScheduler | None = None
-        if study.search.asha is not None:
-            self._asha = _make_asha(study.search.asha, study.spec.mode)
+        asha_parameters = study.search.asha
+        if asha_parameters is not None:
+            self._asha = _make_asha(asha_parameters, study.spec.mode)
         self._known_to_asha: set[int] = set()
         # a new pruner gets the means that the log contains; its decisions about them were made before
         for trial in study.trials:
@@ -221,10 +222,12 @@ class Sweep(Searcher):
                 self._draws -= 1
                 parameters = draw(self._study)
             trial = self._study.begin(parameters)
+            first_run = trial.runs[0]
             refusal = problem(self._study.spec, parameters, self._place.gpus)
             if not refusal:
-                return trial, trial.runs[0]
-            self._study.end(trial, trial.runs[0], "failed", error=refusal)
+                return trial, first_run
+            # in the log as failed, so that a continued sweep does not take the combination again
+            self._study.end(trial, first_run, "failed", error=refusal)
             self._tell(f"trial {trial.number} is not run: {refusal}")
         return None
 
@@ -396,6 +399,7 @@ def _summary(trial: Trial, run: TrialRun, state: str, metric: str) -> str:
     if run.value is not None:
         line += f": {metric} {run.value:.4g} after {run.steps} steps"
     if run.error:
+        # the study's log has the complete error
         first_line, _, _ = run.error.partition("\n")
         line += f": {first_line}"
     return line

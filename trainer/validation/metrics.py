@@ -140,13 +140,7 @@ def process_validation_metrics(
             numbers are no variables.
         seed: Seed of the draws of maj@n.
     """
-    # the rows of each prompt, by source and uid: a prompt is identified by its row in the files, never by its text
-    prompts_by_source: dict[str, dict[str, list[int]]] = {}
-    sources_and_uids = zip(data_sources, sample_uids, strict=True)
-    for row, (source, uid) in enumerate(sources_and_uids):
-        prompts = prompts_by_source.setdefault(source, {})
-        prompts.setdefault(uid, []).append(row)
-
+    prompts_by_source = _rows_by_prompt(data_sources, sample_uids)
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for variable, entries in infos_dict.items():
@@ -155,12 +149,23 @@ def process_validation_metrics(
         # None becomes NaN: the row has no value
         values = np.array(entries, dtype=np.float64)
         for source, prompts in prompts_by_source.items():
-            rows_of_prompts = list(prompts.values())
-            means = _source_metrics(values, rows_of_prompts, votes, seed)
+            means = _source_metrics(values, prompts, votes, seed)
             if means:
                 variables = results.setdefault(source, {})
                 variables[variable] = means
     return results
+
+
+def _rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Returns the rows of each prompt, by data source."""
+    # a prompt is identified by its row in the files, never by its text
+    rows_by_uid: dict[str, dict[str, list[int]]] = {}
+    sources_and_uids = zip(sources, uids, strict=True)
+    for row, (source, uid) in enumerate(sources_and_uids):
+        prompts = rows_by_uid.setdefault(source, {})
+        rows = prompts.setdefault(uid, [])
+        rows.append(row)
+    return {source: list(prompts.values()) for source, prompts in rows_by_uid.items()}
 
 
 def _are_numbers(entries: Sequence[object]) -> TypeGuard[Sequence[float | None]]:
@@ -310,6 +315,7 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
     # sorted, because the sum of floats depends on their order; stable, so that equal values keep theirs
     ascending = np.argsort(values, kind="stable")
     values = values[ascending]
+    # as text, because numpy cannot sort votes of several types
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
     num_answers = np.bincount(vote_of_answer)  # with each vote
@@ -345,7 +351,8 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
     generator = np.random.default_rng([seed, n])
     counts = generator.multinomial(n, shares, size=RESAMPLES)
 
-    most_frequent = counts == counts.max(axis=1, keepdims=True)
+    largest = counts.max(axis=1, keepdims=True)
+    most_frequent = counts == largest
     num_tied = most_frequent.sum(axis=1, keepdims=True)
     return most_frequent / num_tied
 
@@ -414,11 +421,14 @@ def student_t(degrees: int) -> float:
     if degrees == 2:
         return LEVEL * math.sqrt(2 / (1 - LEVEL**2))
     x = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    n = degrees
-    return (
-        x
-        + (x**3 + x) / (4 * n)
-        + (5 * x**5 + 16 * x**3 + 3 * x) / (96 * n**2)
-        + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * n**3)
-        + (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / (92160 * n**4)
-    )
+    term_1 = x**3 + x
+    term_2 = 5 * x**5 + 16 * x**3 + 3 * x
+    term_3 = 3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x
+    term_4 = 79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x
+
+    quantile = x
+    quantile += term_1 / (4 * degrees)
+    quantile += term_2 / (96 * degrees**2)
+    quantile += term_3 / (384 * degrees**3)
+    quantile += term_4 / (92160 * degrees**4)
+    return quantile

@@ -175,6 +175,7 @@ class SampleFiles:
         """
         train_files = self._files(TRAIN)
         val_files = self._files(VAL)
+        # by the sizes on the disk, because a resumed run has not written all of them
         sizes = {}
         for file in train_files + val_files:
             sizes[file] = file.stat().st_size
@@ -202,7 +203,10 @@ class SampleFiles:
         """Appends samples to the jsonl file of a step in a folder. Without a folder, writes nothing."""
         if folder is None:
             return
-        lines = [json.dumps(record_of(sample)) + "\n" for sample in samples]
+        lines = []
+        for sample in samples:
+            record = record_of(sample)
+            lines.append(json.dumps(record) + "\n")
         path = Path(folder) / f"{step}.jsonl"
         with beside_training(path.parent, self.tell):
             path.parent.mkdir(parents=True, exist_ok=True)

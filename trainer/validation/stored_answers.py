@@ -59,6 +59,7 @@ class AnswerStore:
         for answer in answers:
             # the fields of a sample are json values, see `samples_of`
             text += json.dumps(asdict(answer)) + "\n"
+        # an interrupted evaluation continues after its last chunk
         number = len(self._chunks())
         write_atomically(self.folder / f"chunk-{number:06d}.jsonl", text)
 
