@@ -378,9 +378,8 @@ def bytes_of_coding(policy: RewardFlowPolicy, video: torch.Tensor) -> tuple[dict
     live = LiveBytes()
     latents = _empty_latents(policy, video)
     with live.peak_of(peaks, "decoding"):
-        frames = policy.decode(latents.requires_grad_())
-        # any scalar of the frames has the same backward pass
-        loss = frames.mean()
+        # any scalar of the frames has the same backward pass; a variable for the frames would keep them alive in it
+        loss = policy.decode(latents.requires_grad_()).mean()
     # the reward runs on the decoded frames, before their backward pass
     peaks["reward"] = float(live.now)
     with live.peak_of(peaks, "backward of decoding"):
@@ -432,14 +431,13 @@ def bytes_of_steps(
     if high_noise_expert is not None:
         # the high-noise expert is frozen, and its steps keep nothing for a backward pass
         with torch.no_grad(), live.peak_of(peaks, "high-noise steps"):
-            velocity = policy._velocity(high_noise_expert, inputs)
-            velocity(noise, 1.0)
+            # without a variable for the velocity, which would keep its tensors alive in the later phases
+            policy._velocity(high_noise_expert, inputs)(noise, 1.0)
     with live.peak_of(peaks, "steps"):
         latents, divergence = policy._sample(inputs, True)
     peaks["kept"] = float(live.now)
     with live.peak_of(peaks, "backward of the steps"):
-        loss = latents.mean() + divergence.mean()
-        loss.backward()
+        (latents.mean() + divergence.mean()).backward()
     return peaks
 
 

@@ -11,11 +11,17 @@ from workers.engines.lean_decoder import PACKED_ELEMENTS
 def kv_bytes_per_token(shape: ModelShape, size: int, tensor_parallel: int = 1) -> float:
     """Returns the KV cache bytes per token on one of the devices of an engine."""
     # more devices than heads repeat heads
-    parts = min(tensor_parallel, shape.kv_heads)
-    return size * shape.kv_per_token / parts
+    divisor = min(tensor_parallel, shape.kv_heads)
+    return size * shape.kv_per_token / divisor
 
 
-def engine_work(shape: ModelShape, size: int, batched_tokens: int, sequences: int, tensor_parallel: int = 1) -> float:
+def engine_work(
+    shape: ModelShape,
+    size: int,
+    batched_tokens: int,
+    sequences: int,
+    tensor_parallel: int = 1,
+) -> float:
     """Returns the temporary bytes of a step of the rollout engine.
 
     These are the larger of two: those of a prefill, and the fp32 logits of all running sequences with the tensors that

@@ -143,7 +143,6 @@ def pair_task(
     Raises:
         UserError: If a row is unusable.
     """
-
     load = partial(
         load_pairs,
         tokenizer=tokenizer,
