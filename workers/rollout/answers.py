@@ -164,6 +164,7 @@ class AnswerRunner:
             group = self._groups[key]
             group.completions[number] = completion
             item = group.samples[number].item
+            # None without a reward function
             if item is not None:
                 answers.append((item, completion.token_ids))
         if answers:
