@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_lite.envs.tool_calls import NOTATIONS, Notation, ToolCall, tagged_calls
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject, KeywordArguments
-from workers.agents.tokens import characters_per_token, closing_index, special_token_ids
+from workers.agents.tokens import characters_per_token, closing_index, closing_token, special_token_ids
 from workers.policy.chat_template import ChatTemplateError, render_chats, tool_arguments
 from workers.policy.tokenizer import NO_TEMPLATE
 
@@ -222,15 +222,10 @@ class ChatJoins:
         sampled token is compared with the end in this text.
         """
         ids = self._encoded(text[: self._most_characters])
-        length = self._length_of_closing(ids)
-        if length and response_ids and response_ids[-1] == ids[length - 1]:
-            return ids[length:]
-        return ids
-
-    def _length_of_closing(self, ids: Sequence[int]) -> int:
-        """Returns the number of token ids up to the first special token; 0 if a text other than spaces is before it."""
         index = closing_index(ids, self._tokenizer, self._special_ids)
-        return 0 if index is None else index + 1
+        if index is not None and response_ids and response_ids[-1] == ids[index]:
+            return ids[index + 1 :]
+        return ids
 
     def _accepted(self, messages: Sequence[Message], calls: Sequence[MessageCall] = ()) -> list[Message]:
         """Returns the messages without parts that the template would reject or omit.
@@ -332,14 +327,13 @@ class ChatJoins:
     def _closing_of_turn(self) -> int:
         """Returns the token that ends an assistant's turn before a user's message."""
         text = self._continuations["user"](_PROBE)
-        ids = self._encode(text)
-        length = self._length_of_closing(ids)
-        if not length:
+        token = closing_token(text, self._tokenizer, self._special_ids)
+        if token is None:
             raise self._template_error(
                 "has no token that ends an assistant's turn: after the answer it writes "
                 f"{text[:80]!r}, but a special token of the tokenizer has to come first"
             )
-        return ids[length - 1]
+        return token
 
     def _all_ends_of_turn(self) -> tuple[int, ...]:
         """Returns the tokens that end a turn before any kind of message."""
@@ -350,10 +344,9 @@ class ChatJoins:
             texts.append(self._after_calls([probe_call], [_probe_result(_PROBE)]))
         ends = {self.end_of_turn}
         for text in texts:
-            ids = self._encode(text)
-            length = self._length_of_closing(ids)
-            if length:
-                ends.add(ids[length - 1])
+            token = closing_token(text, self._tokenizer, self._special_ids)
+            if token is not None:
+                ends.add(token)
         return tuple(sorted(ends))
 
     def _notation_of_template(self) -> tuple[Notation | None, str]:
@@ -566,11 +559,7 @@ def _end_after_answer(
         # the template needs a system message, or accepts other chats only
         return None
     _, _, text_after = text.partition(_ANSWER)
-    if not text_after:
-        return None
-    ids = tokenizer.encode(text_after, add_special_tokens=False)
-    index = closing_index(ids, tokenizer)
-    return None if index is None else int(ids[index])
+    return closing_token(text_after, tokenizer)
 
 
 _PROBE_KEY, _PROBE_ARGUMENT = "verllitekey", "verlliteargument"

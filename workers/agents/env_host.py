@@ -64,7 +64,8 @@ class EnvReply:
     def digest(self) -> str:
         """Returns a hash of observation, reward and end of episode, by which two replies are compared."""
         values = (self.observation, self.reward, self.terminated, self.truncated)
-        return hashlib.sha256(repr(values).encode(errors="surrogatepass")).hexdigest()
+        text = repr(values).encode(errors="surrogatepass")
+        return hashlib.sha256(text).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Act:
     """A call that takes one step; action None = drawn by the environment, if it can draw one."""
 
     action: str | None
+
+
+EnvCall = Begin | Act
 
 
 class EnvHost:
@@ -106,7 +110,7 @@ class EnvHost:
         # `run` is called in several threads, and `end` in another one
         self._changing = threading.Lock()
 
-    def run(self, session: int, payload: Begin | Act) -> EnvReply:
+    def run(self, session: int, payload: EnvCall) -> EnvReply:
         """Runs a reset or a step. Raises NonsenseError and every exception of the environment."""
         try:
             if isinstance(payload, Begin):
@@ -161,7 +165,8 @@ def _random_action(env: Env) -> str:
 def read_reset(result: object) -> EnvReply:
     """Checks the values of a reset. Raises NonsenseError."""
     observation, info = _parts("reset", result, "(observation, info)")
-    return EnvReply(None, _text("the observation of reset", observation), info=_info("reset", info))
+    text = _text("the observation of reset", observation)
+    return EnvReply(key=None, observation=text, info=_info("reset", info))
 
 
 def read_step(result: object) -> EnvReply:

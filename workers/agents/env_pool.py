@@ -9,14 +9,14 @@ import functools
 import itertools
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_lite.config import EnvPoolConfig
 from verl_lite.envs import EnvTemplate
 from verl_lite.errors import UserError, printable
-from workers.agents.env_host import Act, Begin, EnvHost, EnvReply
+from workers.agents.env_host import Act, Begin, EnvCall, EnvHost, EnvReply
 from workers.pool.channel import Reply
 from workers.pool.process_pool import InlinePool, PoolSpec, ProcessPool
 
@@ -25,6 +25,9 @@ __all__ = ["EnvError", "EnvPool", "EnvReply"]
 
 THREADS = 64
 """Default number of environments that step at once in one process."""
+
+
+Pool = ProcessPool[EnvCall, EnvReply] | InlinePool[EnvCall, EnvReply]
 
 
 class EnvError(UserError):
@@ -69,7 +72,7 @@ class EnvPool:
         log_dir: str | None = None,
     ) -> None:
         self._templates = dict(templates)
-        self._spec = PoolSpec[Begin | Act, EnvReply](
+        self._spec = PoolSpec[EnvCall, EnvReply](
             functools.partial(EnvHost, self._templates, tuple(modules)),
             name="env",
             what="environment",
@@ -81,19 +84,23 @@ class EnvPool:
             digest=EnvReply.digest,
             log_dir=log_dir,
         )
-        self._pool: ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply] | None = None
+        self._pool: Pool | None = None
         self._numbers = itertools.count()
         # An episode keeps its number until its last call has ended, and a caller may reuse its key before that.
         self._ids: dict[Hashable, int] = {}
         self._episodes: dict[int, _Episode] = {}
         # calls by tag, because a template may limit how many of its environments step at once
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[tuple[int, Begin | Act]]] = {tag: deque() for tag in self._templates}
+        self._waiting: defaultdict[str, deque[tuple[int, EnvCall]]] = defaultdict(deque)
 
-    def start(self) -> ProcessPool[Begin | Act, EnvReply] | InlinePool[Begin | Act, EnvReply]:
+    def start(self) -> Pool:
         """Starts the processes without waiting for them; the first `reset` does it too."""
-        if self._pool is None:
-            self._pool = ProcessPool(self._spec) if self._spec.num_workers else InlinePool(self._spec)
+        if self._pool is not None:
+            return self._pool
+        if self._spec.num_workers:
+            self._pool = ProcessPool(self._spec)
+        else:
+            self._pool = InlinePool(self._spec)
         return self._pool
 
     def reset(self, key: Hashable, tag: str, seed: int) -> None:
@@ -208,7 +215,7 @@ class EnvPool:
         if self._pool is not None:
             self._pool.close()
 
-    def _call(self, number: int, call: Begin | Act) -> None:
+    def _call(self, number: int, call: EnvCall) -> None:
         """Queues a call of an episode, and sends it unless its tag is at its limit."""
         episode = self._episodes[number]
         episode.is_busy = True

@@ -34,7 +34,8 @@ from workers.rollout.rows import of_response
 from workers.rollout.runner import Runner
 from workers.rollout.specs import EpisodeCounts, EpisodeSpec, GroupPlan, ProgramSpec
 
-Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]  # see Trajectory.stop
+Stop = Literal["terminated", "truncated", "max_steps", "max_length", "failed", "surplus"]
+"""Reason for the end of an episode; see `Trajectory`."""
 
 
 class DescribedMessage(TypedDict):
@@ -247,7 +248,8 @@ class EpisodeRunner:
         self._to_rows = rows
         has_system = any(template.agent_system_template for template in templates.values())
         self._joins = ChatJoins(tokenizer, chat_template_kwargs, system=has_system, most_tokens=limits.max_model_len)
-        self._stop_token_ids = tuple(sorted({*stop_token_ids, *self._joins.ends_of_turn}))
+        all_stop_tokens = {*stop_token_ids, *self._joins.ends_of_turn}
+        self._stop_token_ids = tuple(sorted(all_stop_tokens))
         self._format_penalty = dict(format_penalty or {})
         self._max_live = max_live
         self._number = 0
@@ -274,7 +276,8 @@ class EpisodeRunner:
             # with a number, because names are unique only among the episodes that were not taken yet
             self._number += 1
             key = f"{self._number}/{spec.traj_id}"
-            group.open.append(_Episode(key, spec, trajectory, template, sampling, group))
+            episode = _Episode(key, spec, trajectory, template, sampling, group)
+            group.open.append(episode)
         self._queue.extend(group.open)
         # a copy: members leave `group.open` when they end
         self._groups[plan.key] = list(group.open)
@@ -336,10 +339,11 @@ class EpisodeRunner:
         """
         metrics = self._runner.take_metrics(seconds)
         metrics["env/processes_replaced"] = Metric.sum(self._pool.processes_replaced)
-        if self._env_seconds:
-            metrics["env/step_seconds/mean"] = Metric.mean(sum(self._env_seconds), len(self._env_seconds))
-            metrics["env/step_seconds/max"] = Metric.max(max(self._env_seconds))
+        durations = self._env_seconds
         self._env_seconds = []
+        if durations:
+            metrics["env/step_seconds/mean"] = Metric.mean(sum(durations), len(durations))
+            metrics["env/step_seconds/max"] = Metric.max(max(durations))
         return metrics
 
     def close(self) -> None:
@@ -354,7 +358,8 @@ class EpisodeRunner:
             if episode.is_ended:
                 continue
             self._live[episode.key] = episode
-            self._pool.reset(episode.key, episode.spec.tag, episode.spec.seed)
+            spec = episode.spec
+            self._pool.reset(episode.key, spec.tag, spec.seed)
 
     def _on_env_reply(self, episode: _Episode, reply: EnvReply) -> None:
         """Processes the reply of an environment to a reset or an action: ends the episode or submits its next turn."""
@@ -428,8 +433,9 @@ class EpisodeRunner:
             seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn),
             stop_token_ids=self._stop_token_ids,
         )
-        episode.request_id = f"{episode.key}/{turn}"
-        self._runner.submit(Request(episode.request_id, tuple(episode.context), sampling), episode)
+        request = Request(f"{episode.key}/{turn}", tuple(episode.context), sampling)
+        episode.request_id = request.request_id
+        self._runner.submit(request, episode)
 
     def _add_prompt(self, episode: _Episode) -> int:
         """Builds the prompt of the next turn and adds it to the context. Returns how many tokens of a response fit the
@@ -468,7 +474,8 @@ class EpisodeRunner:
         action = self._action(completion.token_ids)
         if trajectory.turns and not trajectory.by_step:
             # the new turn has the values of the whole context, except those of earlier responses
-            trajectory.turns[-1].extra = of_response(trajectory.turns[-1].extra)
+            last_turn = trajectory.turns[-1]
+            last_turn.extra = of_response(last_turn.extra)
         trajectory.turns.append(
             Turn(
                 messages=episode.messages,

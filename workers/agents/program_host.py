@@ -178,16 +178,19 @@ class ProgramHost:
     def _run_command(self, command: list[str], payload: ProgramCall) -> object:
         """Runs the command with the task as JSON in its standard input. Returns the JSON that it wrote to the file
         $VERL_LITE_RESULT; None if it wrote none."""
-        limits: Limits = {**limits_of(self._config), "key": key_digest(payload.api_key)}
+        limits = limits_of(self._config)
+        limits["key"] = key_digest(payload.api_key)
         with (
             temporary_folder("verl_lite-program-") as folder,
             tempfile.TemporaryFile() as task,
             tempfile.TemporaryFile() as output,
         ):
             result_path = folder / "result.json"
-            environment = base_environment(self._config.environment) | client_environment(payload.url, payload.api_key)
+            environment = base_environment(self._config.environment)
+            environment |= client_environment(payload.url, payload.api_key)
             environment |= {"VERL_LITE_RESULT": str(result_path), "HOME": str(folder), "TMPDIR": str(folder)}
-            task.write(json.dumps({"row": payload.row, **self._kwargs}).encode())
+            content = json.dumps({"row": payload.row, **self._kwargs})
+            task.write(content.encode())
             task.seek(0)
 
             tree = ProcessTree(
@@ -305,7 +308,7 @@ def program_pool(
     options = config.program_options
     threads = episodes_per_process(config)
     # functions keep the user's home; commands get a temporary one (`ProgramHost`)
-    home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
+    environment = base_environment([*options.environment, "HOME"])
     return PoolSpec(
         functools.partial(ProgramHost, program, kwargs, options, threads),
         name="program",
@@ -316,7 +319,7 @@ def program_pool(
         threads=threads,
         timeout_s=options.timeout_s,
         log_dir=log_dir,
-        environment=base_environment(options.environment) | home,
+        environment=environment,
         on_repeat=on_repeat,
     )
 
@@ -338,7 +341,8 @@ def load_function(program: str, kwargs: KeywordArguments) -> Program:
     try:
         function = PROGRAMS.get_fn(program)
         # a wrong argument is an error at the start of the run, not of every episode
-        inspect.signature(function).bind(base_url="", api_key="", row={}, **kwargs)
+        signature = inspect.signature(function)
+        signature.bind(base_url="", api_key="", row={}, **kwargs)
     except (ValueError, TypeError) as error:
         further_arguments = "".join(f", {name}" for name in kwargs)
         raise UserError(

@@ -199,7 +199,7 @@ class ProgramRunner:
         # closed before the tokens are counted: answers that arrive later are dropped
         self._close(episode)
         num_sampled = episode.counts["sampled"] + episode.trace.counts["sampled"]
-        # the program repeats its requests, so nothing that its first start sampled is trained on
+        # the program begins again with its task, so that nothing of its earlier starts is trained on
         episode.counts = Counter({"sampled": num_sampled, "discarded/restarted": num_sampled})
         self._counts["restarts"] += 1
         episode.trace = self._new_trace()
@@ -297,7 +297,6 @@ class ProgramRunner:
     def _open(self, episode: _Episode, key: str | None = None) -> str:
         """Opens the episode at the endpoint and returns its API key. key: its key if it was open before."""
         spec = episode.spec
-
         name = f"{episode.name}+{episode.starts}"
         seed = derive_seed(self._seed, spec.start_step - 1, spec.traj_id, 0)
         episode.api_key = self._endpoint.open(name, episode.trace, episode.sampling, seed, key)

@@ -55,3 +55,12 @@ def closing_index(
         text_before = str(tokenizer.decode(list(ids[:index])))
         return None if text_before.strip() else index
     return None
+
+
+def closing_token(
+    text: str, tokenizer: PreTrainedTokenizerBase, special_ids: frozenset[int] | None = None
+) -> int | None:
+    """Returns the token that ends an assistant's turn in the text after the answer; see `closing_index`."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    index = closing_index(ids, tokenizer, special_ids)
+    return None if index is None else int(ids[index])

@@ -28,7 +28,8 @@ from verl_lite.machine import process_tree
 from verl_lite.machine.folders import restore_base_folder, temporary_folder
 from workers.agents.endpoint.limited import COMMAND, base_environment
 
-if TYPE_CHECKING:  # the package is an extra
+# the package is an extra
+if TYPE_CHECKING:
     from mcp.client.stdio import TransportStreams
     from mcp.types import CallToolResult, Tool
 
@@ -78,10 +79,12 @@ async def run(
         messages.insert(0, {"role": "system", "content": system})
     num_calls = num_errors = turns = 0
     async with contextlib.AsyncExitStack() as stack:
-        started = [Server(name, entry, limits, environment, timeout_s) for name, entry in servers.items()]
-        for server in started:
+        running_servers = []
+        for name, entry in servers.items():
+            server = Server(name, entry, limits, environment, timeout_s)
             await stack.enter_async_context(server.running())
-        tools = named_tools(started)
+            running_servers.append(server)
+        tools = named_tools(running_servers)
         functions = [_function(name, named_tool.tool) for name, named_tool in tools.items()]
 
         while turns < max_turns:
@@ -98,7 +101,8 @@ async def run(
             if not answer.tool_calls:
                 break
             for call in answer.tool_calls:
-                result, worked = await call_tool(tools, call.function.name, call.function.arguments)
+                function = call.function
+                result, worked = await call_tool(tools, function.name, function.arguments)
                 content = _shortened(result, max_result_chars)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
                 num_calls += 1
@@ -332,10 +336,12 @@ class Server:
         from mcp import StdioServerParameters, stdio_client
 
         with temporary_folder("verl_lite-mcp-") as folder:
-            program, *arguments = [*COMMAND, json.dumps(self._limits), self._entry["command"]]
+            program, *arguments = COMMAND
+            arguments += [json.dumps(self._limits), self._entry["command"]]
             arguments += self._entry.get("args") or []
             mark = process_tree.new_mark()
-            environment = self._environment | {"HOME": str(folder), "TMPDIR": str(folder), process_tree.MARK: mark}
+            environment = self._environment | {process_tree.MARK: mark}
+            environment |= {"HOME": str(folder), "TMPDIR": str(folder)}
             server = StdioServerParameters(command=program, args=arguments, env=environment, cwd=folder)
             try:
                 async with stdio_client(server, errlog=self._log) as streams:  # type: ignore[arg-type]
@@ -363,9 +369,10 @@ class Server:
             # some exceptions have no text
             reason = str(self._failure) or repr(self._failure)
 
-        size = os.fstat(self._log.fileno()).st_size
+        log = self._log.fileno()
+        start = max(0, os.fstat(log).st_size - ERROR_CHARACTERS)
         # `pread` leaves the position unchanged, at which the process writes
-        written = os.pread(self._log.fileno(), ERROR_CHARACTERS, max(0, size - ERROR_CHARACTERS))
+        written = os.pread(log, ERROR_CHARACTERS, start)
         output = ""
         if written:
             output = f"; it wrote:\n{printable(written.decode(errors='replace'))}"

@@ -164,12 +164,11 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
         return {}
     parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for number, turn in enumerate(turns):
-        num_sampled = len(turn.response_ids)
         # tokens between two turns have no values
         num_joined = len(turn.prompt_ids) if number else 0
-        sampled = {name: values[:num_sampled] for name, values in of_response(turn.extra).items()}
-        for name, values in of_response(sampled, num_joined).items():
-            parts[name].append(values)
+        end = num_joined + len(turn.response_ids)
+        for name, values in of_response(turn.extra, num_joined).items():
+            parts[name].append(values[:end])
 
     # the engine sampled the last turn after all others, so its values of (B, P+R, ...) cover the whole row
     extra = dict(turns[-1].extra)

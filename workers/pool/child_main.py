@@ -196,8 +196,8 @@ class Child:
         """Serves calls until the pool closes its end."""
         # the first message tells the pool that calls can be sent, and how they run
         self.deliver(Reply(CONTROL, handler.style))
-        reader = threading.Thread(target=self._read, args=(handler, threads), name="pool-reader", daemon=True)
-        reader.start()
+        read = partial(self._read, handler, threads)
+        threading.Thread(target=read, name="pool-reader", daemon=True).start()
         self._work(handler)
 
     def deliver(self, reply: Reply[object]) -> None:

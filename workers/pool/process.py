@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ class Process:
         self._printed_tail = b""
         self._is_killed = False
         # a process blocks when nobody reads its pipe
-        self._reader = threading.Thread(target=self._keep_output, args=(output,), name="pool-output", daemon=True)
+        copy_output = partial(self._keep_output, output)
+        self._reader = threading.Thread(target=copy_output, name="pool-output", daemon=True)
         self._reader.start()
         self.threads = threads
         self.sessions: set[int] = set()

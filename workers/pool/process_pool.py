@@ -102,7 +102,8 @@ class InlinePool(Generic[Payload, Value]):
         self._replies: list[Reply[Value]] = []
 
     def submit(self, number: int, payload: Payload) -> None:
-        self._replies.append(perform(number, partial(self._handler.run, number, payload)))
+        call = partial(self._handler.run, number, payload)
+        self._replies.append(perform(number, call))
 
     def poll(self, timeout_s: float) -> list[Reply[Value]]:
         replies = self._replies
@@ -447,7 +448,8 @@ class ProcessPool(Generic[Payload, Value]):
         running = list(process.running())
         candidates = [number for number in culprits or running if number in running]
         # of several running calls, the stack of a crash does not name the session
-        is_certain = bool(culprits) or process.is_alone or (len(running) == 1 and process.crash() != "")
+        stack_names_session = len(running) == 1 and process.crash() != ""
+        is_certain = bool(culprits) or process.is_alone or stack_names_session
         last_words = process.last_words()
         sessions = [self._sessions[number] for number in sorted(process.sessions)]
         self._replace(process, how, last_words)
@@ -464,7 +466,8 @@ class ProcessPool(Generic[Payload, Value]):
             stack = (stacks or {}).get(session.number)
             details = f" Stack of the call:\n{stack}" if stack else last_words
             error = f"The {self._spec.what} {how}; its process was replaced.{details}"
-            self._answer(session, Reply(session.number, error=error, is_timeout=is_timeout))
+            reply: Reply[Value] = Reply(session.number, error=error, is_timeout=is_timeout)
+            self._answer(session, reply)
         self._continue_elsewhere(survivors, running, suspects)
 
     def _replace(self, process: Process, how: str, last_words: str) -> None:

@@ -204,7 +204,8 @@ class RewardPool:
         items = []
         for number, row in enumerate(rows):
             answer = str(row["reward_model"]["ground_truth"])
-            items.append(RewardItem.of_row(("dry_run", number), row, answer, row.get("images", ())))
+            item = RewardItem.of_row(("dry_run", number), row, answer, row.get("images", ()))
+            items.append(item)
         self.submit(items)
         results = self.collect(item.key for item in items)
         for row, result in zip(rows, results.values(), strict=True):
@@ -334,7 +335,8 @@ class RewardPool:
             # one sample may have failed the whole list
             self._alone.extend(items)
         else:
-            self._store_results(items, [RewardResult.failure(reply.error, timed_out=reply.is_timeout)])
+            failure = RewardResult.failure(reply.error, timed_out=reply.is_timeout)
+            self._store_results(items, [failure])
 
 
 def _row_error(row: JsonMapping, result: RewardResult) -> RewardError:

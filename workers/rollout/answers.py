@@ -164,6 +164,7 @@ class AnswerRunner:
             group = self._groups[key]
             group.completions[number] = completion
             item = group.samples[number].item
+            # None without a reward function
             if item is not None:
                 answers.append((item, completion.token_ids))
         if answers:
@@ -175,15 +176,15 @@ class AnswerRunner:
     def snapshot(self, key: str) -> GroupPlan:
         """Returns a plan with the tokens that were sampled so far, from which an engine continues the group."""
         group = self._groups[key]
-        requests = dict(zip(group.unfinished(), self._unfinished_requests(key), strict=True))
+        requests = self._unfinished_requests(key)
+        sampled = {number: request.sampled for number, request in zip(group.unfinished(), requests, strict=True)}
         samples = []
         for number, spec in enumerate(group.samples):
             completion = group.completions.get(number)
             if completion is not None:
                 samples.append(_complete_spec(spec, completion))
-            elif number in requests:
-                # the tokens that the engine has sampled so far
-                samples.append(replace(spec, sampled=requests[number].sampled))
+            elif number in sampled:
+                samples.append(replace(spec, sampled=sampled[number]))
             else:
                 # a row of padding
                 samples.append(spec)

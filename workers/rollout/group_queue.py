@@ -78,6 +78,9 @@ class GroupQueue:
                 self._engine_of.pop(key, None)
 
     def taken_by(self, engine: int) -> list[str]:
-        """Returns the keys of the groups that this engine has taken and that were not removed."""
+        """Returns the keys of the groups that this engine has taken and that were not removed.
+
+        These groups are lost if the engine dies.
+        """
         with self._lock:
             return [key for key, owner in self._engine_of.items() if owner == engine]

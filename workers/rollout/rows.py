@@ -98,8 +98,8 @@ def _extra_columns(
     for name, size in outputs.items():
         entry = column(name)
         width = response_length if entry.is_of_response else prompt_length + response_length
-        dtype = getattr(torch, entry.dtype)
-        values = torch.full((len(responses), width, *size), entry.absent or 0, dtype=dtype)
+        shape = (len(responses), width, *size)
+        values = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
         for row, prompt_start, response in zip(values, prompt_starts, responses, strict=True):
             # rows without a sampled token have no outputs
             if name not in response.extra:
@@ -118,7 +118,8 @@ def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> Non
     """Raises ValueError unless there is one set of candidates per token, which contains the token."""
     if len(candidates) != len(token_ids):
         raise ValueError(f"rollout engine: {len(candidates)} sets of candidates for {len(token_ids)} tokens")
-    is_member = (candidates == torch.tensor(token_ids)[:, None]).any(1)
+    tokens = torch.tensor(token_ids)
+    is_member = (candidates == tokens[:, None]).any(1)
     # the token was sampled from the whole vocabulary
     has_no_set = (candidates < 0).all(1)
     is_right = is_member | has_no_set

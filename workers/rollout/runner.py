@@ -77,6 +77,7 @@ class Runner(Generic[Owner]):
             finally:
                 # after a failed engine step the other ranks may not be waiting for calls
                 if not self._is_stepping:
+                    # the requests since the last step, and then the end of the block
                     self._send(steps=0)
                     self._broadcast(None)
             return
@@ -151,6 +152,7 @@ class Runner(Generic[Owner]):
         made = 0
         with span("generate"):
             while made != steps:
+                # without a running request, no further one can finish
                 is_done = bool(completions) or not self.is_decoding
                 if steps is None and is_done:
                     break

@@ -84,9 +84,9 @@ def socket_numbers(local_port: int, remote_port: int, tables: Iterable[str] = _T
         # after the heading
         for line in lines[1:]:
             fields = line.split()
-            is_pair = _port(fields[_LOCAL_ADDRESS]) == local_port and _port(fields[_REMOTE_ADDRESS]) == remote_port
+            ports = (_port(fields[_LOCAL_ADDRESS]), _port(fields[_REMOTE_ADDRESS]))
             # a socket that no process holds any more has the number 0
-            if is_pair and fields[_INODE] != "0":
+            if ports == (local_port, remote_port) and fields[_INODE] != "0":
                 numbers.append(fields[_INODE])
     return numbers
 
@@ -111,7 +111,8 @@ def _child_of(pools: set[int], status: Status, table: Table) -> Status | None:
 def _digest_of(limiter: int) -> str:
     """Returns the digest in the arguments of a process that enforces limits; empty for other processes."""
     try:
-        words = Path(f"/proc/{limiter}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        command_line = Path(f"/proc/{limiter}/cmdline").read_bytes().decode(errors="replace")
+        words = command_line.split("\0")
         limits = json.loads(words[words.index(_LIMITED) + 1])
         return str(limits.get("key", ""))
     except (OSError, ValueError, IndexError, AttributeError):

@@ -113,9 +113,7 @@ class Responses:
     def read(self, body: Body, settings: Settings) -> Conversation:
         check_fields(body, settings)
         messages = self.instructions(body, settings)
-        text = body.get("input", [])
-        items = [{"role": "user", "content": text}] if isinstance(text, str) else read_list(body, "input")
-        for item in items:
+        for item in _input_items(body):
             _add_item(messages, item, settings)
         tools = []
         for tool in read_tools(body):
@@ -201,6 +199,14 @@ class Responses:
             **openai_error(refusal),
         }
         return Event("error", data)
+
+
+def _input_items(body: Body) -> list[object]:
+    """Returns the items of a request, whose input may also be a text."""
+    content = body.get("input", [])
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return read_list(body, "input")
 
 
 def _add_item(messages: list[Message], value: object, settings: Settings) -> None:

@@ -138,7 +138,8 @@ class Endpoint:
         self._refused: Counter[str] = Counter()
         self._connections = Connections(self._count_refusal)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
+        thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
+        thread.start()
         try:
             self.port = self._run(self._start(port))
         except OSError as error:
@@ -228,7 +229,8 @@ class Endpoint:
         app = web.Application(client_max_size=self._config.max_request_mb << 20)
         for api in APIS:
             app.router.add_post(api.path, self._handler(api, self._answer))
-        app.router.add_post(f"{Messages.path}/count_tokens", self._handler(Messages(), self._count_tokens))
+        count_tokens = self._handler(Messages(), self._count_tokens)
+        app.router.add_post(f"{Messages.path}/count_tokens", count_tokens)
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown_route)
 
@@ -322,8 +324,8 @@ class Endpoint:
         episode = read.episode
         body = read.body
         # an SDK repeats a request with the same body
-        digest = hashlib.blake2b(api.path.encode() + read.raw).digest()
-        calls = episode.calls.setdefault(digest, [])
+        content = api.path.encode() + read.raw
+        calls = episode.calls.setdefault(hashlib.blake2b(content).digest(), [])
         call = _repeated(calls) if _is_retry(request) else None
         if call is None:
             call = self._begin(episode, self._conversation(api, episode, body))
@@ -369,7 +371,8 @@ class Endpoint:
             await response.write(api.error_event(refusal).written())
             return response
         with _delivered(call, request):
-            events = api.events(call.future.result(), body, _named(api, call, body))
+            name = _named(api, call, body)
+            events = api.events(call.future.result(), body, name)
             await response.write(b"".join(event.written() for event in events))
             await response.write_eof()
         return response
@@ -413,7 +416,8 @@ class Endpoint:
         # asyncio logs the error of a future that nobody reads, such as that of a client that has left
         future.add_done_callback(lambda done: done.exception())
         request_id = f"{episode.name}/{node.number}"
-        call = Call(episode, node, request_id, tuple(node.context()), sampling, future)
+        prompt_ids = tuple(node.context())
+        call = Call(episode, node, request_id, prompt_ids, sampling, future)
         episode.running.add(call)
         self._new.append(call)
         self._on_request()
@@ -434,7 +438,8 @@ class Endpoint:
         key = request.headers.get("x-api-key") or authorization.removeprefix("Bearer ")
         digest = _digest(key)
         episode = self._episodes.get(digest)
-        if episode is not None and hmac.compare_digest(episode.key.encode(), key.encode(errors="replace")):
+        key_bytes = key.encode(errors="replace")
+        if episode is not None and hmac.compare_digest(episode.key.encode(), key_bytes):
             return episode
         if digest in self._ended:
             raise Refusal(_ENDED)
@@ -524,7 +529,8 @@ def _named(api: Api, call: Call, body: Body) -> str:
         # as in OpenAI's API, a continued response does not contain the instructions of the earlier one
         instructions = api.instructions(body, call.episode.settings)
         messages = call.node.conversation.messages[len(instructions) :]
-        call.episode.histories[f"resp_{name}"] = [*messages, call.future.result().message]
+        answer = call.future.result()
+        call.episode.histories[f"resp_{name}"] = [*messages, answer.message]
     return name
 
 

@@ -237,7 +237,8 @@ class Trace:
             start = 0
             ids = self._first_prompt(conversation)
 
-        node = Node(len(self.nodes), parent, conversation, messages[start:], ids, keys[-1])
+        number = len(self.nodes)
+        node = Node(number, parent, conversation, messages[start:], ids, keys[-1])
         # last, because a request without room is refused and leaves no node
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
         self.nodes.append(node)
@@ -352,7 +353,8 @@ class Trace:
         self._remember(node, node.answer.message)
         if stop is not None:
             # an agent may append the text that ended the answer
-            self._remember(node, {**node.answer.message, "content": node.answer.text + stop})
+            message: Message = {**node.answer.message, "content": node.answer.text + stop}
+            self._remember(node, message)
         return node.answer
 
     def _remember(self, node: Node, message: Message) -> None:
@@ -459,7 +461,8 @@ def _described(node: Node) -> DescribedRequest:
     """Returns the description of a request; without an answer, it was aborted before its answer was complete."""
     messages: list[DescribedMessage] = []
     for message in node.added:
-        messages.append({"role": message["role"], "content": message_text(message)[:TEXT_SHOWN]})
+        content = message_text(message)
+        messages.append({"role": message["role"], "content": content[:TEXT_SHOWN]})
     described: DescribedRequest = {
         "parent": None if node.parent is None else node.parent.number,
         "row": None,
@@ -512,8 +515,8 @@ def _finish_reason(sampled: str, stop: str | None, has_calls: bool, rest: str) -
 
 def _keys(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[bytes]:
     """Yields the digest of the tools, and of the tools with each beginning of the messages."""
-    text = json.dumps(tools, sort_keys=True).encode(errors="surrogatepass")
-    key = hashlib.blake2b(text, digest_size=16).digest()
+    text = json.dumps(tools, sort_keys=True)
+    key = _digest(text.encode(errors="surrogatepass"))
     yield key
     for message in messages:
         key = _key(key, message)
@@ -532,5 +535,9 @@ def _key(before: bytes, message: Message) -> bytes:
         # a client may leave out the thinking, or send it back as part of the text
         _, answer = split_thinking(content)
         content = answer.strip()
-    text = json.dumps([role, content, calls], sort_keys=True).encode(errors="surrogatepass")
-    return hashlib.blake2b(before + text, digest_size=16).digest()
+    text = json.dumps([role, content, calls], sort_keys=True)
+    return _digest(before + text.encode(errors="surrogatepass"))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
