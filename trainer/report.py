@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from trainer.cli import command
+from verl_lite.errors import UserError
 
 NAME = "report.html"
 FILES = Path(__file__).parent / "observe" / "page_files"
@@ -139,7 +140,14 @@ def main(argv: list[str]) -> int:
     paths = [path.expanduser() for path in options.runs]
     folders = [path.parent if path.is_file() else path for path in paths]
     default_out = folders[0] / NAME if len(folders) == 1 else Path(NAME)
-    out = write_report(folders, options.out or default_out, is_public=options.public)
+    out = default_out if options.out is None else options.out.expanduser()
+    # a wrong order of the arguments would replace a file of a run
+    if not out.name or (out.exists() and out.suffix not in (".html", ".htm")):
+        raise UserError(f"--out {out}: expected a new file, or one named .html, which is replaced")
+    try:
+        out = write_report(folders, out, is_public=options.public)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}: {error.filename})") from error
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB; open it in a browser")
     return 0
 

@@ -5,6 +5,7 @@ takes no lock, loads no model, and does not disturb the run. Samples (`trainer.v
 lazily: first their scores, then only the requested rows. A run without text samples (reward flow) has none.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -123,7 +124,7 @@ def read_run(folder: Path) -> RecordedRun:
     folder = Path(folder).expanduser().resolve()
     metrics_file = folder / METRICS
     if not metrics_file.is_file():
-        runs_below = [path.parent for path in sorted(folder.glob(f"*/**/{METRICS}"))]
+        runs_below = _runs_below(folder)
         message = f"{folder}: no {METRICS} in it"
         if runs_below:
             message += "; these subfolders have one:" + "".join(f"\n  {run}" for run in runs_below[:5])
@@ -150,6 +151,16 @@ def read_run(folder: Path) -> RecordedRun:
         modified=metrics_file.stat().st_mtime,
         early_end=read_early_end(folder),
     )
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Returns the runs at most three levels below a folder, which may be a home folder with millions of files."""
+    runs: list[Path] = []
+    for levels in ("*", "*/*", "*/*/*"):
+        # such as a folder of another user
+        with contextlib.suppress(OSError):
+            runs += [path.parent for path in folder.glob(f"{levels}/{METRICS}")]
+    return sorted(runs)
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPTION = "reward.functions"
+RAISED_BY_REWARDS = (Exception, SystemExit)
+"""What a reward function can raise: it fails a sample and never ends the run. KeyboardInterrupt is the user's."""
 _TAKEN = (
     "score",
     "model",
@@ -108,14 +110,13 @@ class RewardPart:
             if inspect.isawaitable(returned):
                 returned = await returned
             return RewardResult(*read_score(returned))
-        except Exception as error:
-            # untrusted code: any exception fails this sample, not the run
-            return RewardResult.failure(user_traceback(error))
+        except RAISED_BY_REWARDS as error:
+            return _failure(error)
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in one call of a function that takes lists. An invalid entry fails only its own sample.
 
-        Raises the function's exceptions, and ValueError if the function does not return one result per sample: the
+        Raises the function's exceptions, and UserError if the function does not return one result per sample: the
         sample that caused such an error is unknown.
         """
         arguments = _LISTS[self.style](items)
@@ -129,7 +130,7 @@ class RewardPart:
         is_list = hasattr(returned, "__len__") and not isinstance(returned, str | dict)
         if not is_list or len(returned) != len(items):
             description = f"{len(returned)} results" if is_list else f"{returned!r:.200}"
-            raise ValueError(
+            raise UserError(
                 f"The reward function returned {description} for {len(items)} samples; expected one result each"
             )
         return [_guarded(lambda result=result: result) for result in returned]
@@ -146,9 +147,9 @@ class RewardPart:
             return [_guarded(self.call, item) for item in items]
         try:
             return self.score_list(items)
-        except Exception as error:  # untrusted code, as above
+        except RAISED_BY_REWARDS as error:
             if len(items) == 1:
-                return [RewardResult.failure(user_traceback(error))]
+                return [_failure(error)]
             results = []
             for item in items:
                 results += self.score_all([item])
@@ -367,8 +368,13 @@ def _guarded(work: Callable[..., object], *args: object) -> RewardResult:
     """Returns the result of a call, or a failure if it raises or returns no score."""
     try:
         return RewardResult(*read_score(_awaited(work(*args))))
-    except Exception as error:  # untrusted code, as above
-        return RewardResult.failure(user_traceback(error))
+    except RAISED_BY_REWARDS as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> RewardResult:
+    """Returns the failure of a sample: the message of wrong input, and the traceback of any other error."""
+    return RewardResult.failure(str(error) if isinstance(error, UserError) else user_traceback(error))
 
 
 async def _all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:
