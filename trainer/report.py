@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from trainer.cli import command
+from verl_lite.errors import UserError
 
 NAME = "report.html"
 FILES = Path(__file__).parent / "observe" / "page_files"
@@ -148,7 +149,14 @@ def main(argv: list[str]) -> int:
     if out is None:
         # the page of several runs is in none of their folders
         out = folders[0] / NAME if len(folders) == 1 else Path(NAME)
-    write_report(folders, out, is_public=options.public)
+    out = out.expanduser()
+    # a wrong order of the arguments would replace a file of a run
+    if not out.name or (out.exists() and out.suffix not in (".html", ".htm")):
+        raise UserError(f"--out {out}: expected a new file, or one named .html, which is replaced")
+    try:
+        write_report(folders, out, is_public=options.public)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}: {error.filename})") from error
     megabytes = out.stat().st_size / 2**20
     print(f"{out}: {megabytes:.1f} MiB; open it in a browser")
     return 0

@@ -327,7 +327,7 @@ def dry_run(job: Job[Options], loaded: LoadedConfig[Options], stack: ExitStack) 
     tell_idle_options(job, loaded)
     total_steps = job.read_data()
     tell_idle_options(job, loaded)
-    stack.enter_context(file_mask(job.config.trainer.umask, job.run_dir))
+    _enter_run_folder(job.config, job.run_dir, stack)
     # no other run is writing a checkpoint there
     stack.enter_context(locked_folder(job.run_dir, job.console.note))
     check_run_dir(job, total_steps)
@@ -393,8 +393,14 @@ def saying_how_to_continue(command: list[str], run_dir: Path) -> Iterator[None]:
 
 
 def run_folder(config: RunOptions) -> Path:
-    """Returns the absolute path of the run folder, which need not exist yet."""
-    return Path(config.trainer.default_local_dir).expanduser().absolute()
+    """Returns the absolute path of the run folder, which need not exist yet. Raises UserError if the option names none.
+
+    An empty name would be the current folder: a shell writes it for a variable that is not set.
+    """
+    name = config.trainer.default_local_dir
+    if not name.strip() or "\0" in name:
+        raise UserError(f"trainer.default_local_dir={name!r}: expected a folder, such as runs/mine")
+    return Path(name).expanduser().absolute()
 
 
 def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
@@ -410,6 +416,13 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
             f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
             "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
         )
+    _enter_run_folder(config, run_dir, stack)
+    return run_dir
+
+
+def _enter_run_folder(config: RunOptions, run_dir: Path, stack: ExitStack) -> None:
+    """Creates the run folder, and applies trainer.umask to new files until `stack` ends. Raises UserError if the folder
+    cannot be created or written to."""
     try:
         stack.enter_context(file_mask(config.trainer.umask, run_dir))
         (run_dir / LOCK).touch()
@@ -418,7 +431,6 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
             f"trainer.default_local_dir={run_dir} cannot be written to ({error.strerror}: {error.filename}): "
             "give a folder of yours on a disk with room"
         ) from error
-    return run_dir
 
 
 class HeldFolder:

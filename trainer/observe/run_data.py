@@ -4,6 +4,7 @@ The run may be active, killed or finished, of any command that writes metrics.js
 takes no lock, loads no model, and does not disturb the run. `recorded_answers.py` reads the run's samples.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,12 +122,12 @@ def read_run(folder: Path) -> RecordedRun:
     folder = Path(folder).expanduser().resolve()
     metrics_file = folder / METRICS
     if not metrics_file.is_file():
+        runs_below = _runs_below(folder)
         message = f"{folder}: no {METRICS} in it"
-        metrics_files_below = sorted(folder.glob(f"*/**/{METRICS}"))
-        if metrics_files_below:
+        if runs_below:
             message += "; these subfolders have one:"
-        for file in metrics_files_below[:5]:
-            message += f"\n  {file.parent}"
+        for run_folder in runs_below[:5]:
+            message += f"\n  {run_folder}"
         raise UserError(message)
 
     config, notes = read_config(folder / "config.yaml")
@@ -145,6 +146,16 @@ def read_run(folder: Path) -> RecordedRun:
         modified=metrics_file.stat().st_mtime,
         early_end=read_early_end(folder),
     )
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Returns the runs at most three levels below a folder, which may be a home folder with millions of files."""
+    runs: list[Path] = []
+    for levels in ("*", "*/*", "*/*/*"):
+        # such as a folder of another user
+        with contextlib.suppress(OSError):
+            runs += [path.parent for path in folder.glob(f"{levels}/{METRICS}")]
+    return sorted(runs)
 
 
 def read_config(path: Path) -> tuple[dict[str, ConfigValue], tuple[str, ...]]:

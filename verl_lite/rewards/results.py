@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import SupportsFloat, SupportsIndex
 
+from verl_lite.errors import UserError
 from verl_lite.json_types import ChatMessage, ExtraInfo, GroundTruth, JsonMapping
 
 READ_BY_REWARDS = ("data_source", "reward_model", "extra_info", "raw_prompt")
@@ -119,18 +120,18 @@ def read_score(returned: object) -> tuple[float, dict[str, float | str]]:
             the dict are kept if they are such numbers, bools or strings, which are cut to 10,000 characters.
 
     Raises:
-        ValueError: if the result has another form.
+        UserError: if the result has another form.
     """
     entries = returned if isinstance(returned, dict) else {"score": returned}
     if "score" not in entries:
-        raise ValueError(f"The reward function returned a dict without 'score': {returned!r:.200}")
+        raise UserError(f"The reward function returned a dict without 'score': {returned!r:.200}")
     value = entries["score"]
     score = number_of(value)
     if not is_score(score):
         description = f"{value!r:.200} ({type(value).__name__})"
         if isinstance(returned, dict):
             description = f"a dict whose 'score' is {description}"
-        raise ValueError(f"The reward function returned {description}; expected {SCORE}")
+        raise UserError(f"The reward function returned {description}; expected {SCORE}")
 
     extra: dict[str, float | str] = {}
     for key, value in entries.items():

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPTION = "reward.functions"
+RAISED_BY_REWARDS = (Exception, SystemExit)
+"""What a reward function can raise: it fails a sample and never ends the run. KeyboardInterrupt is the user's."""
 _TAKEN = (
     "score",
     "model",
@@ -112,14 +114,13 @@ class RewardPart:
                 returned = await returned
             score, extra = read_score(returned)
             return RewardResult(score, extra)
-        except Exception as error:
-            # untrusted code: any exception fails this sample, not the run
-            return RewardResult.failure(user_traceback(error))
+        except RAISED_BY_REWARDS as error:
+            return _failure(error)
 
     def score_list(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in one call of a function that takes lists. An invalid entry fails only its own sample.
 
-        Raises the function's exceptions, and ValueError if the function does not return one result per sample: the
+        Raises the function's exceptions, and UserError if the function does not return one result per sample: the
         sample that caused such an error is unknown.
         """
         arguments: JsonObject = {**_LISTS[self.style](items)}
@@ -134,7 +135,7 @@ class RewardPart:
         is_list = hasattr(returned, "__len__") and not isinstance(returned, str | dict)
         if not is_list or len(returned) != len(items):
             description = f"{len(returned)} results" if is_list else f"{returned!r:.200}"
-            raise ValueError(
+            raise UserError(
                 f"The reward function returned {description} for {len(items)} samples; expected one result each"
             )
         return [_guarded(lambda result=result: result) for result in returned]
@@ -151,9 +152,9 @@ class RewardPart:
             return [_guarded(self.call, item) for item in items]
         try:
             return self.score_list(items)
-        except Exception as error:  # untrusted code, as above
+        except RAISED_BY_REWARDS as error:
             if len(items) == 1:
-                return [RewardResult.failure(user_traceback(error))]
+                return [_failure(error)]
             # alone, so that only the samples that cause the error fail
             results = []
             for item in items:
@@ -397,8 +398,15 @@ def _guarded(work: Callable[..., object], *args: object) -> RewardResult:
         returned = _awaited(work(*args))
         score, extra = read_score(returned)
         return RewardResult(score, extra)
-    except Exception as error:  # untrusted code, as above
-        return RewardResult.failure(user_traceback(error))
+    except RAISED_BY_REWARDS as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> RewardResult:
+    """Returns the failure of a sample: the message of wrong input, and the traceback of any other error."""
+    if isinstance(error, UserError):
+        return RewardResult.failure(str(error))
+    return RewardResult.failure(user_traceback(error))
 
 
 async def _all_of(awaitables: Iterable[Awaitable[T]]) -> list[T]:

@@ -31,6 +31,9 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     remedy = "expected a folder with tokenizer_config.json and tokenizer.json as Hugging Face writes them"
     with user_error_on_failure(f"{key}={path!r}: its tokenizer cannot be read", remedy):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    # transformers makes an empty tokenizer from a folder without tokenizer.json
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise UserError(f"{key}={path!r}: its tokenizer has no tokens besides {tokenizer.all_special_tokens}; {remedy}")
     # the mask and not the token marks padding, so that any token can pad
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:

@@ -65,6 +65,14 @@ def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> No
             make_run_dir(in_folder(folder), stack)
 
 
+@pytest.mark.parametrize("name", ["", " ", "a\0b"])
+def test_an_empty_folder_is_not_the_current_one(name: str) -> None:
+    config = in_folder(Path("x"))
+    config.trainer.default_local_dir = name
+    with pytest.raises(UserError, match=r"trainer\.default_local_dir='.*': expected a folder"), ExitStack() as stack:
+        make_run_dir(config, stack)
+
+
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """One that everybody can enter, as folders of tests cannot be; of a user whose files all may read."""

@@ -413,6 +413,22 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_told(
     assert report.main([str(folder / "metrics.jsonl")]) == 0 and (folder / "report.html").is_file()
     assert report.main([str(folder), "--out", str(other)]) == 0 and other.is_file()
     assert report.main([str(tmp_path / "nothing")]) == 2 and "no metrics.jsonl" in capsys.readouterr().err
+    # a wrong order of arguments, a folder that cannot be made, and an empty shell variable
+    metrics = (folder / "metrics.jsonl").read_text()
+    for out in (folder / "metrics.jsonl", Path("/proc/self/fdinfo/page.html"), ""):
+        assert report.main([str(folder), "--out", str(out)]) == 2
+        assert f"UserError: --out {out or '.'}" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == metrics
+
+
+def test_runs_below_a_folder_are_named_without_a_search_of_the_whole_disk(tmp_path: Path) -> None:
+    for levels in ("a", "b/c", "d/e/f", "1/2/3/4"):
+        (tmp_path / levels).mkdir(parents=True)
+        logged(tmp_path / levels, {"x": 1.0})
+    with pytest.raises(UserError) as caught:
+        read_run(tmp_path)
+    named = [Path(line).name for line in str(caught.value).splitlines()[1:]]
+    assert named == ["a", "c", "f"]
 
 
 @pytest.mark.parametrize(

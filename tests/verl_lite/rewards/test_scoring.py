@@ -146,7 +146,17 @@ def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):
         read_score(returned)
     [result] = Scorer((RewardPart(function=lambda **call: returned),)).score_all(items("a"))
-    assert result.failed and math.isnan(result.score) and "The reward function returned" in (result.error or "")
+    assert result.failed and math.isnan(result.score)
+    assert (result.error or "").startswith("The reward function returned"), "without a traceback of this project"
+
+
+@pytest.mark.parametrize("style", ["sample", "async", "batch"])
+def test_a_reward_that_exits_fails_its_sample_also_without_reward_processes(tmp_path: Path, style: str) -> None:
+    start = "async def" if style == "async" else "def"
+    file = tmp_path / "leaving.py"
+    file.write_text(f"import sys\n{start} leave(*args, **kwargs):\n    sys.exit(3)\n")
+    [result] = custom(str(file), "leave", "batch" if style == "batch" else "sample").score_all(items("a"))
+    assert result.failed and "SystemExit: 3" in (result.error or "")
 
 
 def test_extras_are_numbers_and_strings_of_bounded_length() -> None:

@@ -47,6 +47,11 @@ def load(model: ModelConfig) -> None:
     build_network(AutoModelForCausalLM, spec)
 
 
+def test_a_folder_without_a_tokenizer_is_no_empty_tokenizer(spoilt: Callable) -> None:
+    with pytest.raises(UserError, match="model.path=.*its tokenizer has no tokens besides .*expected a folder with"):
+        load_tokenizer(spoilt("tokenizer.json", None))
+
+
 def test_a_chat_template_is_a_file_or_text_or_none(good: Path, tmp_path: Path) -> None:
     model, chat = ModelConfig(path=str(good)), [{"role": "system", "content": "1+"}, {"role": "user", "content": "1="}]
     (tmp_path / "own.jinja").write_text("<{{ messages[-1].content }}>")
