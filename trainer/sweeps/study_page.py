@@ -104,47 +104,38 @@ class _Axis:
 
     Attributes:
         positions: Position of each trial, in the unit of the axis; logarithms if `is_log`.
-        words: Names of the ticks if the values are not numbers.
-        numbers: The distinct values if they are.
+        layout: Plotly's layout of the axis.
         is_log: True for a logarithmic axis.
     """
 
     positions: list[float]
-    words: list[str]
-    numbers: list[float]
-    is_log: bool
-
-    def layout(self) -> Json:
-        """Returns plotly's layout, with a tick for each value if there are few."""
-        axis: Json = {"type": "linear", "exponentformat": "e"}
-        if self.is_log:
-            axis["type"] = "log"
-        if self.words:
-            axis["tickvals"] = list(range(len(self.words)))
-            axis["ticktext"] = [without_tags(word) for word in self.words]
-        elif len(self.numbers) <= MAX_TICKS:
-            axis["tickvals"] = self.numbers
-            axis["ticktext"] = [f"{value:g}" for value in self.numbers]
-        return axis
+    layout: Json
+    is_log: bool = False
 
 
 def _axis_of(name: str, values: Sequence[str | float]) -> _Axis:
     """Returns the axis of the parameter `name`. It is logarithmic for learning rates, and for positive values of which
-    the largest is at least ten times the smallest."""
+    the largest is at least ten times the smallest. It has a tick for each value if there are few."""
     numbers = [value for value in values if isinstance(value, float)]
     # a single word among numbers, such as null, makes all of them words: an axis has either numbers or ticks
     if not numbers or len(numbers) < len(values):
         return _axis_of_words(values)
 
+    layout: Json = {"type": "linear", "exponentformat": "e"}
     distinct = list(dict.fromkeys(numbers))
-    smallest = min(distinct)
-    largest = max(distinct)
+    if len(distinct) <= MAX_TICKS:
+        layout["tickvals"] = distinct
+        layout["ticktext"] = [f"{value:g}" for value in distinct]
+
     last_part = name.rpartition(".")[2]
     is_rate = last_part in ("lr", "learning_rate")
-    is_log = smallest > 0 and (is_rate or largest >= 10 * smallest)
+    smallest = min(distinct)
+    has_wide_range = max(distinct) >= 10 * smallest
+    is_log = smallest > 0 and (is_rate or has_wide_range)
     if is_log:
+        layout["type"] = "log"
         numbers = [log10(value) for value in numbers]
-    return _Axis(numbers, words=[], numbers=distinct, is_log=is_log)
+    return _Axis(numbers, layout, is_log)
 
 
 def _axis_of_words(values: Sequence[str | float]) -> _Axis:
@@ -155,7 +146,11 @@ def _axis_of_words(values: Sequence[str | float]) -> _Axis:
         next_position = float(len(position_by_word))
         position = position_by_word.setdefault(str(value), next_position)
         positions.append(position)
-    return _Axis(positions, words=list(position_by_word), numbers=[], is_log=False)
+
+    layout: Json = {"type": "linear", "exponentformat": "e"}
+    layout["tickvals"] = list(range(len(position_by_word)))
+    layout["ticktext"] = [without_tags(word) for word in position_by_word]
+    return _Axis(positions, layout)
 
 
 def _parameter_chart(study: Study, name: str, are_shares: bool) -> Json:
@@ -180,7 +175,7 @@ def _parameter_chart(study: Study, name: str, are_shares: bool) -> Json:
     layout = {
         "hovermode": "closest",
         "showlegend": False,
-        "xaxis": axis.layout(),
+        "xaxis": axis.layout,
     }
     return chart(name, study.spec.metric, traces, layout=layout)
 
