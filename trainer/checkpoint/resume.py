@@ -57,11 +57,11 @@ def flat_config(config: "DataclassInstance") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if not is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
+            for name, inner_value in flat_config(value).items():
+                flat[f"{field.name}.{name}"] = inner_value
+        else:
             flat[field.name] = value
-            continue
-        for name, inner_value in flat_config(value).items():
-            flat[f"{field.name}.{name}"] = inner_value
     return flat
 
 
