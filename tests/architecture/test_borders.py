@@ -23,8 +23,6 @@ REASONS = {
         "verl_lite/machine/safe_state.py read_state",
         "trainer/checkpoint/files.py read_state",
         "trainer/checkpoint/resume.py flat_config",
-        "trainer/checkpoint/resume.py differing_keys",
-        "trainer/loop/saving.py Saver.save",
         "trainer/loop/saving.py Saver.restore",
         "trainer/loop/steps.py StepCounter.state_dict",
         "trainer/loop/steps.py StepCounter.load_state_dict",

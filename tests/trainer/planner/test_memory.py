@@ -11,8 +11,6 @@ from trainer.planner.engine_bytes import copied_matrices, sync_bytes
 from trainer.planner.model_shape import ModelShape, config_like, shape_of
 from trainer.planner.networks import HeldNetwork
 from trainer.planner.pass_bytes import (
-    KEPT_LOGITS_BYTES,
-    TILE_BYTES,
     Pass,
     forward_only,
     kept_after_update,
@@ -22,7 +20,6 @@ from trainer.planner.pass_bytes import (
     training_pass,
 )
 from verl_lite.errors import UserError
-from workers.policy import causal_lm
 
 # the models' own pages on the Hugging Face hub (number of parameters of the safetensors files)
 PUBLISHED = {
@@ -164,7 +161,6 @@ def test_logits_exist_in_tiles() -> None:
     assert logits_bytes(shape, replace(run, predicted=83, chunk=8)) == 83 * 100_000 * 4, "up to 32 MiB they are kept"
     assert logits_bytes(shape.as_scorer(), run) == 0
     assert forward_only(HeldNetwork(shape, 1, 4), run)["logits"] == 2 * logits_bytes(shape, run)
-    assert KEPT_LOGITS_BYTES == causal_lm.KEPT_LOGITS_BYTES and TILE_BYTES == causal_lm.TILE_BYTES
 
 
 def test_a_weight_update_holds_a_bucket_and_this_ranks_part_and_then_one_tensor() -> None:
