@@ -369,6 +369,7 @@ def _count(kind: str) -> Callable[[str], tuple[str, int]]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line of `trainer.sweep`."""
     parser = _Parser(
         prog="python -m trainer.sweep",
         description="Many runs of trainer.main_ppo: grid, random or Optuna, seeds as replicas, on Ray Tune.",

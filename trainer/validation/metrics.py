@@ -158,14 +158,18 @@ def process_validation_metrics(
 
 def _rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
     """Returns the rows of each prompt, by data source."""
-    # a prompt is identified by its row in the files, never by its text
-    rows_by_uid: dict[str, dict[str, list[int]]] = {}
-    sources_and_uids = zip(sources, uids, strict=True)
-    for row, (source, uid) in enumerate(sources_and_uids):
-        prompts = rows_by_uid.setdefault(source, {})
-        rows = prompts.setdefault(uid, [])
+    # a prompt is identified by its row in the files, never by its text; data sources do not share prompts
+    prompts = list(zip(sources, uids, strict=True))
+    rows_by_prompt: dict[tuple[str, str], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows = rows_by_prompt.setdefault(prompt, [])
         rows.append(row)
-    return {source: list(prompts.values()) for source, prompts in rows_by_uid.items()}
+
+    prompts_by_source: dict[str, list[list[int]]] = {}
+    for (source, _), rows in rows_by_prompt.items():
+        prompts_of_source = prompts_by_source.setdefault(source, [])
+        prompts_of_source.append(rows)
+    return prompts_by_source
 
 
 def _are_numbers(entries: Sequence[object]) -> TypeGuard[Sequence[float | None]]:
