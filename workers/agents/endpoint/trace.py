@@ -390,7 +390,7 @@ class Trace:
         Args:
             reward: Score of the episode, which the last turn of every row gets.
         """
-        # answers whose row goes on with another request
+        # answers whose row continues with another request
         continued: set[Node] = set()
         last_nodes: list[Node] = []
         for node in self.nodes:
