@@ -112,7 +112,7 @@ def _turns_of_rows(trajectory: Trajectory) -> Sequence[Sequence[Turn]]:
 def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
     """Returns the row of these turns. A row without turns has no token to train on."""
     rewards = [turn.reward for turn in turns]
-    step_scores = sum(rewards, 0.0) if trajectory.by_step else rewards
+    step_scores: float | list[float] = sum(rewards, 0.0) if trajectory.by_step else rewards
     finish_reason = _finish_reason(trajectory, turns)
     # a failed episode has no turns in its row, but its first turn still names the state in which it began
     first_turns = turns or trajectory.turns

@@ -79,7 +79,7 @@ class AsyncCalls:
 
     def _serve(self) -> None:
         while True:
-            # raised by one task, which stores it as its error; the loop goes on for the others
+            # raised by one task, which stores it as its error; the loop continues for the others
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 

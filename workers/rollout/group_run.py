@@ -147,7 +147,7 @@ class GroupRun:
 
         reports = [report for report, _ in complete]
         rows = DataProto.concat([group_rows for _, group_rows in complete])
-        # the driver gets them over Ray
+        # these bytes go to the driver
         for column in rows.batch.values():
             if isinstance(column, torch.Tensor):
                 count_moved(column.nbytes)

@@ -340,15 +340,15 @@ class Trace:
 
         node.completion = completion
         node.answer = Answer(
-            split.text,
-            thinking,
-            split.calls,
-            _finish_reason(completion.finish_reason, stop, bool(split.calls), split.rest),
-            node.context(),
-            ids[:num_answered],
-            completion.log_probs[:num_answered],
-            stop,
-            tokens,
+            text=split.text,
+            thinking=thinking,
+            tool_calls=split.calls,
+            finish_reason=_finish_reason(completion.finish_reason, stop, bool(split.calls), split.rest),
+            prompt_ids=node.context(),
+            token_ids=ids[:num_answered],
+            log_probs=completion.log_probs[:num_answered],
+            stop=stop,
+            tokens=tokens,
         )
         self._remember(node, node.answer.message)
         if stop is not None:
@@ -390,7 +390,7 @@ class Trace:
         Args:
             reward: Score of the episode, which the last turn of every row gets.
         """
-        # answers whose row goes on with another request
+        # answers whose row continues with another request
         continued: set[Node] = set()
         last_nodes: list[Node] = []
         for node in self.nodes:
