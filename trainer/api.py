@@ -7,6 +7,7 @@ leaves the process as it was: environment variables, exception hook and random g
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import sys
 import threading
@@ -277,7 +278,8 @@ def _folder_of(run_dir: object) -> Path:
     """Returns the run folder of the argument `run_dir`."""
     if run_dir is not None and not isinstance(run_dir, str | Path):
         raise UserError(f"run_dir: found {run_dir!r:.200}; expected the path of a folder")
-    folder = Path(run_dir or f"runs/train-{time.strftime('%Y%m%d-%H%M%S')}")
+    # the random part distinguishes calls of two processes in the same second
+    folder = Path(run_dir or f"runs/train-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     return folder.expanduser().absolute()
 
 
