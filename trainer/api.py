@@ -7,6 +7,7 @@ leaves the process as it was: environment variables, exception hook and random g
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import sys
 import threading
@@ -309,7 +310,8 @@ def _folder_of(run_dir: object) -> Path:
         raise UserError(f"run_dir: found {run_dir!r:.200}; expected the path of a folder")
     if not run_dir:
         now = time.strftime("%Y%m%d-%H%M%S")
-        run_dir = f"runs/train-{now}"
+        # the random part distinguishes calls of two processes in the same second
+        run_dir = f"runs/train-{now}-{secrets.token_hex(2)}"
     return Path(run_dir).expanduser().absolute()
 
 

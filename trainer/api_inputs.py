@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import functools
 import hashlib
 import inspect
 import json
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -30,6 +33,13 @@ Prompts = str | Chat | Iterable[str | Chat]
 RewardFunction = Callable[..., object]
 """A function of a user with the arguments of verl or of TRL; `trainer.train` describes both."""
 
+_PLAIN = (
+    *(str, bytes, int, float, PurePath, uuid.UUID, decimal.Decimal),
+    *(datetime.date, datetime.time, datetime.timedelta),
+)
+"""Types of values that a file of rows holds as json values, or as the text that users expect."""
+_MOST_LEVELS = 100
+_MOST_BITS = 10_000
 _CUSTOM_FUNCTION = "reward.custom_reward_function"
 _REWARD = """\"\"\"Loads the reward function that was given to `trainer.train`.\"\"\"
 
@@ -223,6 +233,39 @@ def _not_a_prompt(where: str, prompt: object) -> str:
     )
 
 
+def _check_value(value: object, place: str, levels: int) -> None:
+    """Raises UserError for a value that a file of rows could hold only in another form, such as a set or an object.
+
+    A reward would silently compare with that form, for example `<object at 0x7f...>`.
+
+    Args:
+        value: a value of a row.
+        place: its place for messages.
+        levels: number of levels that lists and dictionaries may still be nested.
+    """
+    from trainer.validation.sample import is_missing_in_pandas
+
+    expected = "expected text, numbers, lists, or dictionaries with keys of text; leave out columns that nothing reads"
+    # a scalar or an array
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        value = value.tolist()
+
+    if isinstance(value, dict | list | tuple) and levels == 0:
+        raise UserError(f"{place}: nested more than {_MOST_LEVELS} levels deep")
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise UserError(f"{place}: found the key {key!r:.100} of a dictionary; {expected}")
+            _check_value(entry, place, levels - 1)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _check_value(entry, place, levels - 1)
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise UserError(f"{place}: found a number of {value.bit_length()} bits; write it as text")
+    elif value is not None and not isinstance(value, _PLAIN) and not is_missing_in_pandas(value):
+        raise UserError(f"{place}: found {value!r:.100} of type {type(value).__name__}; {expected}")
+
+
 def _as_json_row(row: Row, folder: Path, where: str) -> JsonObject:
     """Returns a row as JSON values, with a ground truth, and with its images as files.
 
@@ -247,6 +290,8 @@ def _as_json_row(row: Row, folder: Path, where: str) -> JsonObject:
         (folder / name).write_bytes(content)
         names.append(name)
     other_columns = {key: value for key, value in row.items() if key not in ("image", "images")}
+    for column, value in other_columns.items():
+        _check_value(value, f"{where}, column {column!r}", _MOST_LEVELS)
     values = plain_value(other_columns)
     if "reward_model" not in values:
         # rows of a run with rewards must have one, also if the reward does not read it

@@ -23,6 +23,8 @@ from trainer.callbacks import Callback, RunControl, RunState
 from verl_lite.errors import UserError
 
 ROWS = [{"prompt": f"{number}+{number}=", "ground_truth": str(2 * number)} for number in range(6)]
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 SMALL: dict[str, Any] = {
     "trainer": {"backend": "inline", "n_gpus_per_node": 1, "device": "cpu", "total_training_steps": 2},
     "data__max_prompt_length": 32,
@@ -241,6 +243,12 @@ def test_the_examples_of_the_guide_run_one_after_the_other(model: str) -> None:
         ({"reward": Callback}, "reward: Callback is a class"),
         ({"reward": len}, r"len\(obj, /\) cannot be called as needed"),
         ({"data": [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": None}]}, "row 1 has a column"),
+        ({"data": [{"prompt": "a", "ground_truth": {1, 2}}]}, r"column 'ground_truth': found \{1, 2\} of type set"),
+        ({"data": [{"prompt": "a", "ground_truth": object()}]}, "of type object; expected text, numbers"),
+        ({"data": [{"prompt": "a", "ground_truth": {1: "b"}}]}, "found the key 1 of a dictionary; expected text"),
+        ({"data": [{"prompt": "a", "ground_truth": 10**5000}]}, "found a number of 16610 bits; write it as text"),
+        ({"data": [{"prompt": "a", "ground_truth": CYCLE}]}, "nested more than 100 levels deep"),
+        ({"data": pandas.DataFrame({"prompt": ["a"], "ground_truth": [pandas.NA]})}, "row 0 has a column ground_truth"),
         ({"data": [[{"role": "user", "content": "a"}]]}, r"row 0 is .* such as \{'prompt': "),
         ({"data": (text for text in ["1+1="])}, r"prompts are rows such as \{'prompt': "),
         ({"rolout__n": 2}, "there is no such key"),

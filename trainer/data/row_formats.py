@@ -374,7 +374,7 @@ class RowSchema:
             return None
         # not isinstance, because a bool is an int, but no number of answers
         if type(value) is not int or not 1 <= value <= _MOST_ANSWERS:
-            expected = f"a number of answers, from 1 to {_MOST_ANSWERS}"
+            expected = f"a number of answers, at least 1 and at most {_MOST_ANSWERS}"
             raise _wrong(column, value, f"{expected}; data.columns.n=null ignores the column")
         return value
 

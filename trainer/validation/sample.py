@@ -208,7 +208,8 @@ def plain_value(value: object) -> object: ...
 def plain_value(value: object) -> object:
     """Converts a value of a dataset to a json value.
 
-    Arrays become lists, numbers that are not finite None, and types that json lacks (dates, bytes) text.
+    Arrays become lists, numbers that are not finite and pandas' missing values None, and types that json lacks (dates,
+    bytes) text.
     """
     if isinstance(value, dict):
         return {str(name): plain_value(entry) for name, entry in value.items()}
@@ -220,4 +221,9 @@ def plain_value(value: object) -> object:
         return None
     if value is None or isinstance(value, str | int | float):
         return value
-    return str(value)
+    return None if is_missing_in_pandas(value) else str(value)
+
+
+def is_missing_in_pandas(value: object) -> bool:
+    """Returns True for pandas' NA and NaT, without importing pandas."""
+    return type(value).__name__ in ("NAType", "NaTType")

@@ -50,7 +50,8 @@ def find_reward(data_source: str) -> RewardFunction:
         f"No reward function for data_source={data_source!r}{did_you_mean(data_source, REWARDS)}. "
         f"Known: {', '.join(sorted(REWARDS))}. "
         "Set reward.custom_reward_function.path=FILE.py (and .name=FUNCTION) to use your own, decorate one with "
-        f'@register_reward("{data_source}") from verl_lite.rewards, or correct the data_source column of the data.'
+        f'@register_reward("{data_source}") from verl_lite.rewards, or correct the data_source column of the data. '
+        "reward.function_weight=0 needs no function: a reward model or a teacher is then the only signal."
     )
 
 

@@ -96,7 +96,7 @@ def test_overlong_prompts_are_cut_when_asked(make: Callable, side: str, kept: st
         (make_row("1", reward_model={"ground_truth": None}), ["row 0", "no ground_truth"]),
         (make_row("1", reward_model={"ground_truth": float("nan")}), ["row 0", "no ground_truth"]),
         (make_row("1", reward_model=None, ground_truth=float("nan")), ["row 0", "no ground_truth"]),
-        (make_row("1", n=2**62), ["row 0", "'n'", "from 1 to 1000000"]),
+        (make_row("1", n=2**62), ["row 0", "'n'", "at most 1000000"]),
         (make_row("1", data_source=None), ["row 0", "no data_source"]),
         (make_row("1", extra_info="text"), ["'extra_info'", "expected a dict"]),
         (make_row("1", reward_model="2"), ["'reward_model'", "expected a dict"]),
