@@ -62,7 +62,7 @@ class Question:
         return {"messages": [user, assistant]}
 
 
-def write_parquet(rows: Sequence[Row], file: Path) -> None:
+def write_parquet(rows: Sequence[Mapping[str, object]], file: Path) -> None:
     """Writes rows as a parquet file, in a folder that is created if necessary."""
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), file)
