@@ -210,15 +210,15 @@ class RowSchema:
     def _value(self, ours: str, raw: Row, where: str) -> tuple[object, str]:
         """Returns the first non-null value among the row's columns mapped to `ours`, and its location for messages."""
         names = self._theirs[ours]
-        column = _first_found(names, raw)
-        if column is None:
-            column = names[0] if names else ours
-        location = f"{where}, column {column!r}"
         for name in names:
             value = value_at(raw, name)
             if not _is_missing(value):
-                return value, location
-        return None, location
+                return value, f"{where}, column {name!r}"
+
+        column = _first_found(names, raw)
+        if column is None:
+            column = names[0] if names else ours
+        return None, f"{where}, column {column!r}"
 
     def _images(self, raw: Row) -> list[object]:
         """Returns the entries of the row's image column."""
