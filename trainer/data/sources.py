@@ -259,9 +259,8 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         named_split = ""
     path = Path(base).expanduser()
     where = f"{option}={text!r}"
-    splits = SPLITS[split]
-    if named_split:
-        splits = (named_split,)
+    # the caller's split may be another name if the entry has one
+    splits = (named_split,) if named_split else SPLITS[split]
 
     if not path.is_dir():
         # with one of the suffixes, the entry names a file, also if the file does not exist
