@@ -68,9 +68,16 @@ def write_parquet(rows: Sequence[Mapping[str, object]], file: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), file)
 
 
-def write_files(folder: Path, *, test: list[Question], train: list[Question], taught: list[Row]) -> None:
+def write_files(
+    folder: Path,
+    *,
+    test: list[Question],
+    train: list[Question],
+    taught: list[Row],
+) -> None:
     """Writes test.parquet and train.parquet (verl's row schema) and demonstrations.parquet (chats) into `folder`."""
-    for split, questions in (("test", test), ("train", train)):
+    splits = {"test": test, "train": train}
+    for split, questions in splits.items():
         rows = [question.row(split, index) for index, question in enumerate(questions)]
         write_parquet(rows, folder / f"{split}.parquet")
     write_parquet(taught, folder / "demonstrations.parquet")
