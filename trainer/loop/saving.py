@@ -104,7 +104,7 @@ class Saver:
         """
         step = steps.global_step
         is_last = steps.is_last or steps.stopping
-        driver_state = {
+        driver_state: dict[str, object] = {
             "config": flat_config(self.config),
             "steps": steps.state_dict(),
             "random": get_random_state(),
