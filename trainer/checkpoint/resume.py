@@ -8,15 +8,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.checkpoint.files import find_checkpoint, read_state
 from trainer.cli import NOTHING_LEFT
 from verl_lite.config import RunConfig, RunOptions
 from verl_lite.errors import FinishedRunError, UserError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 # model.tokenizer_path is free because the fingerprint of the data changes if the tokens change
 FREE = tuple(
@@ -49,7 +46,7 @@ BOUND = ("trainer.seed", "trainer.critic_warmup")
 """Keys that must not differ although their section is in FREE."""
 
 
-def flat_config(config: "DataclassInstance") -> dict[str, Any]:
+def flat_config(config: Any) -> dict[str, Any]:
     """Flattens a configuration to a dictionary of dotted keys and plain values.
 
     Values that are dictionaries stay whole.
