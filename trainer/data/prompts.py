@@ -90,6 +90,7 @@ class PromptDataset:
             row_count = min(max_samples, total)
         prompts = self._read(row_count, config, answers)
         self._tokens = encode_prompts(prompts, tokenizer, config)
+        self._require_shown_messages(prompts)
         # before the lengths are checked, so that an image counts with all its tokens
         if images is not None:
             for row, tokens in enumerate(self._tokens):
@@ -308,6 +309,21 @@ class PromptDataset:
             for row_number, row in zip(row_numbers.tolist(), rows, strict=True):
                 row_by_number[row_number] = row
         return [row_by_number[row_number] for row_number in index.tolist()]
+
+    def _require_shown_messages(self, prompts: Sequence[Prompt]) -> None:
+        """Raises UserError if all prompts have the same tokens although their messages differ.
+
+        A template that leaves the messages out would train on answers to nothing, without any error.
+        """
+        first = self._tokens[0]
+        if not all(np.array_equal(tokens, first) for tokens in self._tokens):
+            return
+        if any(prompt.messages != prompts[0].messages for prompt in prompts):
+            raise UserError(
+                f"data.{self.split}_files: all {len(prompts)} prompts become the same {len(first)} tokens, although "
+                "their messages differ: the chat template does not show the messages (data.chat_template chooses "
+                "another one), or the tokenizer has no tokens for their characters"
+            )
 
     def _fit_to_limit(self, config: DataConfig) -> tuple[np.ndarray, str]:
         """Drops or cuts prompts that are longer than data.max_prompt_length.

@@ -66,6 +66,7 @@ def score(target: Path, overrides: list[str]) -> int:
     _note_differences(console, answers, run)
 
     path = _output_file(target, config)
+    _require_writable(path)
     results = _score_all([answer.item for answer in answers], config)
     console.print(comparison_table(answers, results))
     write_scores(path, answers, results)
@@ -90,6 +91,19 @@ def run_config(target: Path) -> PPOConfig | None:
             f"{target}: the rewards of this run belong to episodes of an agent; no reward function can rescore it"
         )
     return config
+
+
+def _require_writable(path: Path) -> None:
+    """Creates the folder of a file that is written at the end. Raises UserError now if that would fail: the scores may
+    take hours."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out {path} cannot be written ({error.strerror}): name a file in a folder of yours"
+        ) from error
 
 
 def score_config(run: PPOConfig | None, overrides: list[str]) -> ScoreConfig:

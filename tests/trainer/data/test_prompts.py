@@ -158,6 +158,14 @@ PLAIN = [[2, 3], [4]]
 """The tokens of 12 and 3, by hand: "0" is 1, "=" is 14."""
 
 
+def test_a_template_that_shows_no_messages_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [make_row("1"), make_row("2")])
+    with pytest.raises(UserError, match="all 2 prompts become the same 1 tokens, although their messages differ"):
+        load(path, template="1")
+    same = write(tmp_path / "same.jsonl", [make_row("1"), make_row("1")])
+    assert len(load(same, template="1")) == 2
+
+
 def test_without_a_chat_template_a_prompt_is_its_text(make: Callable) -> None:
     rows = [make_row("1", prompt="12"), "3"]
     data = make(rows, name="d.jsonl", template=None)

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from trainer.evaluate import scoring
 from trainer.evaluate.saved_answers import read_saved
 from trainer.evaluate.scoring import score
 from trainer.score import main
@@ -133,6 +134,14 @@ def test_what_is_read_of_other_files(tmp_path: Path) -> None:
     assert read_saved(tmp_path / "train" / "i.parquet", None, ScoreConfig())[0].item.images == (b"a",)
     file = jsonl(tmp_path / "b.jsonl", [{"data_source": "s", "response": "<think>a</think><answer>b</answer>"}])
     assert scored(file, "reward=format", INLINE)[0]["score"] == 1.0, "without a ground truth"
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_any_answer_is_scored(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "_score_all", lambda *arguments: pytest.fail("scored"))
+    with pytest.raises(UserError, match="--out /proc/self/fdinfo/x/y.parquet cannot be written"):
+        score(saved, [INLINE, "out=/proc/self/fdinfo/x/y.parquet"])
 
 
 def test_the_file_beside_is_never_read_back_and_never_overwritten(saved: Path) -> None:

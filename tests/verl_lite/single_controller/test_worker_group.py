@@ -239,3 +239,30 @@ def test_a_process_imports_no_more_than_it_needs(module: str, absent: tuple[str,
     """Torch takes 1.5 s of processor time, tensordict as much again, transformers twice that."""
     code = f"import sys, verl_lite.machine.gpus, {module}; "
     subprocess.run([sys.executable, "-c", f"{code} assert not sys.modules.keys() & {set(absent)}"], check=True)
+
+
+SEVERAL_RUNS = """
+import os, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from verl_lite.single_controller import worker
+
+def run(width):
+    worker.open_store("127.0.0.1")
+    dist.init_process_group("gloo", store=worker._held_store, rank=0, world_size=1)
+    model = fully_shard(torch.nn.Linear(4, width), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    model(torch.ones(2, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+
+for width in (3, 4, 5, 6):  # other shapes, which DTensor's caches do not know
+    run(width)
+    worker.close_process_group()
+    print(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_process_groups_of_earlier_runs_leave_no_files_and_threads() -> None:
+    """A user calls `train` many times in one notebook."""
+    code = [sys.executable, "-c", SEVERAL_RUNS]
+    counts = subprocess.run(code, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(counts) == 4 and len(set(counts[1:])) == 1, counts
