@@ -268,7 +268,7 @@ def _metrics(method: str, value: object) -> JsonObject:
     metrics = _mapping(f"metrics {where}", value)
     check_metric_names(f"the metrics {where}", metrics)
     for name, number in metrics.items():
-        _expect(name not in RESERVED, f"a metric's name {where}", name, "another name: the trainer logs env/{name}")
+        _expect(name not in RESERVED, f"a metric's name {where}", name, f"another name: the trainer logs env/{name}")
         if _is_flag(number):
             metrics[name] = bool(number)
         else:

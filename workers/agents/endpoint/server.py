@@ -267,12 +267,12 @@ class Endpoint:
         running = list(episode.running)
         for call in running:
             _fail(call, Refusal(_ENDED))
-        # the engine does not know the requests that it has not taken yet, so nobody has to abort them
+        # the engine does not know the requests that it has not taken yet, so nobody has to abort them. Those whose
+        # client has left are no longer among the running ones
         not_taken = [call for call in self._new if call.episode is episode]
         for call in not_taken:
             self._new.remove(call)
-            running.remove(call)
-        return running
+        return [call for call in running if call not in not_taken]
 
     def _fail_running(self, refusal: Refusal) -> None:
         """Refuses all running requests."""

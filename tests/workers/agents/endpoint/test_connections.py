@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.workers.agents.endpoint.live import Live
+from tests.workers.agents.endpoint.live import SAMPLING, Live, new_trace
 from tests.workers.agents.endpoint.test_clients import CHAT, Session, body_of, parrot, until
+from verl_lite.config import EndpointConfig
 from workers.agents.endpoint import connections, server
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n"
@@ -88,3 +90,19 @@ def test_the_limit_follows_the_files_that_the_process_may_open(monkeypatch: pyte
     for soft, most in expected.items():
         monkeypatch.setattr(connections.resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
         assert connections.most_connections() == most
+
+
+def test_an_episode_ends_although_a_client_left_a_request_that_no_engine_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "RETRY_S", 0.05)
+    # nobody takes the requests, as during an update of the weights
+    endpoint = server.Endpoint(EndpointConfig(), 0, "policy", lambda: None)
+    key = endpoint.open("episode", new_trace(), SAMPLING, 7)
+    body = json.dumps(body_of(CHAT))
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) as connection:
+        head = f"{HEAD}Authorization: Bearer {key}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        until(lambda: endpoint._new)
+    until(lambda: endpoint._aborted)
+    assert endpoint.close_episode(key) == []
+    assert endpoint.take()[0] == []
+    endpoint.close()
