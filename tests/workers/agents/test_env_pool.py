@@ -70,7 +70,7 @@ def test_what_the_checks_say() -> None:
         (
             read_reset,
             ("text", {"metrics": {"error_rate": 8}}),
-            "metric's name .* is 'error_rate', expected another name",
+            "metric's name .* is 'error_rate', expected another name: the trainer logs env/error_rate",
         ),
         (read_reset, ("text", {"metrics": {"a\nb": 8}}), "name of a metric"),
         (read_reset, ("text", {"metrics": dict.fromkeys(map(str, range(65)), 1)}), "number of metrics .* is 65"),
