@@ -7,6 +7,7 @@ device memory at the same time only if their settings keep them resident. On a C
 
 from functools import cache
 from typing import Protocol
+from weakref import ref
 
 from verl_lite.machine.device import empty_cache
 
@@ -20,31 +21,35 @@ class Tenant(Protocol):
 
 
 class PhaseManager:
-    """The tenants of one process, and `owner`, the tenant that currently uses the device."""
+    """The tenants of one process, and the owner, the tenant that currently uses the device.
+
+    Its references are weak: the manager of a process outlives the runs in it, whose networks it must not keep.
+    """
 
     def __init__(self) -> None:
-        self.owner: Tenant | None = None
-        self._tenants: list[Tenant] = []
+        self._owner: ref[Tenant] | None = None
+        self._tenants: list[ref[Tenant]] = []
 
     def add(self, tenant: Tenant) -> None:
         """Registers a tenant that is already on the device, where engines are built."""
-        self._tenants.append(tenant)
+        self._tenants.append(ref(tenant))
 
     def enter(self, owner: Tenant) -> None:
         """Moves all other tenants out and `owner` in. Does nothing if `owner` already has the device."""
-        if self.owner is owner:
+        if self._owner is not None and self._owner() is owner:
             return
 
         # nobody has the device if one of these calls fails
-        self.owner = None
+        self._owner = None
         # out before in: together they may not fit
-        for tenant in self._tenants:
-            if tenant is not owner:
+        for reference in self._tenants:
+            tenant = reference()
+            if tenant is not None and tenant is not owner:
                 tenant.move_out()
         # when vLLM wakes up, it maps new memory and cannot use memory that torch has cached
         empty_cache()
         owner.move_in()
-        self.owner = owner
+        self._owner = ref(owner)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,22 @@ def test_others_move_out_before_the_owner_moves_in_and_no_move_is_without_need(m
     assert len(log) == 4, "entering again moves nothing"
     phases.enter(rollout)
     assert log[4:] == ["trainer out", "reference out", "emptied", "rollout in"]
+
+
+def test_the_engines_of_a_run_that_has_ended_are_forgotten() -> None:
+    """One process can train several times: the networks of earlier runs must not stay in memory."""
+    log: list[str] = []
+    phases = PhaseManager()
+    former, current = Tenant("former", log), Tenant("current", log)
+    for tenant in (former, current):
+        phases.add(tenant)
+    phases.enter(former)
+    reference = weakref.ref(former)
+    del former, tenant
+    assert reference() is None
+    log.clear()
+    phases.enter(current)
+    assert log == ["current in"]
 
 
 def test_after_a_failed_move_the_former_owner_moves_in_again() -> None:
