@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from verl_lite.config.fields import (
     ALL_OR_SOME,
+    FINITE,
     PORT,
     POSITIVE,
     SHARE,
@@ -37,7 +38,7 @@ class EnvManagerConfig(Options):
     group_size: int = opt(1, "episodes of one task, whose scores are compared", at_least(1))
     group_size_redundancy: int = opt(0, "extra episodes per group; the first group_size to end are kept", at_least(0))
     max_traj_per_env: int = opt(-1, "maximum number of episodes per environment and step; -1 = unlimited", ALL_OR_SOME)
-    format_penalty: float = opt(0.0, "added to the reward of an action that the environment cannot parse")
+    format_penalty: float = opt(0.0, "added to the reward of an action that the environment cannot parse", FINITE)
     group_filter_cls: str | None = opt(None, "registered filter or pkg.module:Class; dropped groups are replaced")
     max_replaced_groups: int = opt(-1, "maximum of replaced groups per step; -1 = 4 x num_env_groups", at_least(-1))
 
@@ -104,8 +105,8 @@ class AgenticConfig(Options):
     val_batch_size: int = opt(128, "episodes per validation", at_least(1))
     model_update_frequency: int = opt(1, "steps between weight updates of the rollout engine", at_least(1))
     reward_normalization: RewardNormalizationConfig = section(RewardNormalizationConfig, "episode scores")
-    episode_reward_weight: float = opt(1.0, "gigpo: weight of the normalised score of the episode")
-    step_reward_weight: float = opt(1.0, "gigpo: weight of the normalised return of the step")
+    episode_reward_weight: float = opt(1.0, "gigpo: weight of the normalised score of the episode", FINITE)
+    step_reward_weight: float = opt(1.0, "gigpo: weight of the normalised return of the step", FINITE)
     step_reward_gamma: float = opt(0.95, "gigpo, step_reinforce: discount factor per environment step", SHARE)
     logging_steps: int = opt(1, "steps between episodes printed to the log; 0 = never", at_least(0))
     env_pool: EnvPoolConfig = section(EnvPoolConfig, "processes of environments and programs")

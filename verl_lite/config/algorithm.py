@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_lite.config.fields import POSITIVE, SHARE, Options, at_least, opt, section
+from verl_lite.config.fields import NOT_NEGATIVE, POSITIVE, SHARE, Options, at_least, opt, section
 from verl_lite.config.learners import KL_ESTIMATORS
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 
@@ -12,7 +12,7 @@ _SCALES = ("batch", "group", "running")
 @dataclass
 class KLControlConfig(Options):
     type: str = opt("fixed", "fixed, or adaptive: adjusted towards target_kl", ("fixed", "adaptive"))
-    kl_coef: float = opt(0.001, "coefficient (initial, if adaptive)", at_least(0))
+    kl_coef: float = opt(0.001, "coefficient (initial, if adaptive)", NOT_NEGATIVE)
     horizon: int = opt(10000, "adaptive: number of sequences over which the coefficient adjusts", at_least(1))
     target_kl: float = opt(0.1, "adaptive: target KL per token", POSITIVE)
 

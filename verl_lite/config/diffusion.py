@@ -11,6 +11,7 @@ from pathlib import Path
 from verl_lite.config.fields import (
     ALL_OR_SOME,
     FINITE,
+    NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_SHARE,
     SEED,
@@ -83,7 +84,7 @@ class FlowActorConfig(Options):
     """Training of the adapter."""
 
     micro_batch_size_per_gpu: int = opt(1, "samples per forward and backward pass", at_least(1))
-    kl_loss_coef: float = opt(1.0, "weight of the divergence from the base model in the loss", at_least(0))
+    kl_loss_coef: float = opt(1.0, "weight of the divergence from the base model in the loss", NOT_NEGATIVE)
     optim: OptimConfig = section(OptimConfig, "optimizer")
     fsdp_config: FSDPConfig = section(FSDPConfig, "sharding, precision, offload")
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, FreeDict, Options, Problems, at_least, opt, section
+from verl_lite.config.fields import ALL_OR_SOME, NOT_NEGATIVE, POSITIVE, FreeDict, Options, Problems, opt, section
 from verl_lite.registry import did_you_mean
 
 SAMPLED = "k1"
@@ -58,7 +58,7 @@ class DistillationLossConfig(Options):
     )
     topk: int = opt(128, "*_topk: number of tokens; the others form one bin; -1 = the whole vocabulary", ALL_OR_SOME)
     topk_source: str = opt("teacher", "*_topk: whose most probable tokens: teacher | student", ("teacher", "student"))
-    distillation_loss_coef: float = opt(1.0, "weight of the distillation loss", at_least(0))
+    distillation_loss_coef: float = opt(1.0, "weight of the distillation loss", NOT_NEGATIVE)
     use_task_rewards: bool = opt(True, "also train with the rewards; false = only with the teachers")
     use_policy_gradient: bool | None = opt(None, "null = as loss_mode requires: true for k1, false for *_topk")
     loss_max_clamp: float | None = opt(10.0, "k1: bound of |advantage|; null = none", POSITIVE)

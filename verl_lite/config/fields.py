@@ -37,6 +37,7 @@ def at_least(least: float) -> Range:
 
 
 POSITIVE = Range("a number above 0 is expected", lambda value: 0 < value < math.inf)
+NOT_NEGATIVE = Range("a finite number, at least 0, is expected", lambda value: 0 <= value < math.inf)
 FINITE = Range("a finite number is expected", math.isfinite)
 SHARE = Range("a share between 0 and 1 is expected", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range("a share above 0 and at most 1 is expected", lambda value: 0 < value <= 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from verl_lite.config.fields import (
     ALL_OR_SOME,
     FINITE,
+    NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
@@ -64,8 +65,8 @@ class OptimConfig(Options):
     """The optimizer and its learning rate schedule."""
 
     optimizer: str = opt("adamw", "adamw | muon (linear layers of the blocks; the rest: AdamW)", ("adamw", "muon"))
-    lr: float = opt(1e-6, "peak learning rate", at_least(0))
-    weight_decay: float = opt(0.01, "decoupled weight decay", at_least(0))
+    lr: float = opt(1e-6, "peak learning rate", NOT_NEGATIVE)
+    weight_decay: float = opt(0.01, "decoupled weight decay", NOT_NEGATIVE)
     betas: list[float] = opt([0.9, 0.999], "decay rates of the two moments of AdamW", _MOMENTS)
     eps: float = opt(1e-8, "term added to the denominator of AdamW", POSITIVE)
     muon_momentum: float = opt(0.95, "muon: decay rate of its momentum", _BELOW_ONE)
@@ -116,13 +117,13 @@ class PolicyLossConfig(Options):
     clip_cov_lb: float = opt(1.0, "clip_cov: minimum covariance of dropped tokens")
     clip_cov_ub: float = opt(5.0, "clip_cov: maximum covariance of dropped tokens")
     kl_cov_ratio: float = opt(0.0002, "kl_cov: share of tokens (largest covariance) with a KL penalty", POSITIVE_SHARE)
-    ppo_kl_coef: float = opt(0.1, "kl_cov: weight of the KL penalty", at_least(0))
+    ppo_kl_coef: float = opt(0.1, "kl_cov: weight of the KL penalty", NOT_NEGATIVE)
     dro_beta: float | None = opt(None, "dro: weight of the squared log-ratio; required", POSITIVE)
-    tis_lower_bound: float = opt(0.0, "tis: lower bound of the ratio", at_least(0))
+    tis_lower_bound: float = opt(0.0, "tis: lower bound of the ratio", NOT_NEGATIVE)
     tis_upper_bound: float = opt(1.0, "tis: upper bound of the ratio", POSITIVE)
-    topr_positive_weight: float = opt(1.0, "topr: weight of answers with a score above 0", at_least(0))
-    topr_negative_weight: float = opt(1.0, "topr: weight of the other answers", at_least(0))
-    kimi15_tau: float = opt(0.1, "kimi15: weight of the squared log-ratio", at_least(0))
+    topr_positive_weight: float = opt(1.0, "topr: weight of answers with a score above 0", NOT_NEGATIVE)
+    topr_negative_weight: float = opt(1.0, "topr: weight of the other answers", NOT_NEGATIVE)
+    kimi15_tau: float = opt(0.1, "kimi15: weight of the squared log-ratio", NOT_NEGATIVE)
     cispo_unified_mask: bool = opt(False, "cispo: drop the loss of tokens that PPO would clip (ROLL)")
 
 
@@ -145,13 +146,13 @@ class ActorConfig(Options):
     tau_neg: float = opt(1.05, "sapo: temperature of the gate elsewhere", POSITIVE)
     loss_agg_mode: str = opt("token-mean", "aggregation of token losses", LOSS_AGG_MODES)
     loss_scale_factor: float | None = opt(None, "seq-mean-token-sum-norm divisor; null = max_response_length", POSITIVE)
-    entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
+    entropy_coeff: float = opt(0.0, "weight of the entropy bonus", FINITE)
     calculate_entropy: bool = opt(False, "compute the entropy in the update even if entropy_coeff is 0")
     use_kl_loss: bool = opt(False, "add a KL term against the reference model to the loss")
-    kl_loss_coef: float = opt(0.001, "use_kl_loss: weight of the KL term", at_least(0))
+    kl_loss_coef: float = opt(0.001, "use_kl_loss: weight of the KL term", NOT_NEGATIVE)
     kl_loss_type: str = opt("low_var_kl", "KL: k1 | abs | k2 | k3 (= low_var_kl); NAME+: gradient of k2", KL_ESTIMATORS)
     freeze_vision_tower: bool = opt(True, "vision-language models: train only the language model")
-    router_aux_loss_coef: float = opt(0.0, "mixture of experts: weight of the load balancing loss", at_least(0))
+    router_aux_loss_coef: float = opt(0.0, "mixture of experts: weight of the load balancing loss", NOT_NEGATIVE)
     ulysses_sequence_parallel_size: int = opt(
         1, "ranks that share each sequence (Ulysses sequence parallelism)", at_least(1)
     )
@@ -178,7 +179,7 @@ class RefConfig(Options):
 class CriticOptimConfig(OptimConfig):
     """The optimizer of the critic, which has a higher default learning rate than the actor's."""
 
-    lr: float = opt(1e-5, "peak learning rate", at_least(0))
+    lr: float = opt(1e-5, "peak learning rate", NOT_NEGATIVE)
 
 
 @dataclass

@@ -1,11 +1,24 @@
 """The options of generation, in training and in validation."""
 
+import math
 from dataclasses import dataclass
 
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE_SHARE, FreeDict, Options, Range, at_least, opt, section
+from verl_lite.config.fields import (
+    ALL_OR_SOME,
+    NOT_NEGATIVE,
+    POSITIVE_SHARE,
+    FreeDict,
+    Options,
+    Range,
+    at_least,
+    opt,
+    section,
+)
 from verl_lite.config.learners import DTYPES
 
-_SAMPLES = Range("training has to sample: a number above 0 is expected, usually 1.0", lambda value: value > 0)
+_SAMPLES = Range(
+    "training has to sample: a number above 0 is expected, usually 1.0", lambda value: 0 < value < math.inf
+)
 _BELOW_ONE = Range("a share of at least 0 and below 1 is expected", lambda value: 0 <= value < 1)
 _OVERSAMPLE = Range("a number from 1 to 8 is expected, such as 1.25", lambda value: 1 <= value <= 8)
 
@@ -19,7 +32,7 @@ class ValKwargs(Options):
 
     n: int = opt(1, "samples per validation prompt", at_least(1))
     do_sample: bool = opt(False, "sample; false = greedy at any temperature")
-    temperature: float = opt(0.0, "sampling temperature; 0 = greedy", at_least(0))
+    temperature: float = opt(0.0, "sampling temperature; 0 = greedy", NOT_NEGATIVE)
     top_p: float = opt(1.0, "nucleus sampling; 1 = all tokens", POSITIVE_SHARE)
     top_k: int = opt(-1, "sample from the most probable tokens; -1 = all", ALL_OR_SOME)
     greedy_too: bool = opt(False, "add a greedy sample, logged as val-aux/{source}/greedy/*")

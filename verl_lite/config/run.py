@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_lite.config.fields import POSITIVE, SEED, Options, Problems, Range, at_least, opt, section
+from verl_lite.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Options, Problems, Range, at_least, opt, section
 
 _RESUME = ("disable", "auto", "resume_path")
 _UMASK = Range(
@@ -22,7 +22,7 @@ class EarlyStoppingConfig(Options):
     metric: str | None = opt(None, "logged metric that must improve; null = no early stopping")
     patience: int = opt(3, "values in a row without an improvement that end the run", at_least(1))
     greater_is_better: bool = opt(True, "larger values are better; false: smaller ones, as for val/loss")
-    threshold: float = opt(0.0, "least improvement over the best value so far that counts", at_least(0))
+    threshold: float = opt(0.0, "least improvement over the best value so far that counts", NOT_NEGATIVE)
 
 
 @dataclass

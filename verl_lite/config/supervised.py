@@ -4,7 +4,17 @@ models (`trainer.main_rm`)."""
 from dataclasses import dataclass
 
 from verl_lite.config.data import CHAT_TEMPLATE
-from verl_lite.config.fields import ALL_OR_SOME, POSITIVE, FreeDict, Options, Range, at_least, opt, section
+from verl_lite.config.fields import (
+    ALL_OR_SOME,
+    NOT_NEGATIVE,
+    POSITIVE,
+    FreeDict,
+    Options,
+    Range,
+    at_least,
+    opt,
+    section,
+)
 from verl_lite.config.learners import FSDPConfig, ModelConfig, NetworkConfig, OptimConfig
 from verl_lite.config.run import RunConfig, RunOptions
 
@@ -101,7 +111,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
 @dataclass
 class RewardLossConfig(Options):
-    center_rewards_coefficient: float = opt(0.0, "weight of (chosen + rejected score)^2; 0.01 is usual", at_least(0))
+    center_rewards_coefficient: float = opt(0.0, "weight of (chosen + rejected score)^2; 0.01 is usual", NOT_NEGATIVE)
 
 
 @dataclass

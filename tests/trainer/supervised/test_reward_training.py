@@ -131,7 +131,7 @@ def test_the_command_answers_wrong_settings_in_one_message(
     given = [f"model.path={model}", f"data.train_files={path}", f"trainer.default_local_dir={tmp_path}/rm"]
     for wrong, message in {
         "data.train_files=null": "data.train_files and model.path: give",
-        "loss.center_rewards_coefficient=-1": "loss.center_rewards_coefficient=-1.0: at least 0 is expected",
+        "loss.center_rewards_coefficient=-1": "loss.center_rewards_coefficient=-1.0: a finite number, at least 0",
         "data.score_at=middle": "data.score_at=middle is not known; known: end_of_text, end_of_turn",
         "data.truncation=right": "data.truncation=right is not known; known: drop, error",
         "data.train_max_samples=0": "data.train_max_samples=0: -1 (all) or at least 1 is expected",

@@ -207,6 +207,21 @@ def test_of_a_value_out_of_its_range_nothing_else_is_said(good: PPOConfig) -> No
     assert found(good, {"data.train_batch_size": 0}) == ["data.train_batch_size=0: at least 1 is expected"]
 
 
+MAY_BE_INFINITE = {
+    "ray_kwargs.ray_init.wait_for_nodes_s",
+    "actor.clip_ratio_c",
+    "actor.policy_loss.clip_cov_lb",
+    "actor.policy_loss.clip_cov_ub",
+}
+"""Bounds without an effect if they are infinite. An infinite weight or rate makes NaN of the first 0 that it meets."""
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.kind == "float"], ids=lambda key: key.name)
+def test_infinite_numbers_are_refused_where_they_make_nan(good: PPOConfig, key: Any) -> None:
+    is_refused = any(f"{key.name}=inf" in line for line in found(good, {key.name: math.inf}))
+    assert is_refused == (key.name not in MAY_BE_INFINITE)
+
+
 def test_words_of_options_are_those_of_the_mathematics() -> None:
     assert learner_options.LOSS_AGG_MODES == LOSS_AGG_MODES
     assert {name.removesuffix("+") for name in learner_options.KL_ESTIMATORS} == set(KL_ALIASES)
