@@ -391,7 +391,7 @@ class EpisodeRunner:
 
     def _add_reward(self, turn: Turn, reply: EnvReply, purpose: str) -> None:
         """Stores the result of an action in its turn. purpose: of the episode, which chooses the format penalty."""
-        metrics = reply.info.get("metrics", {})
+        metrics = reply.info.get("metrics") or {}
         turn.info = reply.info
         turn.is_valid = bool(metrics.get("action_is_valid", True))
         turn.reward = reply.reward

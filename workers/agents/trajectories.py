@@ -114,6 +114,11 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
     rewards = [turn.reward for turn in turns]
     step_scores: float | list[float] = sum(rewards, 0.0) if trajectory.by_step else rewards
     finish_reason = _finish_reason(trajectory, turns)
+    # with several rows, each has the messages of its own turns
+    if trajectory.rows or (trajectory.by_step and turns):
+        messages = messages_of(turns)
+    else:
+        messages = trajectory.messages
     # a failed episode has no turns in its row, but its first turn still names the state in which it began
     first_turns = turns or trajectory.turns
     row = _Row(
@@ -122,7 +127,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
         state_hash=first_turns[0].state_hash if first_turns else "",
         prompt_ids=trajectory.prompt_ids,
         raw_prompt=trajectory.prompt_messages,
-        messages=trajectory.messages,
+        messages=messages,
         step_scores=step_scores,
         finish_reason=finish_reason,
         extra=_joined_extra(turns),
@@ -130,9 +135,6 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
     if turns:
         row.prompt_ids = turns[0].prompt_ids
         row.raw_prompt = turns[0].messages
-    # with several rows, each has the messages of its own turns
-    if trajectory.rows or (trajectory.by_step and turns):
-        row.messages = messages_of(turns)
 
     for number, turn in enumerate(turns):
         # the tokens before the first turn are the prompt of the row

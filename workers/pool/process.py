@@ -125,7 +125,6 @@ class Process:
         self.channel.send(CONTROL, b"")
 
     # Any: what the code in the process has sent
-    # Any: what the code in the process has sent
     def receive(self) -> list[Reply[Any]]:
         """Returns the replies that have arrived. Sets channel.is_closed if the process is dead."""
         replies: list[Reply[Any]] = []

@@ -114,6 +114,21 @@ def test_format_penalty_of_the_purpose() -> None:
     assert [[turn.reward for turn in one.turns] for one in episodes] == [[-0.25, 0.25], [0.25, 0.25]]
 
 
+def test_metrics_of_a_step_may_be_null() -> None:
+    episodes, _, _ = play(
+        lambda seed, actions: {
+            "observation": "d",
+            "reward": 0.25,
+            "terminated": len(actions) == 2,
+            "info": {"metrics": None},
+        },
+        says_b,
+        format_penalty=-0.5,
+    )
+    assert [turn.reward for turn in episodes[0].turns] == [0.25, 0.25]
+    assert episodes[0].metrics == {"num_actions": 2.0}
+
+
 def test_metrics_are_aggregated_as_the_environment_says() -> None:
     def turn(**info: Any) -> Turn:
         return Turn([], (), [3], [0.0], "stop", 0, "", "", "", info=info)

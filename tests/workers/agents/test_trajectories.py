@@ -14,7 +14,7 @@ import torch
 from tests.workers.rollout.scripted import LIMITS, ids_of, log_prob, play, rows, spec
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check, column
-from workers.agents.episodes import TokenLimits, count_episodes
+from workers.agents.episodes import TokenLimits, Trajectory, count_episodes
 from workers.engines.base import Request
 
 A, B, C, D, E = 28, 29, 30, 31, 32
@@ -102,6 +102,18 @@ def test_tokens_that_move_from_the_prompt_to_the_response_have_no_version() -> N
     data = rows(episodes)
     expect(data, 0, [1, A, 1, 1, B, C], [D, 1, B, 2], [0, 0, 1, 1])
     assert data.batch["rollout_versions"][0].tolist() == [-1, -1, 4, 5] + [-1] * (LIMITS.max_response_length - 4)
+
+
+def test_rows_of_single_turns_do_not_build_the_whole_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the square of the number of turns: half a second for a program with 1000 requests."""
+    script = world(("d", 0.5), ("e", -1.0))
+    episodes, _, _ = play(script, worded("b!", "b!"), env_manager_cls="step", agent_template="{current_observation}")
+
+    def whole(trajectory: Trajectory) -> None:
+        raise AssertionError("the whole conversation was built")
+
+    monkeypatch.setattr(Trajectory, "messages", property(whole))
+    assert len(rows(episodes)) == 2
 
 
 def test_tool_messages() -> None:

@@ -61,7 +61,7 @@ class Callers:
 
         table = list_processes()
         pools = set(self._pools())
-        # processes that were forked share the socket, so that several episodes may hold it
+        # of several processes if they share the socket, such as forks
         digests = set()
         for status in table.values():
             limiter = _child_of(pools, status, table)
