@@ -168,7 +168,7 @@ class TrainResult:
         if checkpoint is None:
             raise UserError(f"{self.run_dir} has no checkpoint; train with trainer.save_freq=-1 or above 0")
         folder = checkpoint / "hf"
-        # an export writes the config last, so that an interrupted one is repeated
+        # an export writes the config after the weights, so that one without all weights is repeated
         if not (folder / "config.json").is_file():
             export(str(checkpoint / "actor"), str(folder))
         return folder

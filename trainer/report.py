@@ -38,7 +38,7 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
         is_public: The page has fewer samples, and of each path of this machine only the last part.
 
     Raises:
-        UserError: for a folder without a run.
+        UserError: for a folder without a run, and for a file that cannot be written.
     """
     from trainer.checkpoint.files import write_atomically
     from trainer.observe.page_data import (
@@ -72,8 +72,12 @@ def write_report(folders: Sequence[Path], out: Path, *, is_public: bool = False)
     title = f"Sweep {first.name}"
     if study is None:
         title = " · ".join(run["title"] for run in data["runs"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, document(title, data))
+    page = document(title, data)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}: {error.filename})") from error
     return out
 
 
@@ -153,10 +157,7 @@ def main(argv: list[str]) -> int:
     # a wrong order of the arguments would replace a file of a run
     if not out.name or (out.exists() and out.suffix not in (".html", ".htm")):
         raise UserError(f"--out {out}: expected a new file, or one named .html, which is replaced")
-    try:
-        write_report(folders, out, is_public=options.public)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}: {error.filename})") from error
+    write_report(folders, out, is_public=options.public)
     megabytes = out.stat().st_size / 2**20
     print(f"{out}: {megabytes:.1f} MiB; open it in a browser")
     return 0

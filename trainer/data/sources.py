@@ -259,7 +259,7 @@ def open_place(text: str, option: str, split: str) -> list[RowTable]:
         named_split = ""
     path = Path(base).expanduser()
     where = f"{option}={text!r}"
-    # the caller's split may be another name if the entry has one
+    # the entry's own split has priority over that of its option
     splits = (named_split,) if named_split else SPLITS[split]
 
     if not path.is_dir():

@@ -421,6 +421,16 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_told(
     assert (folder / "metrics.jsonl").read_text() == metrics
 
 
+def test_a_run_that_cannot_be_read_is_no_problem_of_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder / "metrics.jsonl"))
+
+    monkeypatch.setattr(run_data, "read_run", refuse)
+    # not a UserError about the option
+    with pytest.raises(PermissionError, match="metrics.jsonl"):
+        report.main([str(tmp_path)])
+
+
 def test_runs_below_a_folder_are_named_without_a_search_of_the_whole_disk(tmp_path: Path) -> None:
     for levels in ("a", "b/c", "d/e/f", "1/2/3/4"):
         (tmp_path / levels).mkdir(parents=True)
