@@ -77,7 +77,7 @@ class EpisodeRewards:
         Raises EnvironmentFailure if more than `max_error_rate` of the episodes failed; see `FailureLog.note`.
         """
         counts: EpisodeCounts = batch.meta_info["episodes"]
-        # one line of the file for each batch
+        # one line of the file for each batch with failures
         row = {
             "failed": counts.failed,
             "timeouts": counts.timeouts,

@@ -82,7 +82,6 @@ class Teachers:
         for teacher in distillation.named_teachers():
             is_taught = rows_of(teacher, batch, distillation.teacher_key)
             rows = np.flatnonzero(is_taught)
-            # a copy, because the template replaces the prompts of the rows
             rows_to_score = batch.select_idxs(rows)
             if len(rows) and teacher.name in self.prompts:
                 rows_to_score, fits = self.prompts[teacher.name](rows_to_score)

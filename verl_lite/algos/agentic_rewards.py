@@ -75,7 +75,7 @@ def normalization(
     bounds = None
     if method == "asym_clip":
         bounds = _ASYMMETRIC_BOUNDS
-    # an empty text selects no normalisation, like null
+    # an empty text counts as null
     return Normalization(norm_mean_type or None, norm_std_type or None, bounds)
 
 

@@ -54,10 +54,11 @@ def check_rows(name: str, rows: int, **labels: Labels | None) -> None:
     for argument, column in labels.items():
         if column is None:
             raise ValueError(f"{name}: {argument} is missing; (B,) labels, one for each row, are expected.")
-        shape = [len(column)]
         if isinstance(column, np.ndarray | Tensor):
-            # a matrix of `rows` rows has that length, too
+            # a matrix of `rows` rows has that length, too, and a scalar has none
             shape = list(column.shape)
+        else:
+            shape = [len(column)]
         if shape != [rows]:
             raise ValueError(f"{name}: {argument} has shape {shape}, expected one label for each of {rows} rows.")
 

@@ -164,7 +164,7 @@ def mapped_files(pid: int) -> list[str]:
     paths = []
     for line in maps.splitlines():
         columns = line.split(maxsplit=5)
-        # memory that is no file has no sixth column
+        # anonymous memory has no sixth column
         if len(columns) == 6:
             paths.append(columns[5])
     return paths
