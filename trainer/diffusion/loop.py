@@ -213,8 +213,7 @@ def draw_before_and_after(
 
 
 def _mean_score(samples: DataProto, rows: slice) -> float:
-    """Returns the mean score of the rows that have one."""
-    # a sample without a score has NaN
+    """Returns the mean score of the rows, without those whose score is NaN."""
     scores = samples.batch["face_score"][rows]
     return scores.nanmean().item()
 

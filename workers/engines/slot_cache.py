@@ -94,7 +94,7 @@ class SlotCache(Cache):
         index = first_of_head[:, :, None] + positions[:, None]
         self._index = index.flatten()
 
-        # in the dtype of the queries, to which SDPA adds it
+        # in the dtype of the queries, which SDPA requires
         is_later = self._arange[:length] > positions[..., None]
         mask = torch.zeros_like(is_later, dtype=self._storage.dtype)
         mask.masked_fill_(is_later, -torch.inf)
