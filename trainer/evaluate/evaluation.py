@@ -43,7 +43,7 @@ def evaluate_all(names: Sequence[str], options: list[str], *, all_checkpoints: b
     titles_of_targets = titles(targets)
     for target, title in zip(targets, titles_of_targets, strict=True):
         status, metrics = evaluate(target, options)
-        # the targets before it have stored results, which the next command shows at once
+        # models and checkpoints before it have stored results, which the next command shows at once; agents have not
         if status:
             return status
         evaluations[title] = metrics

@@ -34,7 +34,7 @@ _WAITING_POLL_S = 1.0  # interval between looks at whether a run can start
 _TAIL_BYTES = 64 << 10
 _POLL_S = 0.1
 _LINE_CHARACTERS = 300
-# after these errors the run is started again; after any other its trial fails
+# errors after which the run is started again, as after a kill or a crash of its process
 _MACHINE_FAULT = re.compile(
     # of this library's processes, and of a full disk
     r"WorkerDiedError|ClusterLostError|NoRoomError|its process ended without an exception|No space left on device|"
