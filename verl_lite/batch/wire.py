@@ -334,7 +334,7 @@ class _Packer:
 
     def _add(self, array: np.ndarray, span: int = -1) -> int:
         """Adds a section and returns its number."""
-        # the entries inside a span are in one row
+        # empty for the entries inside a span, whose array has one dimension
         tail = array.shape[1:]
         section = Section(array.dtype.str, tail, span)
         self.sections.append(section)

@@ -88,7 +88,7 @@ class UntrustedCode:
         if type(contents_after) is not list or len(contents_after) != len(args):
             raise self._broken()
         for argument, described in zip(args, contents_after, strict=True):
-            # an argument of another type, which the call cannot change
+            # no container, or one whose content is not plain after the call
             if described is None:
                 continue
             content = self._decoded(described)

@@ -237,7 +237,7 @@ def invoke(slot: Slot, role: str, method: str, arguments: WorkerArguments) -> tu
     function = getattr(slot.roles[role], method)
     usage_before = profiling.usage()
     with _with_circumstances(slot, role, method), profiling.span(method):
-        # also in the driver's process, so that no worker can change an object of the caller
+        # also in the driver's process, so that no worker can change the tensors of a split batch
         received = arguments.map(unpacked)
         result = function(*received.positional, **received.keywords)
         if inspect.iscoroutine(result):

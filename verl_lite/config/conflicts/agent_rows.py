@@ -139,7 +139,7 @@ AGENT_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("trainer.test_freq", "trainer.save_freq"),
-        # -1 validates and saves only before and after the training
+        # -1 stands for the last step, which is not checked
         lambda config, steps: (
             not config.reads_prompts and steps > 0 and steps % config.agentic.model_update_frequency != 0
         ),
