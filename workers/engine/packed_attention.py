@@ -350,10 +350,11 @@ def _capped_attention(
     values = values.repeat_interleave(heads_per_key, dim=1)
 
     products = queries @ keys.transpose(2, 3)
-    capped = torch.tanh(products * (scale / cap)) * cap
+    # under one name: the scores are the largest tensors here
+    scores = torch.tanh(products * (scale / cap)) * cap
     length = queries.shape[2]
     mask = _window_mask(length, window, queries.device)
-    scores = capped.masked_fill(~mask, -torch.inf)
+    scores = scores.masked_fill(~mask, -torch.inf)
 
     # the softmax in fp32, as in transformers' eager attention
     dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -378,14 +379,13 @@ def _sink_attention(
     sink_products = (sinks / scale).to(queries)
     sink_of_head = sink_products.view(1, -1, 1, 1)
     sink_dimension = sink_of_head.expand(count, heads, length, 1)
-    queries_and_sinks = torch.cat([queries, sink_dimension], dim=3)
-    wide_queries = F.pad(queries_and_sinks, (0, 7))
+    # without names for the parts, which would keep them in memory during the attention
+    wide_queries = F.pad(torch.cat([queries, sink_dimension], dim=3), (0, 7))
 
     # only the sink's key has a 1 in this dimension
     ones = keys.new_ones(count, key_value_heads, 1, 1)
     sink_key = F.pad(ones, (size, 7))
-    padded_keys = F.pad(keys, (0, 8))
-    wide_keys = torch.cat([sink_key, padded_keys], dim=2)
+    wide_keys = torch.cat([sink_key, F.pad(keys, (0, 8))], dim=2)
     wide_values = F.pad(values, (0, 8, 1, 0))
 
     # every token sees the sink, also outside its window

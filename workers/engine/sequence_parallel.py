@@ -78,8 +78,8 @@ class SequenceGroup:
 
         # all three in one exchange; entry i of (n, T / n, values) goes to rank i
         heads_by_rank = [tensor.unflatten(1, (n, -1)) for tensor in (query, key, value)]
-        flat_heads = [heads.flatten(2) for heads in heads_by_rank]
-        values_by_rank = torch.cat(flat_heads, dim=2)
+        # `flatten` copies, and a name would keep the copies in memory during the exchange
+        values_by_rank = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2)
         sent = values_by_rank.transpose(0, 1).contiguous()
         shards = all_to_all_single_autograd(sent, None, None, self.group)
         # without the tokens that fill up the last shards

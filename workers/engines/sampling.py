@@ -87,8 +87,9 @@ def sample(
         is_kept = _kept_tokens(probs, truncation)
         probs = probs * is_kept
         is_removed = ~(is_kept | greedy[:, None])
-        kept_log_probs = log_probs.masked_fill(is_removed, -torch.inf)
-        log_probs = kept_log_probs.log_softmax(dim=-1)
+        # one name for all of them, because each needs the memory of the logits
+        log_probs = log_probs.masked_fill(is_removed, -torch.inf)
+        log_probs = log_probs.log_softmax(dim=-1)
 
     # in fp64, because the sum over a vocabulary would lose the probabilities of rare tokens in fp32
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.workers.engine_cases import PROMPT, RESPONSE, Batch, ragged_batch
+from tests.workers.peak_memory import PeakMemory
 from workers.engine.packed_attention import packed_attention
 from workers.engine.packed_sequences import PackedSequences
 from workers.engine.packing import ModelInputs, align, pack, pad
@@ -251,3 +252,14 @@ def test_attention_refuses_what_it_does_not_compute() -> None:
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None, packed_sequences=sequences, **both)
     with pytest.raises(ValueError, match="its own attention mask"):
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, tensor, packed_sequences=sequences)
+
+
+def test_attention_with_a_soft_cap_holds_few_tensors_of_the_size_of_the_scores() -> None:
+    heads, length, size = 4, 128, 16
+    query, key, value = torch.randn(3, 1, heads, length, size)
+    sequences = PackedSequences(((1, length),), torch.tensor([0, length], dtype=torch.int32), length)
+    scores_nbytes = heads * length * length * 4
+    with PeakMemory() as memory:
+        packed_attention(torch.nn.Module(), query, key, value, None, softcap=50.0, packed_sequences=sequences)
+    # no more than three of them at once, and smaller tensors
+    assert memory.peak / scores_nbytes < 3.9

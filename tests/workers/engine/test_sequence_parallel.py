@@ -45,6 +45,7 @@ from tests.workers.invariance import (
     write_networks,
 )
 from tests.workers.model_families import FAMILIES, tiny_network
+from tests.workers.peak_memory import PeakMemory
 from tests.workers.policy import test_router
 from tests.workers.policy.test_model_families import gradients
 from tests.workers.ranks import OnRanks, Ranks
@@ -375,3 +376,14 @@ def compiled_error(path: str, case: Case) -> float:
 @pytest.mark.long
 def test_compiled_layers(path: str, two_ranks: OnRanks) -> None:
     assert max(two_ranks(compiled_error, path, Case(sequence_parallel=2, checkpointing=True))) < FP32
+
+
+def test_an_exchange_of_heads_holds_two_copies_of_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is joined, and what is sent in another order."""
+    monkeypatch.setattr(sequence_parallel, "all_to_all_single_autograd", lambda sent, *args: sent)
+    group: Any = None
+    # as `packed_attention` gets them: (heads, tokens, size), transposed
+    query, key, value = (torch.randn(heads, 64, 16).transpose(0, 1) for heads in (8, 4, 4))
+    with PeakMemory() as memory:
+        SequenceGroup(group, rank=0, size=2).shards_of_heads(query, key, value, 128)
+    assert memory.peak == 2 * (query.nbytes + key.nbytes + value.nbytes)

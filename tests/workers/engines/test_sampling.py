@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.peak_memory import PeakMemory
 from workers.engines.sampling import Truncation, sample, uniform
 
 MASK = 2**64 - 1
@@ -114,3 +115,15 @@ def test_other_rows_of_a_batch_have_no_candidates_and_whole_log_probs() -> None:
     torch.testing.assert_close(log_probs, torch.stack(expected))
     alone = sample(logits[3:], **{name: value[3:] for name, value in given.items()}, num_candidates=2)
     assert alone[0] == tokens[3] and alone[2] is not None and alone[2].tolist() == [[-1, -1]]
+
+
+def test_a_truncated_draw_holds_few_tensors_of_the_size_of_the_logits() -> None:
+    rows, vocab = 8, 8192
+    one = torch.ones(rows)
+    truncation = Truncation(torch.full((rows,), 20), one, torch.zeros(rows), 20)
+    logits = torch.randn(rows, vocab)
+    numbers = torch.arange(rows)
+    with PeakMemory() as memory:
+        sample(logits, temperature=one, seeds=numbers, positions=numbers, truncation=truncation)
+    # log-probs, probabilities, two masks of bytes, and the cumulative sum in fp64
+    assert memory.peak / logits.nbytes == pytest.approx(1 + 1 + 0.5 + 2, abs=0.1)
