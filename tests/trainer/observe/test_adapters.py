@@ -98,13 +98,19 @@ def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_sta
 
 WITHOUT_SERVICE = """
 import sys
+import time
 from pathlib import Path
 import psutil
 from trainer.observe.console import Console
 from trainer.observe.trackers import TRACKERS, TrackedRun
 
 TRACKERS.get_fn("wandb")(TrackedRun(Path(sys.argv[1]), "p", "e", {}, Console()))
-services = psutil.Process().children(recursive=True)
+# on a busy machine the service starts later than `wandb.init` returns
+deadline = time.monotonic() + 60
+services = []
+while not services and time.monotonic() < deadline:
+    time.sleep(0.1)
+    services = psutil.Process().children(recursive=True)
 assert services
 for service in services:
     service.kill()

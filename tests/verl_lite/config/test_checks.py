@@ -210,7 +210,6 @@ def test_of_a_value_out_of_its_range_nothing_else_is_said(good: PPOConfig) -> No
 MAY_BE_INFINITE = {
     "ray_kwargs.ray_init.wait_for_nodes_s",
     "actor.clip_ratio_c",
-    "actor.policy_loss.clip_cov_lb",
     "actor.policy_loss.clip_cov_ub",
 }
 """Bounds without an effect if they are infinite. An infinite weight or rate makes NaN of the first 0 that it meets."""
