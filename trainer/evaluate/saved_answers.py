@@ -96,7 +96,7 @@ def _step_and_name(file: Path) -> tuple[int, str]:
     """Returns the key by which files are sorted: by number, so that 10 comes after 9."""
     # files without a number come first
     step = -1
-    if file.stem.isdigit():
+    if file.stem.isdecimal():
         step = int(file.stem)
     return step, file.name
 

@@ -133,7 +133,7 @@ def read_run(folder: Path) -> RecordedRun:
     config, notes = read_config(folder / "config.yaml")
     total_steps = None
     total_steps_option = config.get("trainer.total_training_steps")
-    if total_steps_option is not None and total_steps_option.value.isdigit():
+    if total_steps_option is not None and total_steps_option.value.isdecimal():
         total_steps = int(total_steps_option.value)
 
     return RecordedRun(

@@ -154,7 +154,7 @@ def _check_metric(metric: str, config: PPOConfig) -> None:
     answers = config.rollout.val_kwargs.n
     # the headline metrics are those of all answers; val-aux also has smaller numbers
     is_headline = metric.startswith("val-core/")
-    if is_headline and number.isdigit() and int(number) != answers:
+    if is_headline and number.isdecimal() and int(number) != answers:
         raise UserError(f"--metric {metric}: rollout.val_kwargs.n={answers}, so a run logs ...@{answers}")
 
 

@@ -176,7 +176,7 @@ def _refused_token(setting: str, token: str, problem: str, gpus: Sequence[Gpu]) 
 
 def _find_gpu(gpus: Sequence[Gpu], token: str) -> Gpu | None:
     """Returns the device with this index (the first of its partitions), or with this prefix of its UUID alone."""
-    if token.isdigit():
+    if token.isdecimal():
         for gpu in gpus:
             if gpu.index == int(token):
                 return gpu

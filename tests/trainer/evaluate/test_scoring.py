@@ -136,6 +136,14 @@ def test_what_is_read_of_other_files(tmp_path: Path) -> None:
     assert scored(file, "reward=format", INLINE)[0]["score"] == 1.0, "without a ground truth"
 
 
+def test_files_that_are_named_by_step_are_read_in_its_order_after_the_others(tmp_path: Path) -> None:
+    # int() does not accept the superscript, although it is a digit
+    for name in ("10", "9", "²"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"data_source": "s", "response": name, "ground_truth": "1"}])
+    answers = read_saved(tmp_path, None, ScoreConfig())
+    assert [answer.item.solution_str for answer in answers] == ["²", "9", "10"]
+
+
 def test_a_file_that_cannot_be_written_is_an_error_before_any_answer_is_scored(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
