@@ -491,7 +491,8 @@ def _gym_score(task: str, answer: str, entry: dict[str, object]) -> float:
     try:
         return float(scorer(answer=answer, entry=entry))
     except Exception:
-        scorer(answer=str(entry["answer"]), entry=entry)
+        own_answer = str(entry["answer"])
+        float(scorer(answer=own_answer, entry=entry))
         return 0.0
 
 
