@@ -37,7 +37,7 @@ REASONS = {
     JSON: [
         "verl_lite/sandbox/values.py decode",
         "verl_lite/sandbox/values.py fields",
-        "trainer/data/row_formats.py without_nulls",
+        "trainer/data/chats.py without_nulls",
         "trainer/data/sources.py parse_json",
     ],
     NAMED_BY_USER: [

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.row_formats import Chat, Message
+from trainer.data.chats import Chat, Message
 from verl_lite.errors import UserError
 from verl_lite.json_types import KeywordArguments
 from workers.agents.conversation import end_of_turn, writes_end_of_turn

@@ -19,7 +19,7 @@ from trainer.data.chat_tokens import (
     ends_of_answers,
     render,
 )
-from trainer.data.row_formats import Chat, read_messages
+from trainer.data.chats import Chat, read_messages
 from trainer.data.sft_dataset import (
     LOSS_MASKS,
     NO_ARGUMENTS,

@@ -9,25 +9,28 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from trainer.data.chats import (
+    EXAMPLE_PROMPT,
+    MULTIMODAL,
+    TEXT_MODEL,
+    Chat,
+    read_messages,
+    read_tools,
+    read_tools_file,
+    wrong_value,
+)
 from trainer.data.images import PLACEHOLDER, read_image
-from trainer.data.sources import Row, RowTable, parse_json
+from trainer.data.sources import Row, RowTable
 from verl_lite.config import DataConfig
 from verl_lite.config.sources import is_unicode
 from verl_lite.errors import UserError
-from verl_lite.json_types import ChatMessage, ExtraInfo, JsonObject, ToolSchema
-
-Message = ChatMessage
-Chat = list[Message]
-"""Messages with role and content (text, possibly empty); of an assistant also tool_calls."""
-
-ToolCall = JsonObject
-"""A call of a tool. Models and templates define its keys beyond those that this module checks."""
+from verl_lite.json_types import ExtraInfo, JsonObject, ToolSchema
 
 EXAMPLE_ROW: Row = {
     "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": "What is 70 + 2? Put the answer after ####."}],
+    "prompt": EXAMPLE_PROMPT,
     "ability": "math",
     "reward_model": {"style": "rule", "ground_truth": "72"},
     "extra_info": {"split": "train", "index": 0},
@@ -36,13 +39,6 @@ EXAMPLE_ROW: Row = {
 # columns that data.columns can map; reward_model is read under its own name
 _OURS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-_MULTIMODAL = "only images of prompts are supported, for main_ppo with a vision-language model"
-_TEXT_MODEL = (
-    "the model of model.path reads only text: set model.path to a vision-language model (Qwen2.5-VL, Qwen3-VL)"
-)
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of message parts with text, each with the key of its text."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _MOST_ANSWERS = 1_000_000
 _ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at a time
 
@@ -169,8 +165,7 @@ class RowSchema:
         for name in (*_MEDIA_COLUMNS, *table.media):
             if raw.get(name) and name not in self._image_columns:
                 raise UserError(
-                    f"{where}, column {name!r} is not empty ({_MULTIMODAL}); if it has images, set "
-                    f"data.image_key={name}"
+                    f"{where}, column {name!r} is not empty ({MULTIMODAL}); if it has images, set data.image_key={name}"
                 )
 
         source = self._data_source(raw, table, where)
@@ -204,7 +199,7 @@ class RowSchema:
         if source is None:
             raise self._not_understood(where, "data_source", table.columns)
         if not isinstance(source, str) or not source or not is_unicode(source):
-            raise _wrong(column, source, "a name")
+            raise wrong_value(column, source, "a name")
         return source
 
     def _value(self, ours: str, raw: Row, where: str) -> tuple[object, str]:
@@ -246,7 +241,7 @@ class RowSchema:
         """
         if not self._accepts_images:
             if images:
-                raise UserError(f"{where} has {len(images)} images, but {_TEXT_MODEL}")
+                raise UserError(f"{where} has {len(images)} images, but {TEXT_MODEL}")
             return []
 
         texts = [message["content"] or "" for message in prompt]
@@ -298,7 +293,7 @@ class RowSchema:
         if isinstance(value, str):
             # it would be sampled from as one user message with the text of the json
             if value.startswith('[{"role"'):
-                raise _wrong(column, value, "chat messages or plain text, not messages written as json text")
+                raise wrong_value(column, value, "chat messages or plain text, not messages written as json text")
             template = self._config.prompt_template or "{prompt}"
             value = [{"role": "user", "content": template.replace("{prompt}", value)}]
         # without a list for the images, images in messages are refused
@@ -311,7 +306,7 @@ class RowSchema:
             answer = chat[-1]["content"]
             chat = chat[:-1]
             if not chat:
-                raise _wrong(column, "only an assistant message", "a prompt before it")
+                raise wrong_value(column, "only an assistant message", "a prompt before it")
 
         # a chat with a system message of its own keeps it
         system = self._config.system_prompt
@@ -335,7 +330,7 @@ class RowSchema:
         """
         own = raw.get("reward_model")
         if own is not None and not isinstance(own, dict):
-            raise _wrong(f"{where}, column 'reward_model'", own, f"a dict like {EXAMPLE_ROW['reward_model']}")
+            raise wrong_value(f"{where}, column 'reward_model'", own, f"a dict like {EXAMPLE_ROW['reward_model']}")
         reward_model = dict(own or {})
         if _is_missing(reward_model.get("ground_truth")):
             reward_model.pop("ground_truth", None)
@@ -364,7 +359,9 @@ class RowSchema:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise _wrong(column, value, "a dict (data.columns.extra_info=[...] builds a dict from several columns)")
+            raise wrong_value(
+                column, value, "a dict (data.columns.extra_info=[...] builds a dict from several columns)"
+            )
         return value
 
     def _answers(self, raw: Row, where: str) -> int | None:
@@ -375,7 +372,7 @@ class RowSchema:
         # not isinstance, because a bool is an int, but no number of answers
         if type(value) is not int or not 1 <= value <= _MOST_ANSWERS:
             expected = f"a number of answers, at least 1 and at most {_MOST_ANSWERS}"
-            raise _wrong(column, value, f"{expected}; data.columns.n=null ignores the column")
+            raise wrong_value(column, value, f"{expected}; data.columns.n=null ignores the column")
         return value
 
 
@@ -396,188 +393,14 @@ def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:
         for group in matches[-1].groups():
             if group is not None:
                 return group
-    raise _wrong(where, text, f"text in which data.ground_truth_regex={regex.pattern} matches a group")
-
-
-def _text_of_parts(parts: list[object], images: list[object] | None, where: str) -> str:
-    """Returns the text of a message's typed parts, in which an image part becomes a placeholder.
-
-    Args:
-        parts: The parts of the message.
-        images: Receives the images of the parts. None: the model reads only text.
-        where: Location of the message, for error messages.
-
-    Raises:
-        UserError: For a part that is neither text nor, if the model reads images, an image.
-    """
-    texts = []
-    for part in parts:
-        entries = part if isinstance(part, dict) else {}
-        kind = entries.get("type")
-        text = None
-        if kind in _TEXT_PARTS:
-            text = entries.get(_TEXT_PARTS[kind])
-        if kind == "image":
-            if images is None:
-                raise UserError(f"{where}: a message has an image, but {_TEXT_MODEL}")
-            texts.append(PLACEHOLDER)
-            # a part without an image refers to the image column
-            if entries.get("image") is not None:
-                images.append(entries["image"])
-        elif isinstance(text, str):
-            texts.append(text)
-        else:
-            raise UserError(f"{where}: found the message part {part!r:.200} ({_MULTIMODAL}); expected text or image")
-    return "".join(texts)
+    raise wrong_value(where, text, f"text in which data.ground_truth_regex={regex.pattern} matches a group")
 
 
 def check_text_only(row: Row, where: str) -> None:
     """Raises UserError if a row for supervised training has images, video or sound."""
     for name in _MEDIA_COLUMNS:
         if row.get(name):
-            raise UserError(f"{where}, column {name!r} is not empty ({_MULTIMODAL})")
-
-
-def read_messages(chat: object, where: str, images: list[object] | None = None) -> Chat:
-    """Returns checked messages in the form that chat templates expect.
-
-    - Entries that are null are left out, because the rows of a parquet file have the keys of all rows.
-    - Typed text parts become text. A refusal is the content of a message that has no other.
-    - The content may be missing or null in an assistant's message with tool calls or reasoning, as in OpenAI's format,
-      and in the result of a tool. It becomes an empty text; `chat_template.CallForm` gives each template what it reads.
-    - The role developer becomes system, as in the agents' endpoint.
-
-    Args:
-        chat: the value of a column.
-        where: the column's place, for messages.
-        images: receives the images of the messages; None = the model reads only text.
-
-    Raises:
-        UserError: if `chat` is not a list of chat messages.
-    """
-    if not isinstance(chat, list) or not chat:
-        raise _wrong(where, chat, f"a list of chat messages like {EXAMPLE_ROW['prompt']}")
-    return [_read_message(message, where, images) for message in chat]
-
-
-def _read_message(message: object, where: str, images: list[object] | None) -> Message:
-    """Returns a checked message; see `read_messages`."""
-    if not isinstance(message, dict) or "role" not in message:
-        raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-    others = without_nulls(message)
-    for key in ("role", "content", "refusal"):
-        others.pop(key, None)
-    calls = others.pop("tool_calls", None)
-    if calls:
-        others["tool_calls"] = _read_tool_calls(calls, where)
-    role = _checked_text(message["role"], f"{where}, role of a message")
-    if role == "developer":
-        role = "system"
-
-    content = message.get("content")
-    if isinstance(content, list):
-        content = _text_of_parts(content, images, where)
-    if not content and message.get("refusal") is not None:
-        content = message["refusal"]
-    if content is None:
-        has_other_output = any(others.get(name) for name in ("tool_calls", *_REASONING))
-        may_be_empty = role == "tool" or (role == "assistant" and has_other_output)
-        if may_be_empty:
-            content = ""
-        elif "content" not in message:
-            raise _wrong(where, message, f"a message like {EXAMPLE_ROW['prompt'][0]}")
-    content = _checked_text(content, f"{where}, content of a message")
-    # the keys of the message in their order, because a template may write them
-    return {"role": role, "content": content, **others}
-
-
-def _checked_text(text: object, where: str) -> str:
-    """Returns a text that can be encoded. Raises UserError for any other value."""
-    if not isinstance(text, str):
-        raise _wrong(where, text, "text")
-    # json can contain half a surrogate pair, which UTF-8, and so a tokenizer or a file, cannot
-    if not is_unicode(text):
-        raise _wrong(where, text, "text without half a surrogate pair")
-    return text
-
-
-def _read_tool_calls(calls: object, where: str) -> list[ToolCall]:
-    """Returns checked tool calls, given as a list or as JSON text. Each has arguments, a dict or its JSON text."""
-    location = f"{where}, tool_calls"
-    if isinstance(calls, str) and calls.lstrip().startswith("["):
-        calls = parse_json(calls, location, "a list of tool calls")
-    if not isinstance(calls, list):
-        raise _wrong(location, calls, "a list")
-
-    expected = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
-    checked = []
-    for call in calls:
-        function = None
-        if isinstance(call, dict):
-            # OpenAI's form has the function below a key; others have its name and arguments themselves
-            function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(location, call, f"a call like {expected}")
-        # a table has null for an empty dictionary, and some clients write an empty text
-        arguments = function.get("arguments") or {}
-        if not isinstance(arguments, dict | str):
-            raise _wrong(f"{location}, arguments of {function['name']!r}", arguments, "a dict, or its JSON text")
-        # all texts at once, at any depth
-        all_texts = json.dumps([call, arguments], ensure_ascii=False, default=str)
-        _checked_text(all_texts, location)
-
-        checked_call = function | {"arguments": arguments}
-        if "function" in call:
-            checked_call = call | {"function": checked_call}
-        checked.append(checked_call)
-    return checked
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns a value of JSON without the entries of dictionaries that are null.
-
-    Parquet stores rows of one structure: an entry that one row has exists in all rows, as null. To keep a null, store
-    the dictionary as JSON text.
-    """
-    if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
-    return value
-
-
-def read_tools(tools: object, where: str) -> list[ToolSchema]:
-    """Returns checked tool schemas, given as a list or as JSON text. Raises UserError for anything else."""
-    if isinstance(tools, str):
-        tools = parse_json(tools, where, "a list of tool schemas")
-    elif isinstance(tools, list):
-        schemas = []
-        for tool in tools:
-            # schemas rarely fit the columns of a table, so each may be JSON text, which is exact
-            if isinstance(tool, str):
-                schemas.append(parse_json(tool, where, "a tool schema"))
-            else:
-                schemas.append(without_nulls(tool))
-        tools = schemas
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-        example = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
-        raise _wrong(where, tools, f"a list of tool schemas like [{json.dumps(example)}]")
-    return tools
-
-
-def read_tools_file(path: str | None) -> list[ToolSchema] | None:
-    """Returns the tool schemas of the file data.tools_path, or None without one. Raises UserError if it has none."""
-    if path is None:
-        return None
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.tools_path={path!r}: cannot be read ({error}); expected a json file") from error
-    return read_tools(text, f"data.tools_path={path!r}")
-
-
-def _wrong(where: str, value: object, expected: str) -> UserError:
-    return UserError(f"{where}: found {value!r:.200}, expected {expected}")
+            raise UserError(f"{where}, column {name!r} is not empty ({MULTIMODAL})")
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

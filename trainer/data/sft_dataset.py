@@ -24,18 +24,12 @@ from trainer.data.chat_tokens import (
     end_of_answer,
     ends_of_answers,
 )
-from trainer.data.row_formats import (
-    Chat,
-    ToolSchema,
-    check_text_only,
-    read_messages,
-    read_tools,
-    read_tools_file,
-    value_at,
-)
+from trainer.data.chats import Chat, read_messages, read_tools, read_tools_file
+from trainer.data.row_formats import check_text_only, value_at
 from trainer.data.sources import Row, read_rows
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
+from verl_lite.json_types import ToolSchema
 from verl_lite.protocol import DataProto
 
 # TRL's names for the answer column and for plain text
@@ -373,7 +367,7 @@ def encode_chat(
     with `loss_mask: 0` are never in the loss.
 
     Args:
-        chat: checked messages, see `row_formats.read_messages`.
+        chat: checked messages, see `chats.read_messages`.
         tokenizer: the tokenizer, with its chat template.
         where: place of the row, for messages.
         first: index of the first message in the loss.

@@ -18,8 +18,8 @@ from tests.trainer.prompt_rows import write
 from tests.trainer.supervised.test_sft import assistant, learnt_text, user
 from tests.workers.rollout.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, byte_level, metaspace
 from trainer.data.chat_tokens import encode_and_cut
+from trainer.data.chats import read_messages, read_tools
 from trainer.data.preferences import encode_answer, load_pairs
-from trainer.data.row_formats import read_messages, read_tools
 from trainer.data.sft_dataset import Example, encode_chat, encode_plain_text, load_examples
 from trainer.data.tokens import Prompt, encode_prompts
 from verl_lite.config import DataConfig, PreferenceDataConfig, SFTDataConfig
