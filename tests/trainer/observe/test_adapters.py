@@ -122,6 +122,8 @@ psutil.wait_procs(services)
 def test_wandb_says_nothing_at_the_end_where_its_service_ended_with_the_run(tmp_path: Path) -> None:
     """As it does with an account on a machine without a way out, whose uploads never end."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    # a test before this one may have started a service in this process, which the command would use instead of its own
+    environment.pop("WANDB_SERVICE", None)
     command = [sys.executable, "-c", WITHOUT_SERVICE, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
