@@ -11,6 +11,7 @@ import argparse
 import atexit
 import contextlib
 import functools
+import importlib.metadata
 import os
 import re
 import shlex
@@ -51,6 +52,7 @@ WORKERS = {
 }
 _LAUNCHER = re.compile(r"<frozen runpy>|\btrainer/(cli|main_\w+|launch/\w+|evaluate/\w+)\.py$")
 """Files above the training loop."""
+_OWN_PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
 Handler = Callable[[int, FrameType | None], object] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -318,7 +320,8 @@ def failure_text(error: BaseException) -> str:
     """Returns the message about the error that ended a run.
 
     It begins with the traceback of the worker or of the user's code that raised the error, or else with the driver's
-    traceback below the launch code. Then follow the notes, and in the last line role, rank, phase and error.
+    traceback below the launch code. Then follow the notes, advice about a package that cannot be imported, and in the
+    last line role, rank, phase and error.
     """
     origin = circumstances(error)
     notes = getattr(error, "__notes__", [])
@@ -332,10 +335,45 @@ def failure_text(error: BaseException) -> str:
         parts = [_traceback_below_launcher(error), *notes]
 
     location = f"{origin}: " if str(origin) else ""
+    advice = _broken_package(error)
+    if advice is not None:
+        parts.append(advice)
     first_line = str(error).partition("\n")[0]
     log = f"\n  its log: {origin.log}" if origin.log else ""
     parts.append(f"The run failed: {location}{type(error).__name__}: {first_line}{log}")
     return printable("\n" + "\n\n".join(parts))
+
+
+def _broken_package(error: BaseException) -> str | None:
+    """Returns advice if `error` comes from the import of an installed package, else None.
+
+    A package with compiled parts, such as torchvision, fits one build of torch only, and transformers imports it where it
+    is installed. transformers' own message then names neither the package nor the cause.
+    """
+    # the exception that was raised first
+    cause = error
+    while (earlier := cause.__cause__ or cause.__context__) is not None:
+        cause = earlier
+
+    # the innermost module whose import was not finished
+    imported = None
+    in_import = False
+    for frame, _ in traceback.walk_tb(cause.__traceback__):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            in_import = True
+        elif in_import and frame.f_code.co_name == "<module>":
+            imported = frame.f_globals["__name__"].partition(".")[0]
+
+    packages = importlib.metadata.packages_distributions() if imported else {}
+    if imported is None or imported in _OWN_PACKAGES or imported not in packages:
+        return None
+    distribution = packages[imported][0]
+    found = f"{distribution} {importlib.metadata.version(distribution)}"
+    return (
+        f"The installed package {found} cannot be imported: {type(cause).__name__}: {cause}\nIt may have been built for "
+        f"another version of torch than {importlib.metadata.version('torch')}: install the one that fits, or remove it "
+        f"if you do not need it (pip uninstall {distribution})."
+    )
 
 
 def _traceback_below_launcher(error: BaseException) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from verl_lite.errors import UserError
 from workers.engine import packed_attention
 from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
 from workers.engine.packed_sequences import PackedSequences
@@ -66,3 +69,26 @@ def test_the_installed_torch_is_one_of_them() -> None:
     assert kernel is not None
     asked = {"scale", "window_size"} | set(list(inspect.signature(of_torch_2_11).parameters)[:7])
     assert asked <= inspect.signature(kernel).parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ImportError('_C.so: undefined symbol: _ZN3c10')", "flash-attn is installed and cannot be imported"),
+        ("from missing_part import x", "missing_part"),
+    ],
+)
+def test_a_broken_flash_attn_is_not_replaced_silently(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_stays: None
+) -> None:
+    (tmp_path / "flash_attn.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    packed_attention._flash_attn_varlen.cache_clear()
+    with pytest.raises((UserError, ModuleNotFoundError), match=message):
+        packed_attention._flash_attn_varlen()
+
+
+def test_without_flash_attn_torch_s_kernel_is_used() -> None:
+    packed_attention._flash_attn_varlen.cache_clear()
+    if importlib.util.find_spec("flash_attn") is None:
+        assert packed_attention._flash_attn_varlen() is None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,37 @@ def test_the_files_that_lead_to_the_training_loop_are_not_shown(launcher: str) -
     assert caught.tb.tb_next is not None
     shown = failure_text(caught.value.with_traceback(caught.tb.tb_next))
     assert shown.count("File ") == 1 and "training_loop.py" in shown
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_package_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_stays: None, installed: bool
+) -> None:
+    """As torchvision for another build of torch, whose error transformers hides. A user's file is no such package."""
+    (tmp_path / "compiled_part").mkdir()
+    lines = "def register():\n    raise RuntimeError('operator compiled_part::nms does not exist')\n\nregister()\n"
+    (tmp_path / "compiled_part" / "__init__.py").write_text(lines)
+    if installed:
+        information = tmp_path / "compiled_part-0.28.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: compiled-part\nVersion: 0.28.0\n")
+        (information / "RECORD").write_text("compiled_part/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ModuleNotFoundError) as caught:
+        try:
+            importlib.import_module("compiled_part")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'AutoImageProcessor'") from error
+
+    _, *advice, summary = failure_text(caught.value).strip().split("\n\n")
+    assert summary.startswith("The run failed: ModuleNotFoundError: Could not import module 'AutoImageProcessor'")
+    advised = [text for text in advice if "cannot be imported" in text]
+    assert len(advised) == installed
+    if installed:
+        assert "The installed package compiled-part 0.28.0" in advised[0]
+        assert "RuntimeError: operator compiled_part::nms does not exist" in advised[0]
+        assert f"than {version('torch')}" in advised[0] and "pip uninstall compiled-part" in advised[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

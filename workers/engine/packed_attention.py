@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from verl_lite.errors import UserError
 from workers.engine.packed_sequences import PackedSequences, PromptTrees
 
 PACKED_ATTENTION = "verl_lite_packed"
@@ -470,8 +471,17 @@ def _varlen_attention(
 def _flash_attn_varlen() -> Callable[..., torch.Tensor] | None:
     try:
         from flash_attn import flash_attn_varlen_func
-    except ImportError:  # an optional package
-        return None
+    except ModuleNotFoundError as error:
+        if error.name == "flash_attn":  # an optional package
+            return None
+        raise
+    except ImportError as error:
+        # the user has installed it in order to use it, so another kernel must not replace it silently
+        raise UserError(
+            f"flash-attn is installed and cannot be imported: {error}. It may have been built for another version of "
+            f"torch than {torch.__version__}: install the one that fits, or remove it (pip uninstall flash-attn), and "
+            "PyTorch's own kernel is used"
+        ) from error
     kernel: Callable[..., torch.Tensor] = flash_attn_varlen_func
     return kernel
 
