@@ -347,8 +347,8 @@ def failure_text(error: BaseException) -> str:
 def _broken_package(error: BaseException) -> str | None:
     """Returns advice if `error` comes from the import of an installed package, else None.
 
-    A package with compiled parts, such as torchvision, fits one build of torch only, and transformers imports it where it
-    is installed. transformers' own message then names neither the package nor the cause.
+    A package with compiled parts, such as torchvision, fits one build of torch only, and transformers imports it where
+    it is installed. transformers' own message then names neither the package nor the cause.
     """
     # the exception that was raised first
     cause = error
@@ -370,9 +370,9 @@ def _broken_package(error: BaseException) -> str | None:
     distribution = packages[imported][0]
     found = f"{distribution} {importlib.metadata.version(distribution)}"
     return (
-        f"The installed package {found} cannot be imported: {type(cause).__name__}: {cause}\nIt may have been built for "
-        f"another version of torch than {importlib.metadata.version('torch')}: install the one that fits, or remove it "
-        f"if you do not need it (pip uninstall {distribution})."
+        f"The installed package {found} cannot be imported: {type(cause).__name__}: {cause}\n"
+        f"It may have been built for another version of torch than {importlib.metadata.version('torch')}: install the one that "
+        f"fits, or remove it if you do not need it (pip uninstall {distribution})."
     )
 
 
