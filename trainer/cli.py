@@ -371,8 +371,8 @@ def _broken_package(error: BaseException) -> str | None:
     found = f"{distribution} {importlib.metadata.version(distribution)}"
     return (
         f"The installed package {found} cannot be imported: {type(cause).__name__}: {cause}\n"
-        f"It may have been built for another version of torch than {importlib.metadata.version('torch')}: install the one that "
-        f"fits, or remove it if you do not need it (pip uninstall {distribution})."
+        f"It may have been built for another version of torch than {importlib.metadata.version('torch')}: install the "
+        f"one that fits, or remove it if you do not need it (pip uninstall {distribution})."
     )
 
 
