@@ -12,7 +12,7 @@ from verl_lite.protocol import DataProto
 from verl_lite.registry import Registry
 
 
-class GroupFilter(Protocol):
+class EpisodeGroupFilter(Protocol):
     """Interface of a filter. The constructor takes (config, env_manager_config, mode); mode is "train".
 
     The driver calls the filter as soon as a group is complete, in an order that depends on time. The verdict must
@@ -30,7 +30,7 @@ class GroupFilter(Protocol):
         ...
 
 
-GROUP_FILTERS: Registry[Callable[[AgenticConfig, EnvManagerConfig, str], GroupFilter]] = Registry("group filter")
+GROUP_FILTERS: Registry[Callable[[AgenticConfig, EnvManagerConfig, str], EpisodeGroupFilter]] = Registry("group filter")
 register_group_filter = GROUP_FILTERS.register
 
 
@@ -54,7 +54,7 @@ class EqualScores:
         return len(scores) < 2
 
 
-def make_group_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: str) -> GroupFilter | None:
+def make_group_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: str) -> EpisodeGroupFilter | None:
     """Constructs the filter named by the options, or returns None. Raises ValueError for an unknown name."""
     if manager.group_filter_cls is None:
         return None

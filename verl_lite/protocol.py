@@ -147,7 +147,7 @@ class DataProto:
     def pack(self) -> wire.Packed:
         """Converts to the wire format: real tokens only, sliceable by rows. It copies tensors but not objects."""
         tensors: dict[str, torch.Tensor] = {}
-        objects: dict[str, wire.Rows] = dict(self.non_tensor_batch)
+        objects: dict[str, wire.SliceableColumn] = dict(self.non_tensor_batch)
         if self.batch is not None:
             for name, value in self.batch.items():
                 if isinstance(value, torch.Tensor) and wire.can_pack(value):

@@ -2,7 +2,8 @@
 
 Read `roles/actor_rollout.py` first, the policy's worker. `losses.py` has the losses of a micro-batch, `engine/`
 trains, `policy/` has the networks, `engines/` sample tokens, `rollout/` and `agents/` turn tokens into answers and
-episodes, `pool/` runs code of others in supervised processes, and `diffusion/` has the workers of diffusion models.
+episodes, `supervised/` has the workers of SFT, DPO and reward models, `diffusion/` those of diffusion models, and
+`pool/` runs code of others in supervised processes.
 
 This folder imports `verl_lite`, never `trainer`.
 """

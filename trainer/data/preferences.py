@@ -36,10 +36,8 @@ from trainer.data.sources import Row
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.supervised.pairs import MARGIN
 
-MARGIN = "margin"
-_COLUMNS_OF_PAIRS = {"mini_batch", "micro_batch", "is_padding", MARGIN}
-"""Columns of a planned batch with one value per pair; the others have one per sequence."""
 PairDataConfig = PreferenceDataConfig | SFTDataConfig
 
 
@@ -260,8 +258,9 @@ def encode_answer(
 def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     """Collates pairs into a batch with the columns of `trainer.data.sft_dataset.collate`.
 
-    Each row holds the chosen sequence followed by the rejected sequence, so rows are twice as wide. `texts_of`
-    separates the two. A pair is one row, because the plan of a batch never divides a row between micro-batches.
+    Each row holds the chosen sequence followed by the rejected sequence, so rows are twice as wide. `texts_of` in
+    `workers.supervised.pairs` separates the two. A pair is one row, because the plan of a batch never divides a row
+    between micro-batches.
     """
     texts: list[Example] = []
     for pair in pairs:
@@ -273,24 +272,3 @@ def collate_pairs(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     margins = [pair.margin for pair in pairs]
     columns[MARGIN] = torch.tensor(margins)
     return DataProto.from_dict(columns)
-
-
-def texts_of(data: DataProto) -> DataProto:
-    """Splits a planned batch of n pairs into 2n sequences, chosen and rejected alternately.
-
-    Both sequences of a pair are in the same micro-batch, because the pair was planned as one row.
-    """
-    columns: dict[str, torch.Tensor] = {}
-    for name in map(str, data.batch.keys()):
-        column = data.batch[name]
-        if name in _COLUMNS_OF_PAIRS:
-            columns[name] = column.repeat_interleave(2, 0)
-        else:
-            columns[name] = column.reshape(2 * len(data), -1)
-    return DataProto.from_dict(columns, meta_info=data.meta_info)
-
-
-def valid_pairs(data: DataProto) -> torch.Tensor:
-    """Returns (n,) bool for the 2n sequences of `texts_of`: False for pairs that only pad the batch."""
-    has_answer = data.batch["response_mask"].any(1)  # (2n,)
-    return has_answer.view(-1, 2).all(1)

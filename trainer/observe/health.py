@@ -16,7 +16,7 @@ from trainer.observe.health_checks import (
     OK,
     SCORES,
     Finding,
-    Range,
+    HealthyRange,
     Series,
     cut_off,
     diverged,
@@ -52,14 +52,14 @@ class Rule:
     """
 
     metrics: tuple[str, ...]
-    check: Range | Callable[[Series], Finding | None]
+    check: HealthyRange | Callable[[Series], Finding | None]
     keys: tuple[str, ...]
     cause: str
     change: str
 
     def apply(self, series: Series, options: Options | None = None) -> list[Finding]:
         """Returns the findings of the rule. Metrics with the same grade share one finding."""
-        if isinstance(self.check, Range):
+        if isinstance(self.check, HealthyRange):
             findings = self._findings_by_grade(series, self.check)
         else:
             finding = self.check(series)
@@ -87,7 +87,7 @@ class Rule:
                 texts.append(text)
         return texts
 
-    def _findings_by_grade(self, series: Series, healthy: Range) -> list[Finding]:
+    def _findings_by_grade(self, series: Series, healthy: HealthyRange) -> list[Finding]:
         """Returns one finding for each grade, about the first metric with this grade. It names three others."""
         findings_by_grade: dict[str, list[Finding]] = {grade: [] for grade in GRADES}
         for name, points in series.items():
@@ -227,7 +227,7 @@ RULES = (
     ),
     Rule(
         ("reward/error_rate", "reward/timeout_rate", "env/error_rate", "val-aux/*/reward/error_rate"),
-        Range(high=0.0, alarm_high=0.05), (_REWARD, "reward.timeout_s", "agentic.env_pool.timeout_s"),
+        HealthyRange(high=0.0, alarm_high=0.05), (_REWARD, "reward.timeout_s", "agentic.env_pool.timeout_s"),
         "the reward function or the environment fails or times out for some answers, which are left out",
         "see reward_failures.jsonl or env_failures.jsonl in the run folder" + _SCORE,
     ),
@@ -240,7 +240,7 @@ RULES = (
     ),
     # at 0.5, half of the generated answers are useless
     Rule(
-        ("frac_reward_zero_std",), Range(high=0.5, alarm_high=0.9),
+        ("frac_reward_zero_std",), HealthyRange(high=0.5, alarm_high=0.9),
         ("algorithm.filter_groups.enable", "rollout.n", "data.train_files"),
         "most prompts give no gradient: too easy, too hard, n too small, or a reward that is equal for all answers",
         "choose prompts of medium difficulty, sample more answers, or filter groups with equal scores" + _SCORE,
@@ -254,7 +254,7 @@ RULES = (
         "train longer or penalize long answers",
     ),
     Rule(
-        ("program/prompt_length/clip_ratio",), Range(high=0.0, alarm_high=0.5),
+        ("program/prompt_length/clip_ratio",), HealthyRange(high=0.0, alarm_high=0.5),
         ("data.max_prompt_length", "data.max_response_length"),
         "first prompts of programs, tools included, are longer than data.max_prompt_length; the surplus is taken from "
         "the room of the answers, which may be one token or none",
@@ -262,28 +262,29 @@ RULES = (
     ),
     # DAPO (arXiv:2503.14476): exploration ends when the entropy falls by an order of magnitude
     Rule(
-        ("actor/entropy",), Range(low=0.1, alarm_low=0.02, of_start=True),
+        ("actor/entropy",), HealthyRange(low=0.1, alarm_low=0.02, of_start=True),
         ("actor.clip_ratio_high", "actor.entropy_coeff", "rollout.temperature", "actor.optim.lr"),
         "the answers of the policy hardly vary (entropy collapse), so there are no different answers to compare",
         "raise the upper clip range, the entropy coefficient or the temperature, or lower the learning rate",
     ),
     # 0.5 nats: each token is 1.6 times less likely under the reference
     Rule(
-        ("actor/kl_loss", "critic/kl"), Range(high=0.5, alarm_high=5.0),
+        ("actor/kl_loss", "critic/kl"), HealthyRange(high=0.5, alarm_high=5.0),
         ("actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr"),
         "the policy is far from the reference model",
         "raise the coefficient or lower the learning rate, if the policy should stay near the reference",
     ),
     # mostly below 0.2 in successful runs; gspo clips whole answers, so its values are higher
     Rule(
-        ("actor/pg_clipfrac",), Range(high=0.3, alarm_high=0.6),
+        ("actor/pg_clipfrac",), HealthyRange(high=0.3, alarm_high=0.6),
         ("actor.optim.lr", "actor.ppo_epochs", "actor.ppo_mini_batch_size", "actor.clip_ratio_high"),
         "many tokens are outside the clip range and give no gradient: the policy changes too much in one step",
         "lower the learning rate, use fewer epochs or mini-batches per batch, or widen the clip range",
     ),
     # 0: as good as a constant prediction; 1: perfect
     Rule(
-        ("critic/vf_explained_var",), Range(low=0.0, alarm_low=-1.0), ("trainer.critic_warmup", "critic.optim.lr"),
+        ("critic/vf_explained_var",), HealthyRange(low=0.0, alarm_low=-1.0),
+        ("trainer.critic_warmup", "critic.optim.lr"),
         "the critic predicts worse than a constant, so the advantages are noise",
         "train the critic alone first, or raise its learning rate",
     ),
@@ -293,7 +294,7 @@ RULES = (
         "look at the samples of these steps; lower the gradient clipping threshold or the learning rate",
     ),
     Rule(
-        ("*/grad_norm_nonfinite", "*/empty_mini_batch_frac"), Range(high=0.0, alarm_high=0.1),
+        ("*/grad_norm_nonfinite", "*/empty_mini_batch_frac"), HealthyRange(high=0.0, alarm_high=0.1),
         ("actor.optim.lr", "actor.fsdp_config.mixed_precision.param_dtype", "actor.ppo_mini_batch_size"),
         "updates are skipped: the gradient overflows, or all samples of a mini-batch failed or were rejected",
         "lower the learning rate, or train in fp32; look at reward/error_rate and at rejected samples",
@@ -308,7 +309,7 @@ RULES = (
     # all memory is allocated after the first steps
     Rule(
         tuple(f"{role}/perf/{name}_gb" for role in ("actor", "train") for name in MEMORY),
-        Range(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
+        HealthyRange(high=1.5, alarm_high=3.0, of_start=True), ("data.max_response_length",),
         "a worker's memory grows from step to step: a leak, or increasingly long answers",
         "look at response_length/max first",
     ),

@@ -56,7 +56,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Range:
+class HealthyRange:
     """A closed range of healthy values.
 
     Attributes:
@@ -97,7 +97,7 @@ def number(value: float) -> str:
 # ------------------------------------------------------------------------------------------------------ checks
 
 
-def in_range(name: str, points: Points, healthy: Range) -> Finding:
+def in_range(name: str, points: Points, healthy: HealthyRange) -> Finding:
     """Checks one metric against its healthy range.
 
     The grade is bad if the values are beyond an alarm bound in a tenth of the steps or at the end (median of the last
@@ -146,7 +146,7 @@ def in_range(name: str, points: Points, healthy: Range) -> Finding:
     return Finding(grade, name, text)
 
 
-def _text_outside(name: str, outside: Points, healthy: Range, scale: float, total: int) -> str:
+def _text_outside(name: str, outside: Points, healthy: HealthyRange, scale: float, total: int) -> str:
     """Describes the points outside the healthy range, with the worst of them.
 
     Args:
@@ -361,7 +361,7 @@ def mismatch(series: Series) -> Finding | None:
     for _, staleness in series.get("async/staleness/mean", ()):
         if staleness > 0:
             return None
-    healthy = Range(high=0.005, alarm_high=0.01)
+    healthy = HealthyRange(high=0.005, alarm_high=0.01)
     return in_range(name, series[name], healthy)
 
 
@@ -375,7 +375,7 @@ def cut_off(series: Series) -> Finding | None:
     points = series.get(name, ())
     if not points:
         return None
-    healthy = Range(high=0.1, alarm_high=0.5)
+    healthy = HealthyRange(high=0.1, alarm_high=0.5)
     finding = in_range(name, points, healthy)
     if finding.grade == OK or len(points) < _TREND_STEPS:
         return finding

@@ -1,58 +1,22 @@
-"""Loss and worker for supervised fine-tuning, and the job of `trainer.main_sft`.
+"""The job of `trainer.main_sft`: supervised fine-tuning, and DPO with loss=dpo.
 
-The loop is in `trainer.supervised.loop`, the loss and worker of loss=dpo in `trainer.supervised.dpo`.
+The loop is in `trainer.supervised.loop`, the losses and workers are in `workers.supervised`.
 """
 
 from functools import partial
 
-import torch
-
 from trainer.data.preferences import Pair
 from trainer.data.sft_dataset import Example, collate, load_examples
-from trainer.supervised.dpo import DPOWorker, check_pair
-from trainer.supervised.loop import SupervisedJob, SupervisedWorker, Task
+from trainer.supervised.loop import SupervisedJob, Task
 from trainer.supervised.reward_training import pair_task
 from verl_lite.config import SFTConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
-from verl_lite.metrics import Metric
-from verl_lite.protocol import DataProto
+from verl_lite.errors import UserError
 from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import NetworkSpec, Policy
 from workers.policy.tokenizer import load_tokenizer
-
-
-def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Returns the loss of a micro-batch and its metrics.
-
-    The loss is the negative log-likelihood of the trained tokens, divided by their number in the optimizer step.
-
-    Args:
-        data: response_mask (B, R), and meta_info["num_tokens"], the number of trained tokens in the optimizer step.
-        outputs: log_probs (B, R).
-    """
-    mask = data.batch["response_mask"]
-    trained_log_probs = outputs["log_probs"] * mask
-    negative_log_likelihood = -trained_log_probs.sum()
-    total = float(negative_log_likelihood.detach())
-    trained_tokens = int(mask.sum())
-    metrics = {"loss": Metric.mean(total, trained_tokens)}
-
-    # not divided by the tokens of this micro-batch, so that the gradient does not depend on how rows are packed
-    return negative_log_likelihood / data.meta_info["num_tokens"], metrics
-
-
-class SFTWorker(SupervisedWorker):
-    """One rank of supervised fine-tuning."""
-
-    def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
-        super().__init__(
-            config,
-            total_training_steps,
-            causal_lm(LOG_PROB_CHUNK_TOKENS),
-            sft_loss,
-            temperature=1.0,
-            calculate_entropy=False,
-        )
+from workers.supervised.dpo import DPOWorker
+from workers.supervised.sft import SFTWorker
 
 
 class SFTJob(SupervisedJob[SFTConfig]):
@@ -85,3 +49,17 @@ class SFTJob(SupervisedJob[SFTConfig]):
             # the trained tokens, the unit of the loss
             count=lambda batch: batch.batch["response_mask"].sum(1),
         )
+
+
+def check_pair(pair: Pair, where: str) -> None:
+    """Raises UserError if the answers follow different prompts, or if an answer is only its end-of-turn token."""
+    if pair.chosen.prompt != pair.rejected.prompt:
+        raise UserError(
+            f"{where}: the chats differ before their last message, and DPO compares two answers to the same prompt; "
+            "cut both chats after the first message that differs, or remove such rows"
+        )
+    answers = {"chosen": pair.chosen, "rejected": pair.rejected}
+    for name, answer in answers.items():
+        # 1 token is the end of the turn
+        if len(answer.response) < 2:
+            raise UserError(f"{where}: the {name} answer has no tokens before its end-of-turn token; remove such rows")

@@ -69,10 +69,10 @@ class Section(NamedTuple):
     span: int = -1
 
 
-class Rows(Protocol):
+class SliceableColumn(Protocol):
     """A column that is pickled unchanged: an array, a tensor that cannot be packed, or a nested TensorDict."""
 
-    def __getitem__(self, rows: slice, /) -> Rows: ...
+    def __getitem__(self, rows: slice, /) -> SliceableColumn: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Packed:
     columns: list[WireColumn]
     sections: list[Section]
     arrays: list[np.ndarray]
-    objects: dict[str, Rows]
+    objects: dict[str, SliceableColumn]
     meta: Meta
     schema: bytes
 
@@ -202,7 +202,7 @@ class Packed:
         return bits
 
 
-def pack(tensors: dict[str, torch.Tensor], objects: dict[str, Rows], meta: Meta, rows: int) -> Packed:
+def pack(tensors: dict[str, torch.Tensor], objects: dict[str, SliceableColumn], meta: Meta, rows: int) -> Packed:
     """Packs the columns of a batch.
 
     Args:
@@ -241,7 +241,7 @@ def concat(parts: list[Packed]) -> Packed | None:
     for section in range(len(first.arrays)):
         arrays_of_section = [part.arrays[section] for part in parts]
         arrays.append(np.concatenate(arrays_of_section))
-    objects: dict[str, Rows] = {}
+    objects: dict[str, SliceableColumn] = {}
     for name in first.objects:
         objects[name] = np.concatenate([part.objects[name] for part in parts])
     rows = sum(part.rows for part in parts)
@@ -417,7 +417,7 @@ def _aligned(position: int, itemsize: int) -> int:
     return -(-position // itemsize) * itemsize
 
 
-def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, Rows], meta: Meta) -> Packed:
+def _load(schema: bytes, rows: int, buffer: np.ndarray, objects: dict[str, SliceableColumn], meta: Meta) -> Packed:
     """Restores a batch from `Packed.__reduce__`. Its arrays are views of `buffer`."""
     columns, sections = pickle.loads(zlib.decompress(schema))
     arrays: list[np.ndarray] = []

@@ -29,7 +29,7 @@ from verl_lite.machine.host import cpu_count
 from verl_lite.machine.process_tree import ProcessTree, end_adopted, hide_memory
 from verl_lite.registry import Registry
 from workers.agents.endpoint.callers import key_digest
-from workers.agents.endpoint.limited import COMMAND, Limits, base_environment
+from workers.agents.endpoint.limited import COMMAND, CommandLimits, base_environment
 from workers.agents.env_host import NonsenseError, check_metric_names, read_number
 from workers.pool.child_main import AsyncCalls, Overdue
 from workers.pool.process_pool import PoolSpec
@@ -291,7 +291,7 @@ def episodes_per_process(config: AgenticConfig) -> int:
     return THREADS
 
 
-def limits_of(program_options: ProgramConfig) -> Limits:
+def limits_of(program_options: ProgramConfig) -> CommandLimits:
     """Returns the limits that `workers.agents.endpoint.limited` enforces."""
     return {
         "memory_mb": program_options.memory_mb,

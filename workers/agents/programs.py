@@ -25,7 +25,7 @@ from verl_lite.rewards.results import SCORE, is_score
 from verl_lite.single_controller.resource_pool import ServiceHandle
 from workers.agents.endpoint.callers import Verdict
 from workers.agents.endpoint.server import Call, Endpoint
-from workers.agents.endpoint.trace import Node, Trace
+from workers.agents.endpoint.trace import Trace, TraceNode
 from workers.agents.episodes import Trajectory, count_episodes
 from workers.agents.program_host import ProgramCall, ProgramResult
 from workers.engines.base import Request, SamplingParams, derive_seed
@@ -369,7 +369,7 @@ class ProgramRunner:
         self._named_entries.update(new_names)
         print(_without_score(new_names), flush=True)
 
-    def _score_answer(self, episode: _Episode, node: Node, num_turns: int) -> None:
+    def _score_answer(self, episode: _Episode, node: TraceNode, num_turns: int) -> None:
         """Sends the last answer of an episode to the reward function. num_turns: number of its answers."""
         assert self._rewards is not None and node.answer is not None
         row = episode.spec.row

@@ -37,7 +37,7 @@ from workers.engines.base import (
     register_rollout_engine,
 )
 from workers.engines.lean_decoder import lean_decoder
-from workers.engines.prefill import Prompt, batches, padded, prefill_inputs
+from workers.engines.prefill import PrefillPrompt, batches, padded, prefill_inputs
 from workers.engines.sampling import Truncation, sample
 from workers.engines.slot_cache import (
     SLOT_ATTENTION,
@@ -433,7 +433,7 @@ class HFEngine:
 
     def _prefill(self, rows: list[_Sequence], first: int) -> None:
         """Encodes all but the last token of `rows`, which own the slots from `first` on; equal prompts only once."""
-        prompts: dict[tuple[int, ...], Prompt] = {}
+        prompts: dict[tuple[int, ...], PrefillPrompt] = {}
         for slot, row in enumerate(rows, start=first):
             token_ids = row.encoded()
             # the only token is the input of the first decode step
@@ -443,7 +443,7 @@ class HFEngine:
             images_key = -1 if row.request.images is None else row.request.images.digest
             key = (*token_ids, images_key)
             if key not in prompts:
-                prompts[key] = Prompt(token_ids, row.request.images)
+                prompts[key] = PrefillPrompt(token_ids, row.request.images)
             prompts[key].slots.append(slot)
 
         # all samples of a prompt share one forward
@@ -451,7 +451,7 @@ class HFEngine:
         for batch in batches(prompts.values(), lambda prompt: len(prompt.token_ids), token_budget):
             self._encode(batch)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> None:
+    def _encode(self, prompts: Sequence[PrefillPrompt]) -> None:
         """Encodes prompts in one forward and stores their keys and values in all their slots."""
         assert self._cache is not None
         slots: list[int] = []

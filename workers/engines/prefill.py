@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PrefillPrompt:
     """Tokens that are encoded once, and the slots of all sequences that begin with them."""
 
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ def batches(rows: Iterable[T], length_of: Callable[[T], int], token_budget: int)
         yield batch
 
 
-def prefill_inputs(prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+def prefill_inputs(prompts: Sequence[PrefillPrompt]) -> dict[str, torch.Tensor]:
     """Returns the inputs of a forward over these prompts: token ids (B, L), positions, and their images, if any."""
     ids = padded([prompt.token_ids for prompt in prompts])
     longest = ids.shape[1]

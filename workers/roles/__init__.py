@@ -4,5 +4,5 @@ Read `actor_rollout.py` first: training engine and rollout engine on one device.
 and `sampling_worker.py`, as are `critic.py` and `rollout_worker.py` (an engine on a device of its own).
 `frozen_models.py` has the reference model, teachers and reward models.
 
-Imports all other folders of `workers/` except `diffusion/`.
+Imports all other folders of `workers/` except `diffusion/` and `supervised/`.
 """

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from trainer.observe.health import RULES, judge
-from trainer.observe.health_checks import BAD, LOOK, OK, Finding, Range, Series, in_range
+from trainer.observe.health_checks import BAD, LOOK, OK, Finding, HealthyRange, Series, in_range
 from trainer.observe.metric_docs import metrics
 from verl_lite.config import PPOConfig, schema_of
 
@@ -36,7 +36,7 @@ def test_the_table_is_short_and_names_options_and_metrics_that_there_are() -> No
     assert keys <= set(schema_of(PPOConfig).keys)
     healthy = {name: metric.healthy for metric in metrics() for name in metric.names}
     for rule in RULES:
-        for name in (name for name in rule.metrics if isinstance(rule.check, Range) and "*" not in name):
+        for name in (name for name in rule.metrics if isinstance(rule.check, HealthyRange) and "*" not in name):
             assert healthy[name] == rule.check.shown, f"METRICS.md says otherwise of {name}"
 
 
@@ -82,7 +82,7 @@ def test_a_value_outside_its_range_is_found_with_numbers_steps_cause_and_key(
     ],
 )
 def test_how_long_and_how_late_make_the_grade(values: list[float], grade: str) -> None:
-    assert in_range("x", steps(*values), Range(high=0.3, alarm_high=0.6)).grade == grade
+    assert in_range("x", steps(*values), HealthyRange(high=0.3, alarm_high=0.6)).grade == grade
 
 
 def test_metrics_of_one_rule_are_one_finding_and_the_worst_comes_first() -> None:

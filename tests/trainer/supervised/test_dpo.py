@@ -18,13 +18,13 @@ from tests.trainer.prompt_rows import write
 from tests.trainer.supervised.test_reward_training import assert_same, pairs_of, three_steps
 from tests.workers.ranks import OnRanks
 from trainer import main_sft
-from trainer.supervised.dpo import DPOWorker, dpo_step_loss
 from trainer.supervised.loop import train_within
 from trainer.supervised.sft import SFTJob
 from verl_lite.algos.preference_losses import dpo_loss
 from verl_lite.config import DPOConfig, ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
+from workers.supervised.dpo import DPOWorker, dpo_step_loss
 
 BETA, SMOOTHING = 0.5, 0.1
 

@@ -13,8 +13,8 @@ from tests.trainer.prompt_rows import write
 from trainer import main_rm, main_sft
 from trainer.checkpoint.crash_dump import read_dump
 from trainer.replay import main as replay
-from trainer.supervised.loop import SupervisedWorker
 from workers.roles.training_worker import TrainingWorker
+from workers.supervised.worker import SupervisedWorker
 
 SFT_ROWS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
 PAIRS = [{"prompt": f"{a}, {b}?", "chosen": str(max(a, b)), "rejected": "-1"} for a in range(4) for b in range(4)]

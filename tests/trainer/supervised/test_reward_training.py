@@ -17,8 +17,8 @@ from tests.trainer.prompt_rows import write
 from tests.workers.ranks import OnRanks
 from trainer import main_rm
 from trainer.data.preferences import Pair, collate_pairs, encode_answer, load_pairs, read_pair
-from trainer.supervised.loop import SupervisedWorker, train_within
-from trainer.supervised.reward_training import RewardTrainingJob, RewardTrainingWorker, pair_loss
+from trainer.supervised.loop import train_within
+from trainer.supervised.reward_training import RewardTrainingJob
 from verl_lite.config import (
     NetworkConfig,
     OptimConfig,
@@ -31,6 +31,8 @@ from verl_lite.errors import UserError
 from verl_lite.metrics import combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.seqlen_balance import plan_batch
+from workers.supervised.reward_model import RewardTrainingWorker, pair_loss
+from workers.supervised.worker import SupervisedWorker
 
 QUESTION = {"role": "user", "content": "1+1="}
 SYSTEM = {"role": "system", "content": "add"}

@@ -20,10 +20,11 @@ from trainer.checkpoint.files import saved_steps
 from trainer.data.sft_dataset import Example, collate, encode_chat, load_examples
 from trainer.observe.console import Console
 from trainer.supervised.loop import train_within
-from trainer.supervised.sft import SFTJob, sft_loss
+from trainer.supervised.sft import SFTJob
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
+from workers.supervised.sft import sft_loss
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 

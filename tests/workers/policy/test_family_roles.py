@@ -28,7 +28,6 @@ from tests.workers.critic_cases import critic_batch, value_loss
 from tests.workers.engine_cases import TEMPERATURE, Batch, Case, build_engine, in_order, loss_fn, planned, ragged_batch
 from tests.workers.invariance import CRITIC, POLICY, Network, single_rows
 from tests.workers.model_families import DELTA_RULE, FAMILIES, VOCAB, give_kernels, tiny_config, tiny_network
-from trainer.supervised.reward_training import pair_loss
 from verl_lite.config import OptimConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
@@ -37,6 +36,7 @@ from workers.engine.network import blocks_named
 from workers.policy.export import export
 from workers.policy.sequence_score import new_sequence_score, scored_rows, sequence_score
 from workers.policy.value_head import value_head
+from workers.supervised.reward_model import pair_loss
 
 QUICK = ("falcon_h1", "mamba", "zamba2", "bloom", "deepseek_v32")
 QUICK_HEADS = ("gemma2", "qwen3_next", "zamba2", "bloom", "mamba", "qwen3_5_moe_text", "deepseek_v32")

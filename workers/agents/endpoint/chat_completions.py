@@ -1,4 +1,4 @@
-"""OpenAI's API of chat completions: reads a request into a `Conversation` and writes an `Answer` as a reply."""
+"""OpenAI's API of chat completions: reads a request into a `Conversation` and writes a `SampledAnswer` as a reply."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from workers.agents.endpoint.request_fields import (
     shortened,
     tool_call,
 )
-from workers.agents.endpoint.trace import Answer, Conversation, Refusal
+from workers.agents.endpoint.trace import Conversation, Refusal, SampledAnswer
 
 IMPOSSIBLE = -9999.0
 """OpenAI's log-prob of impossible tokens."""
@@ -96,7 +96,7 @@ class ChatCompletions:
             names_tokens=bool(body.get("logprobs")),
         )
 
-    def reply(self, answer: Answer, body: Body, name: str) -> ChatReply:
+    def reply(self, answer: SampledAnswer, body: Body, name: str) -> ChatReply:
         choice: Choice = {
             "index": 0,
             "message": _message_of(answer),
@@ -116,7 +116,7 @@ class ChatCompletions:
             reply["prompt_token_ids"] = answer.prompt_ids
         return reply
 
-    def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
+    def events(self, answer: SampledAnswer, body: Body, name: str) -> Iterator[Event]:
         head = {
             "id": f"chatcmpl-{name}",
             "object": "chat.completion.chunk",
@@ -180,7 +180,7 @@ def _read_call(value: object, where: str) -> MessageCall:
     return tool_call(call.get("id"), function.get("name"), function.get("arguments"), where)
 
 
-def _message_of(answer: Answer) -> AnswerMessage:
+def _message_of(answer: SampledAnswer) -> AnswerMessage:
     message: AnswerMessage = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.tool_calls:
         message["tool_calls"] = answer.tool_calls
@@ -207,7 +207,7 @@ def _includes_usage(body: Body) -> bool:
     return bool(options.get("include_usage"))
 
 
-def _log_probs(answer: Answer, body: Body) -> LogProbs | None:
+def _log_probs(answer: SampledAnswer, body: Body) -> LogProbs | None:
     """Returns the log-probs of the sampled tokens if the request wants them."""
     if not body.get("logprobs"):
         return None

@@ -36,7 +36,7 @@ EXCEEDED = 125
 _CHECK_S = 0.2
 
 
-class Limits(TypedDict):
+class CommandLimits(TypedDict):
     """Limits of a command, written as JSON in the arguments of this program.
 
     Attributes:
@@ -68,7 +68,7 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
     return environment
 
 
-def main(limits: Limits, command: list[str]) -> int:
+def main(limits: CommandLimits, command: list[str]) -> int:
     """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
     parent = os.getppid()
     # descendants whose parent ends become children of this process
@@ -109,7 +109,7 @@ def _limit_resource(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, limit))
 
 
-def _exceeded(limits: Limits) -> str:
+def _exceeded(limits: CommandLimits) -> str:
     """Returns which limit the descendants of this process exceed; empty if they exceed none."""
     memory, count = usage()
     if count > limits["processes"]:

@@ -1,4 +1,4 @@
-"""Anthropic's API of messages: reads a request into a `Conversation` and writes an `Answer` as a reply."""
+"""Anthropic's API of messages: reads a request into a `Conversation` and writes a `SampledAnswer` as a reply."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from workers.agents.endpoint.request_fields import (
     shortened,
     tool_call,
 )
-from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Refusal
+from workers.agents.endpoint.trace import ContextOverflow, Conversation, Refusal, SampledAnswer
 
 ERROR_KINDS = {
     401: "authentication_error",
@@ -97,7 +97,7 @@ class Messages:
         max_tokens = read_integer(body, "max_tokens")
         return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
 
-    def reply(self, answer: Answer, body: Body, name: str) -> MessageReply:
+    def reply(self, answer: SampledAnswer, body: Body, name: str) -> MessageReply:
         stop_reason = STOP_REASONS.get(answer.finish_reason, "end_turn")
         if answer.stop is not None:
             stop_reason = "stop_sequence"
@@ -112,7 +112,7 @@ class Messages:
             "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)},
         }
 
-    def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
+    def events(self, answer: SampledAnswer, body: Body, name: str) -> Iterator[Event]:
         reply = self.reply(answer, body, name)
         # a stream begins with the reply without its content, which follows block by block
         begun = {
@@ -206,7 +206,7 @@ def _content_blocks(message: Body) -> list[object]:
     return read_list(message, "content")
 
 
-def _blocks(answer: Answer, name: str) -> Iterator[Block]:
+def _blocks(answer: SampledAnswer, name: str) -> Iterator[Block]:
     """Yields the content blocks of an answer: thinking, text and tool calls. name: of the reply."""
     if answer.thinking:
         # clients expect a signature, which nobody checks here

@@ -1,6 +1,7 @@
 """The APIs of the endpoint: OpenAI's chat completions and responses, and Anthropic's messages.
 
-Each API reads the body of a request into a `Conversation`, and writes an `Answer` as a reply or as a stream of events.
+Each API reads the body of a request into a `Conversation`, and writes a `SampledAnswer` as a reply or as a stream of
+events.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from workers.agents.endpoint.messages import Messages
 from workers.agents.endpoint.replies import Event, Reply
 from workers.agents.endpoint.request_fields import Body, Settings
 from workers.agents.endpoint.responses import Responses
-from workers.agents.endpoint.trace import Answer, Conversation, Refusal
+from workers.agents.endpoint.trace import Conversation, Refusal, SampledAnswer
 
 
 class Api(Protocol):
@@ -28,10 +29,10 @@ class Api(Protocol):
     def read(self, body: Body, settings: Settings) -> Conversation:
         """Reads a request. Raises Refusal for a body that the endpoint does not answer."""
 
-    def reply(self, answer: Answer, body: Body, name: str) -> Reply:
+    def reply(self, answer: SampledAnswer, body: Body, name: str) -> Reply:
         """Returns the answer of a request with this body. name: unique name of the reply (`replies.new_name`)."""
 
-    def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
+    def events(self, answer: SampledAnswer, body: Body, name: str) -> Iterator[Event]:
         """Yields the stream of the whole answer."""
 
     def error(self, refusal: Refusal) -> Reply:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import NamedTuple, TypedDict
 
-from workers.agents.endpoint.trace import Answer, Refusal
+from workers.agents.endpoint.trace import Refusal, SampledAnswer
 
 Reply = Mapping[str, object]
 """A reply, or a part of one, that is written as JSON."""
@@ -53,7 +53,7 @@ def unix_time() -> int:
     return int(time.time())
 
 
-def usage_of(answer: Answer) -> Usage:
+def usage_of(answer: SampledAnswer) -> Usage:
     """Returns the numbers of tokens of an answer. Its prompt is the whole context, sampled tokens included."""
     num_prompt = len(answer.prompt_ids)
     num_sampled = len(answer.token_ids)

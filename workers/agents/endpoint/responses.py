@@ -1,4 +1,4 @@
-"""OpenAI's API of responses: reads a request into a `Conversation` and writes an `Answer` as a reply.
+"""OpenAI's API of responses: reads a request into a `Conversation` and writes a `SampledAnswer` as a reply.
 
 The server resolves conversations by previous_response_id.
 """
@@ -25,7 +25,7 @@ from workers.agents.endpoint.request_fields import (
     shortened,
     tool_call,
 )
-from workers.agents.endpoint.trace import Answer, Conversation, Refusal
+from workers.agents.endpoint.trace import Conversation, Refusal, SampledAnswer
 
 Unread = object
 """A field that a reply repeats from its request. The name `object` is a field of `ResponseReply`."""
@@ -130,7 +130,7 @@ class Responses:
             return []
         return [{"role": "system", "content": text}]
 
-    def reply(self, answer: Answer, body: Body, name: str) -> ResponseReply:
+    def reply(self, answer: SampledAnswer, body: Body, name: str) -> ResponseReply:
         usage = usage_of(answer)
         reply: ResponseReply = {
             "id": f"resp_{name}",
@@ -164,7 +164,7 @@ class Responses:
             reply["incomplete_details"] = {"reason": "max_output_tokens"}
         return reply
 
-    def events(self, answer: Answer, body: Body, name: str) -> Iterator[Event]:
+    def events(self, answer: SampledAnswer, body: Body, name: str) -> Iterator[Event]:
         response = self.reply(answer, body, name)
         # a stream begins with the response without its content, and ends with the complete one
         begun: Reply = {
@@ -231,7 +231,7 @@ def _add_item(messages: list[Message], value: object, settings: Settings) -> Non
         raise Refusal(f"input: items of the type {shortened(kind)} are not supported", field="input")
 
 
-def _output_items(answer: Answer, name: str) -> Iterator[OutputItem]:
+def _output_items(answer: SampledAnswer, name: str) -> Iterator[OutputItem]:
     """Yields the items of a response: thinking, the message and the calls."""
     if answer.thinking:
         thinking = {"type": "reasoning_text", "text": answer.thinking}

@@ -29,7 +29,7 @@ from workers.agents.endpoint.protocols import APIS, Api
 from workers.agents.endpoint.replies import new_name, openai_error
 from workers.agents.endpoint.request_fields import Body, Settings, parsed_body
 from workers.agents.endpoint.responses import Responses
-from workers.agents.endpoint.trace import Answer, Conversation, Node, Refusal, Trace
+from workers.agents.endpoint.trace import Conversation, Refusal, SampledAnswer, Trace, TraceNode
 from workers.engines.base import Completion, SamplingParams, derive_seed
 
 PING_S = 5.0
@@ -61,11 +61,11 @@ class Call:
     """
 
     episode: "Episode"
-    node: Node
+    node: TraceNode
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    future: "asyncio.Future[Answer]"
+    future: "asyncio.Future[SampledAnswer]"
     waiters: int = 0
     deliveries: int = 0
 
@@ -412,7 +412,7 @@ class Endpoint:
         seed = derive_seed(episode.seed, 0, number, 0)
         sampling = replace(episode.sampling, max_tokens=node.room, seed=seed)
 
-        future: asyncio.Future[Answer] = self._loop.create_future()
+        future: asyncio.Future[SampledAnswer] = self._loop.create_future()
         # asyncio logs the error of a future that nobody reads, such as that of a client that has left
         future.add_done_callback(lambda done: done.exception())
         request_id = f"{episode.name}/{node.number}"

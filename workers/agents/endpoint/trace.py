@@ -111,7 +111,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """A sampled answer.
 
     Attributes:
@@ -144,7 +144,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Node:
+class TraceNode:
     """A request and its answer.
 
     Attributes:
@@ -159,18 +159,18 @@ class Node:
     """
 
     number: int
-    parent: "Node | None"
+    parent: "TraceNode | None"
     conversation: Conversation
     added: list[Message]
     prompt_ids: tuple[int, ...]
     key: bytes
     room: int = 0
     completion: Completion | None = None
-    answer: Answer | None = None
+    answer: SampledAnswer | None = None
     is_delivered: bool = False
     row: int | None = None
 
-    def path(self) -> "list[Node]":
+    def path(self) -> "list[TraceNode]":
         """Returns the nodes from the first request of the conversation to this one."""
         nodes = [self]
         while nodes[-1].parent is not None:
@@ -209,15 +209,15 @@ class Trace:
         self._limits = limits
         self._stop_token_ids = frozenset(stop_token_ids)
         # nodes by the digest of their conversation with their answer, which later requests look up
-        self._answered: dict[bytes, Node] = {}
-        self.nodes: list[Node] = []
+        self._answered: dict[bytes, TraceNode] = {}
+        self.nodes: list[TraceNode] = []
         self.counts: Counter[str] = Counter()
         self.first_prompts: list[int] = []
         """Number of tokens of each first prompt, refused ones included."""
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def add(self, conversation: Conversation, max_tokens: int) -> Node:
+    def add(self, conversation: Conversation, max_tokens: int) -> TraceNode:
         """Adds a request. max_tokens: limit of the run for one answer. Raises Refusal if its messages cannot be
         rendered or leave no room for an answer."""
         messages = conversation.messages
@@ -226,7 +226,7 @@ class Trace:
 
         keys = list(_keys(messages, conversation.tools))
         start = self._continued_place(messages, keys)
-        parent: Node | None = None
+        parent: TraceNode | None = None
         ids: tuple[int, ...] | None = None
         if start:
             parent = self._answered[keys[start]]
@@ -238,13 +238,13 @@ class Trace:
             ids = self._first_prompt(conversation)
 
         number = len(self.nodes)
-        node = Node(number, parent, conversation, messages[start:], ids, keys[-1])
+        node = TraceNode(number, parent, conversation, messages[start:], ids, keys[-1])
         # last, because a request without room is refused and leaves no node
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
         self.nodes.append(node)
         return node
 
-    def _continued_ids(self, parent: Node, messages: Sequence[Message], start: int) -> tuple[int, ...] | None:
+    def _continued_ids(self, parent: TraceNode, messages: Sequence[Message], start: int) -> tuple[int, ...] | None:
         """Returns the token ids of the messages after an answer; None if the chat template cannot continue the answer
         with them, for example with a second message of the assistant.
 
@@ -293,7 +293,7 @@ class Trace:
         self.nodes.pop()
         return len(node.context())
 
-    def _room(self, node: Node) -> int:
+    def _room(self, node: TraceNode) -> int:
         """Returns the number of tokens that still fit the columns of a row and the engine's context."""
         limits = self._limits
         num_tokens = len(node.context())
@@ -313,7 +313,7 @@ class Trace:
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def commit(self, node: Node, completion: Completion) -> Answer:
+    def commit(self, node: TraceNode, completion: Completion) -> SampledAnswer:
         """Adds the sampled answer of a request."""
         request = node.conversation
         ids = completion.token_ids
@@ -339,7 +339,7 @@ class Trace:
             tokens = [self._decoded([token]) for token in ids[:num_answered]]
 
         node.completion = completion
-        node.answer = Answer(
+        node.answer = SampledAnswer(
             text=split.text,
             thinking=thinking,
             tool_calls=split.calls,
@@ -357,7 +357,7 @@ class Trace:
             self._remember(node, message)
         return node.answer
 
-    def _remember(self, node: Node, message: Message) -> None:
+    def _remember(self, node: TraceNode, message: Message) -> None:
         """Lets later requests with this message continue the node.
 
         If two answers are the same, requests continue the first one that a client received.
@@ -391,8 +391,8 @@ class Trace:
             reward: Score of the episode, which the last turn of every row gets.
         """
         # answers whose row continues with another request
-        continued: set[Node] = set()
-        last_nodes: list[Node] = []
+        continued: set[TraceNode] = set()
+        last_nodes: list[TraceNode] = []
         for node in self.nodes:
             if node.answer is None:
                 continue
@@ -415,7 +415,7 @@ class Trace:
             rows.append(turns)
         return rows
 
-    def _turns(self, end: Node) -> list[Turn]:
+    def _turns(self, end: TraceNode) -> list[Turn]:
         """Returns the turns of the row that ends with this node. The prompt of the first turn contains the turns before
         it that belong to another row."""
         turns: list[Turn] = []
@@ -457,7 +457,7 @@ class Trace:
         return [_described(node) for node in self.nodes]
 
 
-def _described(node: Node) -> DescribedRequest:
+def _described(node: TraceNode) -> DescribedRequest:
     """Returns the description of a request; without an answer, it was aborted before its answer was complete."""
     messages: list[DescribedMessage] = []
     for message in node.added:

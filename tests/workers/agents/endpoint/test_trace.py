@@ -14,7 +14,7 @@ from tests.workers.agents.endpoint.live import END, JOINS, LIMITS, TOKENIZER, co
 from verl_lite.schema import SAMPLING_CANDIDATES
 from workers.agents.conversation import Message
 from workers.agents.endpoint.answer_parts import split_thinking
-from workers.agents.endpoint.trace import Answer, ContextOverflow, Conversation, Node, Refusal, Trace
+from workers.agents.endpoint.trace import ContextOverflow, Conversation, Refusal, SampledAnswer, Trace, TraceNode
 from workers.agents.episodes import TokenLimits, Trajectory
 from workers.agents.trajectories import trajectory_rows
 from workers.engines.base import Completion
@@ -32,7 +32,7 @@ def assistant(text: str, **more: Any) -> Message:
     return {"role": "assistant", "content": text, **more}
 
 
-def ask(trace: Trace, *messages: Message, answer: str | list[int], delivered: bool = True, **more: Any) -> Node:
+def ask(trace: Trace, *messages: Message, answer: str | list[int], delivered: bool = True, **more: Any) -> TraceNode:
     """Adds a request whose answer is this text, or these token ids."""
     node = trace.add(Conversation(list(messages), **more), 256)
     done = completion_of("r", answer, node.room) if isinstance(answer, str) else None
@@ -43,7 +43,7 @@ def ask(trace: Trace, *messages: Message, answer: str | list[int], delivered: bo
     return node
 
 
-def said(node: Node) -> Answer:
+def said(node: TraceNode) -> SampledAnswer:
     assert node.answer is not None
     return node.answer
 

@@ -1,5 +1,4 @@
-"""Loss and worker of Direct Preference Optimization, `trainer.main_sft loss=dpo`; the loop is in
-`trainer.supervised.loop`.
+"""Loss and worker of Direct Preference Optimization, `trainer.main_sft loss=dpo`.
 
 Both answers of a pair are in one micro-batch, where they share the prompt's tokens. The loss is divided by the number
 of pairs in the whole optimizer step. The reference is the initial policy, also in a resumed run: the model at
@@ -12,18 +11,17 @@ from functools import partial
 
 import torch
 
-from trainer.data.preferences import Pair, texts_of, valid_pairs
-from trainer.supervised.loop import SupervisedWorker
 from verl_lite.algos.masked import masked_sum
 from verl_lite.algos.preference_losses import dpo_loss
 from verl_lite.config import SFTConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
-from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.policy.adapter import has_adapter
 from workers.policy.causal_lm import causal_lm
+from workers.supervised.pairs import texts_of, valid_pairs
+from workers.supervised.worker import SupervisedWorker
 
 
 def dpo_step_loss(
@@ -124,17 +122,3 @@ class DPOWorker(SupervisedWorker):
         if self.initial_adapter is None:
             return self.engine.adapter_off()
         return self.engine.trained_replaced(self.initial_adapter)
-
-
-def check_pair(pair: Pair, where: str) -> None:
-    """Raises UserError if the answers follow different prompts, or if an answer is only its end-of-turn token."""
-    if pair.chosen.prompt != pair.rejected.prompt:
-        raise UserError(
-            f"{where}: the chats differ before their last message, and DPO compares two answers to the same prompt; "
-            "cut both chats after the first message that differs, or remove such rows"
-        )
-    answers = {"chosen": pair.chosen, "rejected": pair.rejected}
-    for name, answer in answers.items():
-        # 1 token is the end of the turn
-        if len(answer.response) < 2:
-            raise UserError(f"{where}: the {name} answer has no tokens before its end-of-turn token; remove such rows")
