@@ -40,7 +40,7 @@ class Site:
         self.there.append(f"127.0.1.{9 + self.joined}")
         self.machines.add(self.there[-1])
 
-    def start(self, name: str, *options: str, steps: int = 30) -> TinyRun:
+    def start(self, name: str, *options: str, steps: int = 8) -> TinyRun:
         address = f"ray_kwargs.ray_init.address={self.machines.address}"
         return self.task.start(name, address, *POOL, *options, steps=steps, env=AUTH)
 
@@ -78,7 +78,7 @@ def test_an_engine_moves_to_another_machine_when_its_own_is_lost(site: Site) -> 
     site.machines.kill(lost)
     assert run.wait() == 0, run.output()
     assert f"on node {lost}" in run.log.read_text() and "The engine is replaced" in run.log.read_text()
-    assert len(read_metrics(run.run_dir / "metrics.jsonl")) == 30
+    assert len(read_metrics(run.run_dir / "metrics.jsonl")) == 8
     run.leaves_nothing(within_s=20)
 
 

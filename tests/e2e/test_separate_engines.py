@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,12 +77,17 @@ def undisturbed(task: TinyTask) -> dict[int, dict[str, float]]:
         return numbers(finish(task.start("undisturbed", *POOL, steps=6)))
 
 
+@pytest.fixture(scope="module")
+def colocated(task: TinyTask) -> TinyRun:
+    """A run of the same task on shared devices, with a checkpoint of step 3."""
+    with cores(1):
+        return finish(task.start("colocated", "trainer.save_freq=3", steps=6))
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_on_policy_numbers_are_those_of_the_colocated_run(
-    task: TinyTask, undisturbed: dict[int, dict[str, float]]
+    colocated: TinyRun, undisturbed: dict[int, dict[str, float]]
 ) -> None:
-    with cores(1):
-        colocated = finish(task.start("colocated", steps=6))
     assert numbers(colocated) == undisturbed
     assert len(undisturbed) == 6 and len(undisturbed[1]) > 50
 
@@ -101,22 +105,28 @@ def test_a_killed_engine_is_replaced_and_changes_no_number(
     assert numbers(run) == undisturbed
 
 
+PARTIAL = ["async_training.max_off_policy_threshold=2", "data.max_response_length=40", "rollout.oversample=1.5"]
+ADAPTER = ["model.lora_rank=4", "model.lora_alpha=8", "trainer.save_freq=2"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(["async_training.max_off_policy_threshold=1"], marks=pytest.mark.long),
-        ["async_training.max_off_policy_threshold=2", "data.max_response_length=40", "rollout.oversample=1.5"],
-        ["model.lora_rank=4", "model.lora_alpha=8", "trainer.save_freq=2"],
+        pytest.param(PARTIAL, marks=pytest.mark.long),
+        pytest.param(ADAPTER, marks=pytest.mark.long),
+        [*PARTIAL, *ADAPTER],
     ],
-    ids=["stale", "partial", "adapter"],
+    ids=["stale", "partial", "adapter", "partial, adapter"],
 )
 def test_other_settings_survive_a_kill_too(task: TinyTask, request: pytest.FixtureRequest, options: list[str]) -> None:
-    run = task.start(request.node.callspec.id, *POOL, *options, steps=8)
+    name = request.node.callspec.id.replace(", ", "-")
+    run = task.start(name, *POOL, *options, steps=6)
     run.wait_for_step(3)
     for pid in engine_processes(run):
         os.kill(pid, signal.SIGKILL)
     finish(run)
-    assert len(numbers(run)) == 8
+    assert len(numbers(run)) == 6
     sent = [json.loads(line)["data"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     megabytes = sorted(row["weight_sync/megabytes"] for row in sent if "weight_sync/megabytes" in row)
     if "model.lora_rank=4" in options:  # the base model, 0.56 MB, is sent again to an engine that was replaced
@@ -153,14 +163,13 @@ def test_when_a_rank_of_the_trainer_is_killed_the_run_ends_and_no_engine_stays(t
 
 
 def test_a_checkpoint_of_shared_devices_continues_on_separate_ones_with_the_same_numbers(
-    task: TinyTask, undisturbed: dict[int, dict[str, float]], tmp_path: Path
+    task: TinyTask, colocated: TinyRun, undisturbed: dict[int, dict[str, float]]
 ) -> None:
+    resume = f"trainer.resume_from_path={colocated.run_dir / 'global_step_3'}"
     with cores(2):
-        with cores(1):
-            finish(task.start("resumed", "trainer.save_freq=3", steps=3))  # on shared devices
-        again = finish(task.start("resumed", *POOL, "trainer.save_freq=3", "trainer.resume_mode=auto", steps=6))
+        again = finish(task.start("resumed", *POOL, "trainer.resume_mode=resume_path", resume, steps=6))
     found = numbers(again)
-    assert {step: found[step] for step in (4, 5, 6)} == {step: undisturbed[step] for step in (4, 5, 6)}
+    assert found == {step: undisturbed[step] for step in (4, 5, 6)}
 
 
 @pytest.mark.long
