@@ -368,9 +368,9 @@ def _broken_package(error: BaseException) -> str | None:
     if imported is None or imported in _OWN_PACKAGES or imported not in packages:
         return None
     distribution = packages[imported][0]
-    found = f"{distribution} {importlib.metadata.version(distribution)}"
+    package_version = f"{distribution} {importlib.metadata.version(distribution)}"
     return (
-        f"The installed package {found} cannot be imported: {type(cause).__name__}: {cause}\n"
+        f"The installed package {package_version} cannot be imported: {type(cause).__name__}: {cause}\n"
         f"It may have been built for another version of torch than {importlib.metadata.version('torch')}: install the "
         f"one that fits, or remove it if you do not need it (pip uninstall {distribution})."
     )
