@@ -16,7 +16,7 @@ A call counts only if it is complete: an answer that a limit cuts off ends with 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -35,6 +35,15 @@ _LLAMA_MARK = "<|python_tag|>"
 _SPACE = re.compile(r"\s*")
 
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
+_TYPE_NAMES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+"""Names of JSON types by type of Python."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ def with_types(call: ToolCall, schema: object) -> ToolCall:
         return call
     arguments = dict(call.arguments)
     for name, value in arguments.items():
-        types = _declared_types(properties.get(name))
+        types = _declared_types(properties.get(name), schema)
         if not isinstance(value, str) or not types or "string" in types:
             continue
         spelling = value.strip()
@@ -326,23 +335,64 @@ def _checked(name: str, arguments: JsonValue) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _declared_types(schema: object) -> set[str]:
-    """Returns the JSON types that a schema names for one argument."""
-    if not isinstance(schema, Mapping):
-        return set()
-    alternatives = schema.get("anyOf")
-    if not isinstance(alternatives, list):
-        alternatives = []
+def _declared_types(schema: object, root: Mapping[str, object]) -> set[str]:
+    """Returns the JSON types that a tool declares for one argument; none if it declares nothing about it.
+
+    Args:
+        schema: Schema of the argument. Its types may be those of alternatives, of a definition that it refers to, or
+            of the values that it lists.
+        root: Schema of all arguments, which has the definitions.
+    """
     types: set[str] = set()
-    for part in (schema, *alternatives):
+    followed: set[str] = set()
+    parts = [schema]
+    while parts:
+        part = parts.pop()
         if not isinstance(part, Mapping):
             continue
-        # one type or a list of types
-        declared = part.get("type")
-        if not isinstance(declared, list):
-            declared = [declared]
-        types.update(name for name in declared if isinstance(name, str))
+        types.update(_own_types(part))
+        for key in ("anyOf", "oneOf", "allOf"):
+            alternatives = part.get(key)
+            if isinstance(alternatives, list):
+                parts += alternatives
+        reference = part.get("$ref")
+        # a definition may refer to itself
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            parts.append(_definition(reference, root))
     return types
+
+
+def _own_types(schema: Mapping[str, object]) -> Iterator[str]:
+    """Yields the types that a schema names, and those of the values that it lists instead of a type."""
+    declared = schema.get("type")
+    # one type or a list of types
+    names = declared if isinstance(declared, list) else [declared]
+    for name in names:
+        if isinstance(name, str):
+            yield name
+
+    listed = schema.get("enum")
+    values = list(listed) if isinstance(listed, list) else []
+    if "const" in schema:
+        values.append(schema["const"])
+    for value in values:
+        yield _TYPE_NAMES.get(type(value), "null")
+
+
+def _definition(reference: str, root: Mapping[str, object]) -> object:
+    """Returns the part of a schema at a reference such as #/$defs/Point; None if there is none."""
+    start, *names = reference.split("/")
+    # other documents are not loaded
+    if start != "#":
+        return None
+    part: object = root
+    for name in names:
+        if not isinstance(part, Mapping):
+            return None
+        # the escapes of JSON pointers
+        part = part.get(name.replace("~1", "/").replace("~0", "~"))
+    return part
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -19,6 +19,7 @@ from verl_lite.envs.tool_calls import (
     with_types,
 )
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject, JsonValue
 
 MOVES = {0: "Left", 1: "Down"}
 
@@ -178,6 +179,39 @@ def test_arguments_written_as_text_get_the_types_that_the_tool_declares() -> Non
     assert typed.arguments == expected
     for schema in (None, 5, {}, {"properties": 5}, {"properties": {"n": 5}}, {"properties": {"n": {"type": {}}}}):
         assert with_types(ToolCall("f", written), schema).arguments == written
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        # what pydantic writes for a model, an enumeration, and a default of either
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Level"}, "2", 2),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "d"}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, "True", True),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": 3}, "3", 3),
+        # a text is accepted, so that it stays one
+        ({"$ref": "#/$defs/Name"}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/Name"}]}, "2", "2"),
+        # definitions that are missing, elsewhere, or circular declare nothing
+        ({"$ref": "#/$defs/Missing/deeper"}, "2", "2"),
+        ({"$ref": "https://example.org/schema"}, "2", "2"),
+        ({"$ref": "#/$defs/Circle"}, "2", "2"),
+    ],
+)
+def test_types_behind_references_and_alternatives_are_found(schema: JsonObject, written: str, value: JsonValue) -> None:
+    definitions = {
+        "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Level": {"enum": [1, 2, 3]},
+        "Name": {"type": "string"},
+        "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}]},
+    }
+    parameters = {"$defs": definitions, "properties": {"argument": schema}}
+    typed = with_types(ToolCall("f", {"argument": written}), parameters)
+    assert typed.arguments == {"argument": value}
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic
