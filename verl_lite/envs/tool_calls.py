@@ -10,7 +10,8 @@ Without tags, because the chat template of the model says so:
                        [TOOL_CALLS]calculator[ARGS]{"expression": "2+3"}
     Llama:             {"name": "calculator", "parameters": {"expression": "2+3"}}, and nothing else
 
-A call counts only if it is complete: an answer that a limit cuts off ends with a call that has a `problem`.
+A call counts only if it is complete: an answer that a limit cuts off ends with a call that has a `problem`. A call in
+the thinking at the beginning of an answer is a draft and does not count.
 """
 
 import json
@@ -22,6 +23,7 @@ from typing import NoReturn
 
 from verl_lite.json_types import JsonObject, JsonValue
 
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
 _PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
@@ -90,11 +92,35 @@ class _SyntaxError(Exception):
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Returns all calls between tags, in the order of the text.
+    """Returns all calls between tags behind the thinking of an answer, in the order of the text.
 
     A block with a syntax error, and a block without a closing tag, become a call with a `problem`.
     """
-    return list(tagged_calls(text).calls)
+    return list(calls_behind_thinking(text).calls)
+
+
+def calls_behind_thinking(text: str) -> ParsedCalls:
+    """Reads calls between tags, with their place in the answer. Those in its thinking are drafts and are left out."""
+    end = end_of_thinking(text)
+    parsed = tagged_calls(text[end:])
+    return ParsedCalls(parsed.calls, end + parsed.start, end + parsed.end)
+
+
+def end_of_thinking(text: str, is_open: bool = False) -> int:
+    """Returns the position behind the thinking at the beginning of an answer; 0 if the answer has none.
+
+    Thinking that is not closed extends to the end.
+
+    Args:
+        text: the answer.
+        is_open: True if the prompt ends with the <think> that opens the thinking.
+    """
+    close = text.find(_THINK_CLOSE)
+    if close >= 0:
+        return close + len(_THINK_CLOSE)
+    if is_open or text.lstrip().startswith(_THINK_OPEN):
+        return len(text)
+    return 0
 
 
 def tagged_calls(text: str) -> ParsedCalls:

@@ -11,7 +11,9 @@ import pytest
 from verl_lite.envs.actions import ActionParser, ParsedAction
 from verl_lite.envs.calculator import evaluate, number_in, written
 from verl_lite.envs.tool_calls import (
+    ParsedCalls,
     ToolCall,
+    calls_behind_thinking,
     llama_calls,
     mistral_calls,
     parse_tool_calls,
@@ -32,6 +34,11 @@ MOVES = {0: "Left", 1: "Down"}
         ("<answer>LEFT</answer> or <answer>Down</answer>", 0, "LEFT"),  # the first counts
         ("<answer>Up</answer>", None, "Up"),
         ("<answer></answer>", None, ""),
+        # an answer in the thinking is a draft
+        ("<think>maybe <answer>Left</answer></think><answer>Down</answer>", 1, "Down"),
+        ("maybe <answer>Left</answer></think>\n<answer>Down</answer>", 1, "Down"),  # the prompt ends with <think>
+        ("<think>maybe <answer>Left</answer></think>", None, "<think>maybe <answer>Left</answer></think>"),
+        (" <think>maybe <answer>Left</answer>", None, "<think>maybe <answer>Left</answer>"),
         ("Left", None, "Left"),
         ("", None, ""),
     ],
@@ -89,6 +96,10 @@ def test_a_pattern_has_one_group_or_two(pattern: str) -> None:
         ),
         ("<tool_call>f</tool_call>", [ToolCall("f")]),
         ("<answer>3</answer>", []),
+        # a call in the thinking is a draft
+        ('<think><tool_call>{"name": "f"}</tool_call></think><tool_call>{"name": "g"}</tool_call>', [ToolCall("g")]),
+        ('<tool_call>{"name": "f"}</think><tool_call>{"name": "g"}</tool_call>', [ToolCall("g")]),
+        ('<think>so <tool_call>{"name": "f"}</tool_call>', []),
     ],
 )
 def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
@@ -157,6 +168,13 @@ def test_several_calls_of_one_answer_are_read_with_their_place() -> None:
         assert (parsed.calls, parsed.start, parsed.end) == (both, 0, len(text)), text
     parsed = mistral_calls('I look. [TOOL_CALLS]f{"x": 1} so')
     assert (parsed.start, parsed.end) == (len("I look. "), len('I look. [TOOL_CALLS]f{"x": 1} '))
+
+
+def test_the_place_of_the_calls_behind_the_thinking_is_that_in_the_whole_answer() -> None:
+    draft, call = '<think>a <tool_call>{"name": "f"}</tool_call></think>', '<tool_call>{"name": "g"}</tool_call>'
+    parsed = calls_behind_thinking(f"{draft} b {call} c")
+    start = len(draft) + len(" b ")
+    assert parsed == ParsedCalls([ToolCall("g")], start, start + len(call))
 
 
 @pytest.mark.parametrize("text", ['{"name": "Ada", "age": 3}', "{x}", '[{"name": "f"}]', "a", "", '{"name": "f"} text'])
