@@ -113,6 +113,20 @@ class Trap:
         return int, ("no number",)
 
 
+class Forgetful(Obedient):
+    """Begins each episode in another way, whatever its seed is, or refuses a second episode."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses, self.episodes = refuses, 0
+
+    def reset(self, seed: int) -> tuple[Any, ...]:
+        if self.refuses and self.episodes:
+            raise RuntimeError("only one episode")
+        self.episodes += 1
+        return super().reset(time.monotonic_ns())
+
+
 def templates(**others: EnvTemplate) -> dict[str, EnvTemplate]:
     return {"obey": template("obey"), **others}
 

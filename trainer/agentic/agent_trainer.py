@@ -334,9 +334,11 @@ def _representative_rows(episode_of_row: np.ndarray, is_valid: np.ndarray) -> np
 # -------------------------------------------------------------------------------------------------------- construction
 
 
-def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def try_environments(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print
+) -> None:
     """Creates, resets and steps every used environment, and tests the chat template on two turns. Raises UserError
-    with tag, key and remedy."""
+    with tag, key and remedy. tell: receives a note on environments that do not follow their seed."""
     agentic = config.agentic
     templates = env_templates(agentic.custom_envs)
     has_system = any(template.agent_system_template for template in templates.values())
@@ -345,9 +347,16 @@ def try_environments(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> N
     tags = dict.fromkeys([*agentic.train_env_manager.tags, *agentic.val_env_manager.tags])
     pool = EnvPool(agentic.env_pool, templates, modules=env_modules())
     try:
-        pool.dry_run(list(tags))
+        begun_differently = pool.dry_run(list(tags))
     finally:
         pool.close()
+    if begun_differently:
+        names = ", ".join(f"agentic.custom_envs.{tag}" for tag in begun_differently)
+        tell(
+            f"{names}: two episodes of seed 0 begin with different observations. The members of a group share a seed, "
+            "so that their scores are compared as those of one task: let all randomness of the environment come from "
+            "the seed of reset"
+        )
 
 
 def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print) -> None:

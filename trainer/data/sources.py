@@ -175,12 +175,7 @@ def read_data_file(path: str, option: str) -> RowTable:
 
 def _read_json(file: Path, where: str) -> list[Row]:
     """Returns the rows of a json or jsonl file, which its content tells apart, not its name."""
-    try:
-        # editors on Windows begin files with a byte order mark
-        text = file.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: cannot be read ({error}); expected uncompressed json in UTF-8") from error
-
+    text = read_json_text(file, where)
     if text.lstrip().startswith("["):
         rows = parse_json(text, where, "a row per line, or one list of rows")
     else:
@@ -194,6 +189,15 @@ def _read_json(file: Path, where: str) -> list[Row]:
         if not isinstance(row, dict):
             raise UserError(f"{where}: row {index} is {row!r:.100}, expected an object with named columns")
     return rows
+
+
+def read_json_text(file: Path, where: str) -> str:
+    """Returns the text of a json file. Raises UserError if it is no readable UTF-8. where: the file, for messages."""
+    try:
+        # editors on Windows begin files with a byte order mark
+        return file.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: cannot be read ({error}); expected uncompressed json in UTF-8") from error
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.sources import Row, parse_json, read_rows
+from trainer.data.sources import Row, parse_json, read_json_text, read_rows
 from trainer.validation.sample import valid_image_names
 from trainer.validation.sample_files import FOLDER, IMAGES, TRAIN, VAL, decoded_columns
 from verl_lite.config import PPOConfig, ScoreConfig
@@ -114,11 +114,11 @@ def _rows(file: Path) -> Iterator[Row]:
 
 def _json_lines(file: Path) -> Iterator[object]:
     """Yields the values in the lines of a file, without an incomplete last line, which a killed run can leave."""
-    lines = file.read_text(encoding="utf-8").split("\n")
+    lines = read_json_text(file, str(file)).split("\n")
     if not lines[-1].strip().endswith("}"):
         lines.pop()
     for number, line in enumerate(lines, start=1):
-        if line:
+        if line.strip():
             yield parse_json(line, f"{file}, line {number}", "an answer per line")
 
 

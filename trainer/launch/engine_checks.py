@@ -20,6 +20,8 @@ from workers.policy.loading import empty_network, load_model_config
 from workers.policy.router import check_routers
 from workers.roles.critic import critic_network
 
+VLLM_LEAST_TEMPERATURE = 0.01
+"""vLLM samples with this temperature instead of a lower one above 0."""
 OWN_ENGINES = ("hf", "vllm")
 """The engines of this project, which have everything that the rows below need."""
 
@@ -33,7 +35,27 @@ def _engine_lacks(config: PPOConfig, attribute: str) -> bool:
     return not getattr(engine_class, attribute, False)
 
 
+def _is_replaced_by_vllm(config: PPOConfig, temperature: float) -> bool:
+    """Returns True if vLLM samples with another temperature than this one."""
+    return 0 < temperature < VLLM_LEAST_TEMPERATURE and resolve_engine_name(config.rollout.name) == "vllm"
+
+
 ENGINE_ROWS: tuple[Conflict, ...] = (
+    Conflict(
+        ("rollout.temperature",),
+        _is_replaced_by_vllm,
+        f"vLLM would sample with {VLLM_LEAST_TEMPERATURE}, and training compute log-probs with this temperature",
+        f"set rollout.temperature={VLLM_LEAST_TEMPERATURE} or more, or rollout.name=hf",
+        beside=("rollout.name",),
+    ),
+    Conflict(
+        ("rollout.val_kwargs.temperature",),
+        lambda config, temperature: config.rollout.val_kwargs.do_sample and _is_replaced_by_vllm(config, temperature),
+        f"vLLM would sample with {VLLM_LEAST_TEMPERATURE}",
+        f"set rollout.val_kwargs.temperature={VLLM_LEAST_TEMPERATURE} or more, rollout.val_kwargs.do_sample=false, or "
+        "rollout.name=hf",
+        beside=("rollout.name",),
+    ),
     Conflict(
         ("async_training.partial_rollout",),
         lambda config, is_partial: config.spans_updates and _engine_lacks(config, "snapshot"),

@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 from verl_lite.errors import UserError
 
-ANSWER_PATTERN = r"\A(?>.*?<answer>)(.*?)</answer>"
-"""Matches the first <answer>...</answer>. If the first <answer> is not closed, later tags are not tried."""
+ANSWER_PATTERN = r"\A(?>.*?</think>|(?!\s*<think>))(?>.*?<answer>)(.*?)</answer>"
+"""Matches the first <answer>...</answer> behind the thinking of a turn, in which an answer is a draft. Thinking that is
+not closed extends to the end. If the first <answer> is not closed, later tags are not tried."""
 
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -120,10 +120,22 @@ class GymnasiumEnv:
             return _HIGHLIGHTED.sub(r"[\1]", frame).strip("\n")
         if isinstance(observation, str):
             return observation
-        return str(np.asarray(observation).tolist())
+        return str(_plain(observation))
 
     def _info(self, *, is_valid: bool, is_success: bool) -> Info:
         return {"metrics": {"action_is_valid": is_valid, "success": is_success}, "metrics_agg_mode": AGG_MODES}
+
+
+def _plain(value: object) -> object:
+    """Returns an observation with Python's numbers and lists instead of numpy's, at any depth of a Dict or Tuple."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    # not as one array, because the parts of a Tuple may have different shapes
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value
 
 
 @register_env("gem")

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import NoReturn, Protocol, TypeAlias, TypedDict, TypeVar
 
 from verl_lite.envs.base import Info, StepResult, register_env
-from verl_lite.envs.tool_calls import ToolCall, parse_tool_calls, with_types
+from verl_lite.envs.tool_calls import ToolCall, calls_behind_thinking, parse_tool_calls, with_types
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonMapping, JsonObject, KeywordArguments
 from verl_lite.registry import Registry
@@ -229,7 +229,7 @@ class VerifiersEnv:
         content = text
         finish_reason = "stop"
         if calls:
-            content = text.partition("<tool_call>")[0]
+            content = text[: calls_behind_thinking(text).start]
             finish_reason = "tool_calls"
         tool_calls = []
         for number, call in enumerate(calls):

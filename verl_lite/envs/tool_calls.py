@@ -10,18 +10,20 @@ Without tags, because the chat template of the model says so:
                        [TOOL_CALLS]calculator[ARGS]{"expression": "2+3"}
     Llama:             {"name": "calculator", "parameters": {"expression": "2+3"}}, and nothing else
 
-A call counts only if it is complete: an answer that a limit cuts off ends with a call that has a `problem`.
+A call counts only if it is complete: an answer that a limit cuts off ends with a call that has a `problem`. A call in
+the thinking at the beginning of an answer is a draft and does not count.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from verl_lite.json_types import JsonObject, JsonValue
 
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN, _FUNCTION_CLOSE = "<function=", "</function>"
 _PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=", "</parameter>"
@@ -35,6 +37,15 @@ _LLAMA_MARK = "<|python_tag|>"
 _SPACE = re.compile(r"\s*")
 
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
+_TYPE_NAMES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+"""Names of JSON types by type of Python."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +92,35 @@ class _SyntaxError(Exception):
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Returns all calls between tags, in the order of the text.
+    """Returns all calls between tags behind the thinking of an answer, in the order of the text.
 
     A block with a syntax error, and a block without a closing tag, become a call with a `problem`.
     """
-    return list(tagged_calls(text).calls)
+    return list(calls_behind_thinking(text).calls)
+
+
+def calls_behind_thinking(text: str) -> ParsedCalls:
+    """Reads calls between tags, with their place in the answer. Those in its thinking are drafts and are left out."""
+    end = end_of_thinking(text)
+    parsed = tagged_calls(text[end:])
+    return ParsedCalls(parsed.calls, end + parsed.start, end + parsed.end)
+
+
+def end_of_thinking(text: str, is_open: bool = False) -> int:
+    """Returns the position behind the thinking at the beginning of an answer; 0 if the answer has none.
+
+    Thinking that is not closed extends to the end.
+
+    Args:
+        text: the answer.
+        is_open: True if the prompt ends with the <think> that opens the thinking.
+    """
+    close = text.find(_THINK_CLOSE)
+    if close >= 0:
+        return close + len(_THINK_CLOSE)
+    if is_open or text.lstrip().startswith(_THINK_OPEN):
+        return len(text)
+    return 0
 
 
 def tagged_calls(text: str) -> ParsedCalls:
@@ -198,7 +233,7 @@ def with_types(call: ToolCall, schema: object) -> ToolCall:
         return call
     arguments = dict(call.arguments)
     for name, value in arguments.items():
-        types = _declared_types(properties.get(name))
+        types = _declared_types(properties.get(name), schema)
         if not isinstance(value, str) or not types or "string" in types:
             continue
         spelling = value.strip()
@@ -326,23 +361,64 @@ def _checked(name: str, arguments: JsonValue) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _declared_types(schema: object) -> set[str]:
-    """Returns the JSON types that a schema names for one argument."""
-    if not isinstance(schema, Mapping):
-        return set()
-    alternatives = schema.get("anyOf")
-    if not isinstance(alternatives, list):
-        alternatives = []
+def _declared_types(schema: object, root: Mapping[str, object]) -> set[str]:
+    """Returns the JSON types that a tool declares for one argument; none if it declares nothing about it.
+
+    Args:
+        schema: Schema of the argument. Its types may be those of alternatives, of a definition that it refers to, or
+            of the values that it lists.
+        root: Schema of all arguments, which has the definitions.
+    """
     types: set[str] = set()
-    for part in (schema, *alternatives):
+    followed: set[str] = set()
+    parts = [schema]
+    while parts:
+        part = parts.pop()
         if not isinstance(part, Mapping):
             continue
-        # one type or a list of types
-        declared = part.get("type")
-        if not isinstance(declared, list):
-            declared = [declared]
-        types.update(name for name in declared if isinstance(name, str))
+        types.update(_own_types(part))
+        for key in ("anyOf", "oneOf", "allOf"):
+            alternatives = part.get(key)
+            if isinstance(alternatives, list):
+                parts += alternatives
+        reference = part.get("$ref")
+        # a definition may refer to itself
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            parts.append(_definition(reference, root))
     return types
+
+
+def _own_types(schema: Mapping[str, object]) -> Iterator[str]:
+    """Yields the types that a schema names, and those of the values that it lists instead of a type."""
+    declared = schema.get("type")
+    # one type or a list of types
+    names = declared if isinstance(declared, list) else [declared]
+    for name in names:
+        if isinstance(name, str):
+            yield name
+
+    listed = schema.get("enum")
+    values = list(listed) if isinstance(listed, list) else []
+    if "const" in schema:
+        values.append(schema["const"])
+    for value in values:
+        yield _TYPE_NAMES.get(type(value), "null")
+
+
+def _definition(reference: str, root: Mapping[str, object]) -> object:
+    """Returns the part of a schema at a reference such as #/$defs/Point; None if there is none."""
+    start, *names = reference.split("/")
+    # other documents are not loaded
+    if start != "#":
+        return None
+    part: object = root
+    for name in names:
+        if not isinstance(part, Mapping):
+            return None
+        # the escapes of JSON pointers
+        part = part.get(name.replace("~1", "/").replace("~0", "~"))
+    return part
 
 
 def _skip_space(text: str, position: int) -> int:

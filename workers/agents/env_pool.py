@@ -34,6 +34,16 @@ class EnvError(UserError):
     """The environments cannot be used: one fails in the dry run, or their processes do not start."""
 
 
+def _without_error(replies: Mapping[str, EnvReply]) -> list[str]:
+    """Returns the tags whose environment replied without an error."""
+    return [tag for tag, reply in replies.items() if reply.error is None]
+
+
+def _beginning(reply: EnvReply) -> tuple[str | None, object]:
+    """Returns what the agent sees of the reply to a reset."""
+    return reply.observation, reply.info.get("env_instruction")
+
+
 @dataclass
 class _Episode:
     """An episode.
@@ -160,10 +170,15 @@ class EnvPool:
             if current or is_exhausted or time.monotonic() >= until:
                 return current
 
-    def dry_run(self, tags: Iterable[str]) -> None:
-        """Resets one environment of each tag with seed 0, takes one step and checks the returned values.
+    def dry_run(self, tags: Iterable[str]) -> list[str]:
+        """Resets one environment of each tag with seed 0, takes one step, resets it again, and checks the returned
+        values. Must not be called while episodes run.
 
-        Must not be called while episodes run. Raises EnvError with the tag, the problem and what to change.
+        Returns:
+            The tags whose second episode of the same seed began with another observation or instruction.
+
+        Raises:
+            EnvError: An environment does not work. The message has the tag, the problem and what to change.
         """
         tags = list(dict.fromkeys(tags))
         unknown = set(tags) - set(self._templates)
@@ -171,7 +186,7 @@ class EnvPool:
             entries = ", ".join(self._templates) or "none"
             raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {entries}")
 
-        errors = self._errors_of_one_step(tags)
+        errors, begun_differently = self._tried(tags)
         failures = []
         # in the order of the configuration, not in that of the replies
         for tag, template in self._templates.items():
@@ -179,31 +194,53 @@ class EnvPool:
             if error is not None:
                 failures.append(
                     f"agentic.custom_envs.{tag} (env_type {template.env_type}, env_config {template.env_config}) does "
-                    "not work; nothing was started. Construction, a reset with seed 0 or one step failed:\n"
+                    "not work; nothing was started. Construction, a reset with seed 0, one step or a second reset "
+                    "failed:\n"
                     f"{printable(error)}\n"
                     "Change the entry or the environment; trainer/AGENTIC.md lists the values that it must return."
                 )
         if failures:
             raise EnvError("\n\n".join(failures))
+        return begun_differently
 
-    def _errors_of_one_step(self, tags: Sequence[str]) -> dict[Hashable, str | None]:
-        """Resets and steps one environment of each tag, all at the same time. Returns the error of each; None if it
-        works."""
-        for tag in tags:
-            self.reset(tag, tag, 0)
-        errors: dict[Hashable, str | None] = {}
-        stepped: set[Hashable] = set()
-        while len(errors) < len(tags):
-            for reply in self.poll(1.0):
-                is_reset = reply.key not in stepped
-                if reply.error is None and is_reset:
-                    stepped.add(reply.key)
-                    self.step(reply.key, None)
-                else:
-                    errors[reply.key] = reply.error
+    def _tried(self, tags: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """Resets, steps and resets one environment of each tag. Returns the errors by tag, and the tags whose two
+        episodes began differently."""
+        first = self._begun(tags)
+        working = _without_error(first)
+        for tag in working:
+            self.step(tag, None)
+        steps = self._replies(len(working))
+        working = _without_error(steps)
+        # the second reset is one of the same object
         for tag in tags:
             self.discard(tag)
-        return errors
+        second = self._begun(working)
+        working = _without_error(second)
+        for tag in tags:
+            self.discard(tag)
+
+        errors = {}
+        for replies in (first, steps, second):
+            for tag, reply in replies.items():
+                if reply.error is not None:
+                    errors[tag] = reply.error
+        begun_differently = [tag for tag in working if _beginning(first[tag]) != _beginning(second[tag])]
+        return errors, begun_differently
+
+    def _begun(self, tags: Sequence[str]) -> dict[str, EnvReply]:
+        """Resets one environment of each tag with seed 0, all at the same time. Returns the replies by tag."""
+        for tag in tags:
+            self.reset(tag, tag, 0)
+        return self._replies(len(tags))
+
+    def _replies(self, number: int) -> dict[str, EnvReply]:
+        """Waits for this number of replies of episodes whose keys are tags. Returns them by tag."""
+        replies: dict[str, EnvReply] = {}
+        while len(replies) < number:
+            for reply in self.poll(1.0):
+                replies[str(reply.key)] = reply
+        return replies
 
     @property
     def processes_replaced(self) -> int:

@@ -159,7 +159,8 @@ class VLLMEngine:
             "model": model_path,
             "hf_overrides": head_dtype(dtype) | override_config | sliding_window_override(model_config),
             "trust_remote_code": trust_remote_code,
-            "seed": seed,
+            # vLLM seeds numpy, which takes 32 bits; each request has a seed of its own
+            "seed": seed % 2**32,
         }
         has_states = state_layers(self._model) or mixing_layers(self._model)
         # vLLM caches states only with chunked prefill, which is off on a CPU

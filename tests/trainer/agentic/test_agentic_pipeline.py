@@ -7,6 +7,7 @@ seed, on the second turn.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -285,10 +286,25 @@ def test_environments_and_template_are_tried_before_anything_heavy(tmp_path: Pat
     with pytest.raises(UserError, match="no chat template"):
         try_environments(config, tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE
-    try_environments(config, tokenizer)
+    notes: list[str] = []
+    try_environments(config, tokenizer, notes.append)
+    assert notes == []
+    config.agentic.custom_envs["guess"]["env_type"] = f"{__name__}:Unseeded"
+    try_environments(config, tokenizer, notes.append)
+    assert "agentic.custom_envs.guess: two episodes of seed 0 begin with different observations" in notes[0]
     config.agentic.custom_envs["guess"]["env_type"] = f"{__name__}:Broken"
     with pytest.raises(UserError, match=r"(?s)guess.*this world is broken"):
         try_environments(config, tokenizer)
+
+
+class Unseeded:
+    numbers = itertools.count()
+
+    def reset(self, seed: int) -> Any:
+        return f"task {next(self.numbers)}", {}
+
+    def step(self, action: str) -> Any:
+        return "", 0.0, True, False, {}
 
 
 class Broken:

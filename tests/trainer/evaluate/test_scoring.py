@@ -136,6 +136,16 @@ def test_what_is_read_of_other_files(tmp_path: Path) -> None:
     assert scored(file, "reward=format", INLINE)[0]["score"] == 1.0, "without a ground truth"
 
 
+def test_files_of_other_editors_are_read_and_other_encodings_are_named(tmp_path: Path) -> None:
+    line = '{"data_source": "s", "response": "é", "ground_truth": "1"}'
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(f"\ufeff{line}\r\n  \r\n{line}\r\n".encode())
+    assert [answer.item.solution_str for answer in read_saved(file, None, ScoreConfig())] == ["é", "é"]
+    file.write_bytes(line.encode("latin-1"))
+    with pytest.raises(UserError, match=r"a.jsonl: cannot be read \(.*utf-8.*\); expected .* UTF-8"):
+        read_saved(file, None, ScoreConfig())
+
+
 def test_files_that_are_named_by_step_are_read_in_its_order_after_the_others(tmp_path: Path) -> None:
     # int() does not accept the superscript, although it is a digit
     for name in ("10", "9", "²"):

@@ -269,6 +269,26 @@ def test_partial_rollouts_with_an_engine_that_cannot_continue_samples_are_refuse
         check_engine(config)
 
 
+def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path: Path) -> None:
+    config = PPOConfig(model=ModelConfig(path=tiny_qwen2(tmp_path / "model", hidden=128, heads=4, kv_heads=2)))
+    config.trainer.device = "cpu"
+    for name in ("vllm", "hf"):
+        config.rollout.name, config.rollout.temperature = name, 0.01
+        check_engine(config)
+        config.rollout.temperature, config.rollout.val_kwargs.temperature = 0.005, 0.001
+        if name == "hf":
+            check_engine(config)
+            continue
+        with pytest.raises(UserError, match="rollout.temperature=0.005 with rollout.name=vllm: .* or rollout.name=hf"):
+            check_engine(config)
+        # greedy, so that its temperature is not used
+        config.rollout.temperature = 1.0
+        check_engine(config)
+        config.rollout.val_kwargs.do_sample = True
+        with pytest.raises(UserError, match="rollout.val_kwargs.temperature=0.001 with rollout.name=vllm: "):
+            check_engine(config)
+
+
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     config = PPOConfig(model=ModelConfig(path=tiny_qwen2(tmp_path / "model", vocab=64)))
     row = good_row(1)

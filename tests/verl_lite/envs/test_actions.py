@@ -11,7 +11,9 @@ import pytest
 from verl_lite.envs.actions import ActionParser, ParsedAction
 from verl_lite.envs.calculator import evaluate, number_in, written
 from verl_lite.envs.tool_calls import (
+    ParsedCalls,
     ToolCall,
+    calls_behind_thinking,
     llama_calls,
     mistral_calls,
     parse_tool_calls,
@@ -19,6 +21,7 @@ from verl_lite.envs.tool_calls import (
     with_types,
 )
 from verl_lite.errors import UserError
+from verl_lite.json_types import JsonObject, JsonValue
 
 MOVES = {0: "Left", 1: "Down"}
 
@@ -31,6 +34,11 @@ MOVES = {0: "Left", 1: "Down"}
         ("<answer>LEFT</answer> or <answer>Down</answer>", 0, "LEFT"),  # the first counts
         ("<answer>Up</answer>", None, "Up"),
         ("<answer></answer>", None, ""),
+        # an answer in the thinking is a draft
+        ("<think>maybe <answer>Left</answer></think><answer>Down</answer>", 1, "Down"),
+        ("maybe <answer>Left</answer></think>\n<answer>Down</answer>", 1, "Down"),  # the prompt ends with <think>
+        ("<think>maybe <answer>Left</answer></think>", None, "<think>maybe <answer>Left</answer></think>"),
+        (" <think>maybe <answer>Left</answer>", None, "<think>maybe <answer>Left</answer>"),
         ("Left", None, "Left"),
         ("", None, ""),
     ],
@@ -88,6 +96,10 @@ def test_a_pattern_has_one_group_or_two(pattern: str) -> None:
         ),
         ("<tool_call>f</tool_call>", [ToolCall("f")]),
         ("<answer>3</answer>", []),
+        # a call in the thinking is a draft
+        ('<think><tool_call>{"name": "f"}</tool_call></think><tool_call>{"name": "g"}</tool_call>', [ToolCall("g")]),
+        ('<tool_call>{"name": "f"}</think><tool_call>{"name": "g"}</tool_call>', [ToolCall("g")]),
+        ('<think>so <tool_call>{"name": "f"}</tool_call>', []),
     ],
 )
 def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
@@ -158,6 +170,13 @@ def test_several_calls_of_one_answer_are_read_with_their_place() -> None:
     assert (parsed.start, parsed.end) == (len("I look. "), len('I look. [TOOL_CALLS]f{"x": 1} '))
 
 
+def test_the_place_of_the_calls_behind_the_thinking_is_that_in_the_whole_answer() -> None:
+    draft, call = '<think>a <tool_call>{"name": "f"}</tool_call></think>', '<tool_call>{"name": "g"}</tool_call>'
+    parsed = calls_behind_thinking(f"{draft} b {call} c")
+    start = len(draft) + len(" b ")
+    assert parsed == ParsedCalls([ToolCall("g")], start, start + len(call))
+
+
 @pytest.mark.parametrize("text", ['{"name": "Ada", "age": 3}', "{x}", '[{"name": "f"}]', "a", "", '{"name": "f"} text'])
 def test_a_json_answer_that_is_no_call_of_llama_is_text(text: str) -> None:
     assert llama_calls(text).calls == []
@@ -178,6 +197,39 @@ def test_arguments_written_as_text_get_the_types_that_the_tool_declares() -> Non
     assert typed.arguments == expected
     for schema in (None, 5, {}, {"properties": 5}, {"properties": {"n": 5}}, {"properties": {"n": {"type": {}}}}):
         assert with_types(ToolCall("f", written), schema).arguments == written
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        # what pydantic writes for a model, an enumeration, and a default of either
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Level"}, "2", 2),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "d"}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, "True", True),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": 3}, "3", 3),
+        # a text is accepted, so that it stays one
+        ({"$ref": "#/$defs/Name"}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/Name"}]}, "2", "2"),
+        # definitions that are missing, elsewhere, or circular declare nothing
+        ({"$ref": "#/$defs/Missing/deeper"}, "2", "2"),
+        ({"$ref": "https://example.org/schema"}, "2", "2"),
+        ({"$ref": "#/$defs/Circle"}, "2", "2"),
+    ],
+)
+def test_types_behind_references_and_alternatives_are_found(schema: JsonObject, written: str, value: JsonValue) -> None:
+    definitions = {
+        "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Level": {"enum": [1, 2, 3]},
+        "Name": {"type": "string"},
+        "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}]},
+    }
+    parameters = {"$defs": definitions, "properties": {"argument": schema}}
+    typed = with_types(ToolCall("f", {"argument": written}), parameters)
+    assert typed.arguments == {"argument": value}
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic

@@ -55,6 +55,20 @@ def test_gymnasium_discrete_actions_have_names() -> None:
     assert numbers.step("<answer>2</answer>")[0] == "1"
 
 
+class Compound(Echo):
+    """Its observation has parts of different shapes."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        grid = np.zeros((1, 2), dtype=np.float32)
+        return {"hands": (np.array([1, 2]), np.int64(3)), "grid": grid, "goal": "reach it"}, {}
+
+
+def test_gymnasium_observations_of_several_parts_are_text() -> None:
+    gymnasium.register("verl_lite_tests/Compound-v0", Compound, disable_env_checker=True)
+    env = make_env("gymnasium", {"env_id": "verl_lite_tests/Compound-v0"})
+    assert env.reset(0)[0] == "{'hands': [[1, 2], 3], 'grid': [[0.0, 0.0]], 'goal': 'reach it'}"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -126,9 +126,20 @@ def test_a_discarded_episode_is_not_heard_of_again(make_pool: MakePool) -> None:
 
 def test_dry_run_names_tag_cause_and_remedy(make_pool: MakePool) -> None:
     pool = make_pool(others={"broken": template("broken", env_config={"first": "raise"})})
-    pool.dry_run(["obey"])
+    assert pool.dry_run(["obey"]) == []
     with pytest.raises(EnvError, match=r"(?s)custom_envs.broken .*'first': 'raise'.*RuntimeError: no such move"):
         pool.dry_run(["broken"])
     with pytest.raises(EnvError, match="'nowhere': agentic.custom_envs has no such entry"):
         pool.dry_run(["nowhere"])
     assert begin(pool, "a")["a"].error is None
+
+
+def test_dry_run_resets_an_environment_again_with_the_same_seed(make_pool: MakePool) -> None:
+    others = {
+        "forgets": template("forgets", "Forgetful"),
+        "refuses": template("refuses", "Forgetful", env_config={"refuses": True}),
+    }
+    pool = make_pool(1, others=others)
+    assert pool.dry_run(["obey", "forgets"]) == ["forgets"]
+    with pytest.raises(EnvError, match=r"(?s)custom_envs.refuses .*a second reset failed.*only one episode"):
+        pool.dry_run(["refuses", "obey"])

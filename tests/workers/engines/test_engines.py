@@ -57,7 +57,8 @@ def make_engine(
     name: str, folder: str, max_model_len: int = MAX_MODEL_LEN, dtype: torch.dtype = torch.float32, **options: Any
 ) -> RolloutEngine:
     given = {"kv_cache_memory_mb": 32, "max_num_seqs": 64, "max_num_batched_tokens": 2048, **options}
-    how: Any = {"device": torch.device("cpu"), "dtype": dtype, "seed": 0}
+    # trainer.seed may have 63 bits
+    how: Any = {"device": torch.device("cpu"), "dtype": dtype, "seed": 2**62}
     return build_rollout_engine(name, folder, RolloutConfig(**given), max_model_len=max_model_len, **how)
 
 

@@ -4,19 +4,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl_lite.envs.tool_calls import Notation, tagged_calls, with_types
+from verl_lite.envs.tool_calls import Notation, end_of_thinking, tagged_calls, with_types
 from workers.agents.conversation import CalledFunction, Message, MessageCall, Tool
 
 
-def split_thinking(text: str) -> tuple[str, str]:
-    """Splits the text of an answer into its thinking and the rest. The generation prompt may contain <think> already;
-    thinking that is not closed extends to the end."""
-    before, end_tag, after = text.partition("</think>")
-    is_thinking = bool(end_tag) or text.lstrip().startswith("<think>")
-    if not is_thinking:
+def split_thinking(text: str, is_open: bool = False) -> tuple[str, str]:
+    """Splits the text of an answer into its thinking and the rest; see `end_of_thinking`."""
+    end = end_of_thinking(text, is_open)
+    if not end:
         return "", text
-    thinking = before.replace("<think>", "", 1).strip()
-    return thinking, after.lstrip("\n")
+    thinking = text[:end].removesuffix("</think>").replace("<think>", "", 1)
+    return thinking.strip(), text[end:].lstrip("\n")
 
 
 @dataclass(frozen=True)

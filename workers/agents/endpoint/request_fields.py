@@ -54,6 +54,21 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "echo": (False,),
     "ignore_eos": (False,),
+    "add_generation_prompt": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "documents": ([],),
+    "web_search_options": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "logits_processors": ([],),
+    "thinking_token_budget": (),
+    "vllm_xargs": ({},),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
     "stop_token_ids": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -283,7 +298,8 @@ def read_tools(body: Body, kind: str = "function") -> list[Body]:
     """Returns the tools of a request, which have to be of this kind."""
     tools = [as_object(tool, "tools") for tool in read_list(body, "tools", needed=False)]
     for tool in tools:
-        if tool.get("type", kind) != kind:
+        # clients send null for a type that they leave open
+        if tool.get("type") not in (None, kind):
             raise Refusal(
                 f"tools: type={shortened(tool.get('type'))} runs at the provider; expected {kind}", field="tools"
             )
@@ -298,7 +314,7 @@ def read_function(value: object) -> Tool:
     if _is_deeper(function, MAX_DEPTH):
         raise Refusal(f"tools: a tool is nested deeper than {MAX_DEPTH} levels", field="tools", kind="size")
     name = function.get("name")
-    if tool.get("type", "function") != "function" or not isinstance(name, str):
+    if tool.get("type") not in (None, "function") or not isinstance(name, str):
         raise Refusal(f"tools={shortened(tool)}: expected functions with a name", field="tools")
     # templates read both fields, which clients may leave out
     declared: ToolFunction = {

@@ -212,8 +212,9 @@ def _input_items(body: Body) -> list[object]:
 def _add_item(messages: list[Message], value: object, settings: Settings) -> None:
     """Appends an item of a response's input. The message and the calls of one answer become one message."""
     item = as_object(value, "input")
-    kind = item.get("type", "message")
-    if kind == "message":
+    kind = item.get("type")
+    # messages may leave their type out, or open
+    if kind is None or kind == "message":
         messages.append(read_chat_message(item, len(messages), settings))
     elif kind == "function_call":
         call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")

@@ -33,6 +33,8 @@ from workers.engines.base import Completion
 from workers.rollout.rows import of_response
 
 TEXT_SHOWN = 2_000
+PROMPT_END = 16
+"""Number of tokens at the end of a prompt that are enough to recognize a <think> there."""
 _UNRENDERABLE = (UserError, TypeError)
 """Errors of the chat template, and of the tokenizer for surrogates in the arguments of tool calls."""
 
@@ -330,7 +332,9 @@ class Trace:
             text = text[:start]
         self.counts["discarded/after_stop"] += len(ids) - num_answered
 
-        thinking, text = split_thinking(text)
+        # some templates open the thinking; without that, thinking that a limit cuts off would look like an answer
+        prompt_end = self._decoded(node.prompt_ids[-PROMPT_END:]).rstrip()
+        thinking, text = split_thinking(text, is_open=prompt_end.endswith("<think>"))
         split = SplitAnswer(text)
         if request.tools and request.calls_tools and self._joins.notation is not None:
             split = split_tool_calls(text, node.number, self._joins.notation, request.tools)

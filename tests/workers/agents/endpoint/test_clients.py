@@ -390,6 +390,20 @@ def test_a_tool_nested_too_deeply_is_refused(session: Session) -> None:
     assert session.live.endpoint.take_refused() == {"size": 1}
 
 
+def test_a_type_of_null_is_that_of_the_api(session: Session) -> None:
+    tools: dict[str, Any] = {
+        CHAT: {"type": None, "function": FUNCTION},
+        RESPONSES: {"type": None, **FUNCTION},
+        MESSAGES: {"type": None, **ANTHROPIC_TOOLS[0]},
+    }
+    for path, tool in tools.items():
+        reply = session.post(path, body_of(path) | {"tools": [tool]})
+        assert reply.status_code == 200, (path, reply.text)
+        assert session.live.prompts[-1].startswith("<|user|>TOOLS weather ")
+    reply = session.post(RESPONSES, {"model": "p", "input": [user("hi") | {"type": None}]})
+    assert reply.status_code == 200, reply.text
+
+
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
 def test_numbers_that_json_does_not_have_are_refused(session: Session, value: str) -> None:
     body = json.dumps(body_of(RESPONSES) | {"metadata": {"x": 17}}).replace("17", value).encode()

@@ -10,9 +10,19 @@ import psutil
 import pytest
 import torch
 
-from tests.workers.agents.endpoint.live import END, JOINS, LIMITS, TOKENIZER, completion_of, ids_of, new_trace
+from recipes.embedded import byte_tokenizer
+from tests.workers.agents.endpoint.live import (
+    END,
+    JOINS,
+    LIMITS,
+    TEMPLATE,
+    TOKENIZER,
+    completion_of,
+    ids_of,
+    new_trace,
+)
 from verl_lite.schema import SAMPLING_CANDIDATES
-from workers.agents.conversation import Message
+from workers.agents.conversation import ChatJoins, Message
 from workers.agents.endpoint.answer_parts import split_thinking
 from workers.agents.endpoint.trace import ContextOverflow, Conversation, Refusal, SampledAnswer, Trace, TraceNode
 from workers.agents.episodes import TokenLimits, Trajectory
@@ -21,6 +31,11 @@ from workers.engines.base import Completion
 from workers.policy.chat_template import render_chats
 from workers.rollout.specs import ProgramSpec
 
+THINKING = byte_tokenizer()
+THINKING.chat_template = TEMPLATE.replace(
+    "generation_prompt %}<|assistant|>", "generation_prompt %}<|assistant|><think>\n"
+)
+"""A template that opens the thinking of each answer."""
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 
 
@@ -172,6 +187,21 @@ def test_thinking_stays_in_the_context_whether_or_not_the_client_sends_it_back()
 )
 def test_thinking_is_split_from_the_answer(text: str, found: tuple[str, str]) -> None:
     assert split_thinking(text) == found
+
+
+def test_thinking_that_the_prompt_opens_and_a_limit_cuts_off_is_no_answer() -> None:
+    call = '<tool_call>{"name": "look"}</tool_call>'
+    trace = new_trace()
+    trace._joins = ChatJoins(THINKING, most_tokens=LIMITS.max_model_len)
+    node = ask(trace, user("a"), answer=f"first {call} then", tools=TOOLS, max_tokens=len(call) + 8)
+    answer = said(node)
+    assert (answer.thinking, answer.text, answer.tool_calls) == (f"first {call} t", "", [])
+    assert answer.finish_reason == "length"
+    closed = ask(trace, user("b"), answer=f"hm</think>\n\n{call}", tools=TOOLS)
+    assert (said(closed).thinking, said(closed).text, len(said(closed).tool_calls)) == ("hm", "", 1)
+    # a client that does not send the thinking back continues the row
+    again = ask(trace, user("a"), assistant(""), user("go on"), answer="x</think>y", tools=TOOLS)
+    assert again.parent is node
 
 
 def test_a_stop_text_ends_the_answer_and_discards_the_tokens_after_it() -> None:
