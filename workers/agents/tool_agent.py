@@ -269,7 +269,11 @@ class Server:
                 await self._close()
                 raise self._error("ended during an episode") from error
             return f"Error: {error}", False
-        return text_of(result), not result.is_error
+        text = text_of(result)
+        # the policy could not tell an empty error from an empty result
+        if result.is_error and not text:
+            text = "Error: the tool failed without a message"
+        return text, not result.is_error
 
     async def _answers(self) -> bool:
         """Returns True if the server still answers. Only then an error is left to the policy."""

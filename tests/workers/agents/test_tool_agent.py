@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,6 +30,8 @@ from workers.agents import tool_agent
 from workers.agents.program_host import load_function, program_of
 
 pytest.importorskip("mcp")
+from mcp.types import CallToolResult
+
 SERVER = mcp_server.__file__
 LIMITS = {"memory_mb": 300, "processes": 8, "file_mb": 10}
 ROW = {"prompt": [{"role": "user", "content": "hi"}]}
@@ -173,6 +176,18 @@ def test_errors_of_tools_are_text(episodes: Episodes, http: dict[str, Any]) -> N
     ]
     for result, pattern in zip(results, patterns, strict=True):
         assert pattern in result
+
+
+def test_an_error_without_a_text_is_named(runner: asyncio.Runner) -> None:
+    async def failed(name: str, arguments: dict[str, Any]) -> CallToolResult:
+        return CallToolResult(content=[], is_error=True)
+
+    async def called() -> tuple[str, bool]:
+        server = tool_agent.Server("s", {"command": "x"}, LIMITS, (), 5.0)
+        server._client = SimpleNamespace(call_tool=failed)  # type: ignore[assignment]
+        return await server.call("add", {})
+
+    assert runner.run(called()) == ("Error: the tool failed without a message", False)
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000, "1" * 10_000])

@@ -18,6 +18,7 @@ from workers.agents.endpoint.request_fields import (
     read_list,
     read_stops,
     read_text,
+    read_tools,
     shortened,
     tool_call,
 )
@@ -84,7 +85,7 @@ class ChatCompletions:
             max_tokens = read_integer(body, "max_tokens")
         # read for the answer only, but a wrong value is refused before anything is sampled
         _includes_usage(body)
-        tools = [read_function(tool) for tool in read_list(body, "tools", needed=False)]
+        tools = [read_function(tool) for tool in read_tools(body, settings)]
         return Conversation(
             messages,
             tools,

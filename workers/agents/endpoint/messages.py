@@ -93,7 +93,7 @@ class Messages:
             messages.append({"role": "system", "content": system})
         for number, message in enumerate(read_list(body, "messages")):
             messages += _read_messages(message, f"messages.{number}", settings)
-        tools = [_read_tool(tool) for tool in read_tools(body, "custom")]
+        tools = [_read_tool(tool) for tool in read_tools(body, settings, "custom")]
         max_tokens = read_integer(body, "max_tokens")
         return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
 

@@ -82,6 +82,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 """Fields that change how an answer is sampled, with the values that leave it as it is (in addition to null)."""
 _WITH_FORMAT = ("text", "output_config")
+TOOLS_OF_TYPE = "tools."
+"""Beginning of entries of agentic.endpoint.ignored_fields that leave out tools of a type, as in tools.web_search."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,13 @@ def check_ignored_fields(names: Iterable[str]) -> None:
     """Raises UserError for an entry of agentic.endpoint.ignored_fields that the endpoint never refuses."""
     refused = ("temperature", "top_p", "top_k", "min_p", *_UNSUPPORTED)
     for name in names:
-        if name not in refused:
+        # providers add types of tools with each version
+        is_type_of_tool = name.startswith(TOOLS_OF_TYPE) and name != TOOLS_OF_TYPE
+        if name not in refused and not is_type_of_tool:
             raise UserError(
                 f"agentic.endpoint.ignored_fields={name} has no effect: the endpoint never refuses this field"
-                f"{did_you_mean(name, refused)}. Remove it, or name one of {', '.join(refused)}"
+                f"{did_you_mean(name, refused)}. Remove it, or name one of {', '.join(refused)}, or "
+                f"{TOOLS_OF_TYPE}TYPE"
             )
 
 
@@ -294,14 +299,22 @@ def read_identifier(value: object, where: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- tools
 
 
-def read_tools(body: Body, kind: str = "function") -> list[Body]:
-    """Returns the tools of a request, which have to be of this kind."""
-    tools = [as_object(tool, "tools") for tool in read_list(body, "tools", needed=False)]
-    for tool in tools:
+def read_tools(body: Body, settings: Settings, kind: str = "function") -> list[Body]:
+    """Returns the tools of a request that are of this kind. Raises Refusal for others, unless they are ignored."""
+    tools = []
+    for value in read_list(body, "tools", needed=False):
+        tool = as_object(value, "tools")
+        tool_type = tool.get("type")
         # clients send null for a type that they leave open
-        if tool.get("type") not in (None, kind):
+        if tool_type in (None, kind):
+            tools.append(tool)
+            continue
+        ignored_name = f"{TOOLS_OF_TYPE}{tool_type}"
+        if ignored_name not in settings.ignored_fields:
             raise Refusal(
-                f"tools: type={shortened(tool.get('type'))} runs at the provider; expected {kind}", field="tools"
+                f"tools: found the type {shortened(tool_type)}, expected {kind}; switch this tool off in the agent, or "
+                f"add {shortened(ignored_name)} to agentic.endpoint.ignored_fields to leave out tools of this type",
+                field="tools",
             )
     return tools
 

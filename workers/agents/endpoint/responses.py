@@ -116,7 +116,7 @@ class Responses:
         for item in _input_items(body):
             _add_item(messages, item, settings)
         tools = []
-        for tool in read_tools(body):
+        for tool in read_tools(body, settings):
             # this API has name and parameters beside the type, chat completions have them in an object `function`
             function = {name: value for name, value in tool.items() if name != "type"}
             tools.append(read_function({"type": "function", "function": function}))

@@ -440,6 +440,25 @@ def test_sampling_other_than_the_runs_is_refused_unless_it_is_ignored(session: S
     live.stop()
 
 
+def test_tools_of_other_types_are_refused_unless_they_are_ignored(session: Session) -> None:
+    live = Live(parrot, ignored_fields=["tools.web_search", "tools.namespace"])
+    other = Session(live)
+    own: dict[str, Any] = {
+        CHAT: {"type": "function", "function": FUNCTION},
+        RESPONSES: {"type": "function", **FUNCTION},
+        MESSAGES: ANTHROPIC_TOOLS[0],
+    }
+    for path, tool in own.items():
+        body = body_of(path) | {"tools": [{"type": "web_search"}, tool, {"type": "namespace", "tools": []}]}
+        reply = session.post(path, body)
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+        assert "found the type 'web_search', expected" in message and "add 'tools.web_search' to agentic" in message
+        assert other.post(path, body).status_code == 200
+        assert live.prompts[-1].startswith("<|user|>TOOLS weather <|user|>")
+    live.stop()
+
+
 RAW: list[Any] = [b"", b"{", b"[]", b'"x"', b"\xff\xfe\x00", b'{"a": "\xff"}', b"[" * 100_000, b"1" * 9999]
 NESTED = [json.loads(b"[" * depth + b"]" * depth) for depth in (100, 400, 800)]
 NO_TEXTS: list[Any] = [5, [5], {"a": 1}, "\ud800", [{"type": "image_url"}], [{"type": "text"}], [{"type": ["text"]}]]
