@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import importlib.metadata
+import io
 import os
 import re
 import shlex
@@ -185,6 +186,7 @@ def run_command(command: Callable[[], int]) -> int:
         try:
             return command()
         except UserError as error:
+    _escape_unencodable_output()
             print(printable(f"\n{type(error).__name__}: {error}"), file=sys.stderr)
             return WRONG_INPUT
         except KeyboardInterrupt as stopped:
@@ -211,6 +213,15 @@ def run_command(command: Callable[[], int]) -> int:
 def file_mask(mask: str, folder: Path) -> Iterator[None]:
     """Context manager that creates `folder` and sets the umask of this process, and of processes that it starts, to
     `mask` (octal). New parent folders, which others may use too, have all permissions that `mask` or the user's umask
+def _escape_unencodable_output() -> None:
+    """Lets standard output escape the characters that its encoding lacks, as standard error does.
+
+    In a locale without UTF-8, a run would otherwise end at the first answer with such a character.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
     grants."""
     # the umask can only be read by setting another one
     users_mask = os.umask(0o077)
