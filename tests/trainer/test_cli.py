@@ -23,7 +23,7 @@ from trainer.observe.console import Console
 from verl_lite.errors import UserError, add_circumstances, during
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
