@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import importlib.metadata
+import io
 import os
 import re
 import shlex
@@ -20,8 +21,9 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -36,6 +38,9 @@ MOST_DEFAULT_CPU_SLOTS = 2
 # exit status of a run that its user stopped: the shell's convention for SIGINT
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; batch systems; a closed terminal
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that users of batch systems choose as the warning before a time limit (`--signal=USR1@300`). Only commands
+handle them: a program that calls `train` may use them for something else."""
 WORKERS = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -181,6 +186,7 @@ def run_command(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit status. Errors other than the user's propagate, so that a debugger can catch
     them, and `sys.excepthook` prints them."""
     sys.excepthook = print_failure
+    _escape_unencodable_output()
     with signals_interrupt() as received:
         try:
             return command()
@@ -207,6 +213,15 @@ def run_command(command: Callable[[], int]) -> int:
             os._exit(1)
 
 
+def _escape_unencodable_output() -> None:
+    """Lets standard output escape the characters that its encoding lacks, as standard error does.
+
+    In a locale without UTF-8, a run would otherwise end at the first answer with such a character.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def file_mask(mask: str, folder: Path) -> Iterator[None]:
     """Context manager that creates `folder` and sets the umask of this process, and of processes that it starts, to
@@ -227,7 +242,7 @@ def file_mask(mask: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def signals_interrupt() -> Iterator[list[signal.Signals]]:
-    """In this context SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that the run shuts down cleanly. A second
+    """In this context SIGNALS and WARNINGS raise KeyboardInterrupt, so that the run shuts down cleanly. A second
     signal ends the process at once, and the run's guard cleans up. Yields the list of received signals."""
     received: list[signal.Signals] = []
 
@@ -243,7 +258,7 @@ def signals_interrupt() -> Iterator[list[signal.Signals]]:
         # the only exception that Ray lets through while the driver waits
         raise KeyboardInterrupt
 
-    with _handled_by(interrupt):
+    with _handled_by(interrupt, (*SIGNALS, *WARNINGS)):
         yield received
 
 
@@ -267,32 +282,44 @@ def stopping_on_signal(stop: Callable[[], None], tell: Callable[[str], None]) ->
         tell(f"{name}: stopping after this step, with a checkpoint; repeat it to stop at once, without a checkpoint")
         stop()
 
-    with _handled_by(stop_at_first_signal) as replaced_handlers:
+    numbers = list(SIGNALS)
+    for number in WARNINGS:
+        if isinstance(signal.getsignal(number), _SignalHandler):
+            numbers.append(number)
+    with _handled_by(stop_at_first_signal, numbers) as replaced_handlers:
         yield
 
 
-@contextmanager
-def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[dict[signal.Signals, Handler]]:
-    """In this context `handle` is called for SIGINT, SIGTERM and SIGHUP. Yields the handlers that it replaces.
+@dataclass(frozen=True)
+class _SignalHandler:
+    """A handler of a signal. After SIGHUP, it discards output to the closed terminal before it calls `handle`."""
 
-    After SIGHUP, output to the closed terminal is discarded first. Signals that were ignored before (nohup) stay
-    ignored. Outside the main thread, where Python does not deliver signals, nothing changes.
-    """
+    handle: Callable[[int, FrameType | None], None]
 
-    def handle_with_output(number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _discard_terminal_output()
-        handle(number, frame)
+        self.handle(number, frame)
 
+
+@contextmanager
+def _handled_by(
+    handle: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
+) -> Iterator[dict[signal.Signals, Handler]]:
+    """In this context `handle` is called for the signals `numbers`. Yields the handlers that it replaces.
+
+    Signals that were ignored before (nohup) stay ignored. Outside the main thread, where Python does not deliver
+    signals, nothing changes.
+    """
     replaced_handlers: dict[signal.Signals, Handler] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
+        for number in numbers:
             handler = signal.getsignal(number)
             # None stands for a handler that was not installed by Python
             if handler not in (signal.SIG_IGN, None):
                 replaced_handlers[number] = handler
     for number in replaced_handlers:
-        signal.signal(number, handle_with_output)
+        signal.signal(number, _SignalHandler(handle))
     try:
         yield replaced_handlers
     finally:

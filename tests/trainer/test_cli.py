@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -18,10 +19,11 @@ from trainer import main_ppo
 from trainer.cli import failure_text, run_command, stopping_on_signal
 from trainer.evaluate import evaluation
 from trainer.launch import run, start
+from trainer.observe.console import Console
 from verl_lite.errors import UserError, add_circumstances, during
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +77,41 @@ def test_a_signal_unwinds_the_run(number: signal.Signals, capfd: pytest.CaptureF
     assert run_command(command) == 128 + number and cleaned == ["up"]
     assert f"Stopped by {number.name}" in capfd.readouterr().err
     assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_warning_of_a_batch_system_stops_a_command_with_a_checkpoint(number: signal.Signals) -> None:
+    asked: list[str] = []
+
+    def command() -> int:
+        with stopping_on_signal(lambda: asked.append("stop"), asked.append):
+            os.kill(os.getpid(), number)
+        return 0
+
+    assert run_command(command) == 0 and asked[1:] == ["stop"] and f"{number.name}: stopping" in asked[0]
+
+
+def test_a_program_that_calls_train_keeps_its_own_use_of_sigusr() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    try:
+        with stopping_on_signal(lambda: pytest.fail("stopped"), print):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1]
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+
+    def command() -> int:
+        Console().print("3 \u2264 4")
+        print("\u4e2d", flush=True)
+        return 0
+
+    assert run_command(command) == 0 and written.getvalue() == b"3 \\u2264 4\n\\u4e2d\n"
 
 
 def test_the_second_signal_ends_at_once() -> None:

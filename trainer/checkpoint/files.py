@@ -11,6 +11,7 @@ every folder named global_step_N is complete. `tidy` removes the remains of a ki
 files that a disk or a copy has changed.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ MARKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "data.pt"
 SPARE_SHARE = 0.05  # free space required beyond a checkpoint's size, as a share of it: sizes vary, other files grow
-LEAST_FREE_BYTES = 1 << 20  # a failed save that leaves less than this failed because the disk is full
+PROBE_BYTES = 1 << 20  # a save failed because the disk is full if these cannot be written afterwards
 MOST_MANIFEST_BYTES = 16 << 20  # size for 100,000 files; this program writes no larger manifest
 LOADED = ("*/.metadata", "*/*.distcp", "*/*.pt")  # model files that a resumed run reads
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # no bytes or no files are left: on the disk, or in the quota of its user
+# errors of file systems that cannot sync folders, such as shared folders of virtual machines
+_FOLDERS_ARE_NOT_SYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 # what reading a file of any content can raise; UserError of `read_state` is a ValueError
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
@@ -57,11 +61,32 @@ def removed_on_failure(draft: Path) -> Iterator[None]:
         # measured before the draft is removed, which frees its space
         needed = expected_size(draft.parent, folder_bytes(draft))
         free = free_bytes(draft.parent)
+        is_full = isinstance(error, Exception) and _is_full(draft.parent)
         _remove(draft)
-        # judged by the free space, because a worker's error has no errno
-        if isinstance(error, Exception) and free < LEAST_FREE_BYTES:
+        if is_full:
             raise DiskFull(_no_room(draft.parent, needed, free)) from error
         raise
+
+
+def _is_full(folder: Path) -> bool:
+    """Tries to write PROBE_BYTES into a folder. Returns True if the disk, or a quota of it, has no room for them.
+
+    The error of a failed save does not tell: that of a worker has no errno. Nor do the free bytes of the disk, which
+    are not those of its quotas.
+    """
+    probe = folder / ".probe.draft"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            # network file systems report some errors only here
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in _FULL
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return False
 
 
 def publish(draft: Path) -> Path:
@@ -86,6 +111,10 @@ def publish(draft: Path) -> Path:
     for path in (*draft.rglob("*"), draft):
         _sync(path)
 
+    # written before the renames, which need no room: on a full disk, the marker and the checkpoints stay as they are
+    marker = run_dir / MARKER
+    marker_draft = _write_draft(marker, name.removeprefix("global_step_"))
+
     # A run resumed at an earlier step saves this step again. If the process is killed between the two renames, `tidy`
     # restores the replaced checkpoint. lexists: a broken link would prevent the rename, too
     if os.path.lexists(final):
@@ -94,10 +123,10 @@ def publish(draft: Path) -> Path:
     _sync(run_dir)
 
     # the marker follows the folder, so that it never names a step that is not there
-    marker = run_dir / MARKER
     if marker.is_dir():  # os.replace cannot put a file in place of a folder
         _set_aside(marker)
-    write_atomically(marker, name.removeprefix("global_step_"))
+    os.replace(marker_draft, marker)
+    _sync(run_dir)
     _remove(replaced)
     return final
 
@@ -360,8 +389,11 @@ def require_space(run_dir: Path, needed: int) -> None:
 
 
 def _no_room(run_dir: Path, needed: int, free: int) -> str:
+    problem = "the disk is full"
+    if free >= needed * (1 + SPARE_SHARE):
+        problem = "nothing more can be written, because a quota or the number of files is exhausted (quota -s; df -i)"
     return (
-        f"trainer.default_local_dir={run_dir}: the disk is full: checkpoints need about {needed / 1e9:.3g} GB there, "
+        f"trainer.default_local_dir={run_dir}: {problem}: checkpoints need about {needed / 1e9:.3g} GB there, "
         f"and {free / 1e9:.3g} GB are free. Earlier checkpoints are as they were. Free some space, keep fewer "
         "(trainer.max_actor_ckpt_to_keep), save more rarely (trainer.save_freq), or choose another folder"
     )
@@ -399,11 +431,17 @@ def beside_training(path: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small file atomically: readers see the old or the new text, also after a crash."""
+    draft = _write_draft(path, text)
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _write_draft(path: Path, text: str) -> Path:
+    """Writes the text that is to replace a file to a draft next to it, and returns the draft."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     _sync(draft)  # before the rename, which could otherwise reach the disk before the text
-    os.replace(draft, path)
-    _sync(path.parent)
+    return draft
 
 
 def _remove(path: Path) -> None:
@@ -422,9 +460,16 @@ def _set_aside(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Waits until the content of a file, or the names in a folder, are on the disk."""
+    """Waits until the content of a file, or the names in a folder, are on the disk.
+
+    Does nothing for a folder on a file system that cannot sync folders. Its files are synced all the same.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        is_unsupported = error.errno in _FOLDERS_ARE_NOT_SYNCED and path.is_dir()
+        if not is_unsupported:
+            raise
     finally:
         os.close(handle)

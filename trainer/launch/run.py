@@ -409,6 +409,8 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
     Raises UserError if the folder cannot be created or written to, or holds a run and trainer.resume_mode=disable.
     """
     run_dir = run_folder(config)
+    # first, because a folder that others may not enter, or a name that is too long, is an error of any look into it
+    _enter_run_folder(config, run_dir, stack)
     # a run that ended before its first checkpoint has metrics
     holds_run = (run_dir / "metrics.jsonl").exists() or saved_steps(run_dir)
     if holds_run and config.trainer.resume_mode == "disable":
@@ -416,7 +418,6 @@ def make_run_dir(config: RunOptions, stack: ExitStack) -> Path:
             f"trainer.default_local_dir={run_dir} holds a run already, and trainer.resume_mode=disable. Choose another "
             "trainer.experiment_name, or continue that run with trainer.resume_mode=auto"
         )
-    _enter_run_folder(config, run_dir, stack)
     return run_dir
 
 

@@ -5,12 +5,15 @@ On a terminal the bar stays at the bottom and the lines scroll above it. In a fi
 without control characters, and each line ends with the remaining time.
 """
 
+import errno
+import os
 import re
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,10 +55,37 @@ _SHARES = (
 
 class Terminal(rich.console.Console):
     """A rich console that is safe for text from data, models and users: `[red]` and `:smile:` are not interpreted as
-    markup, and control characters are escaped (`\\x1b[2J`). All formatted terminal output goes through this class."""
+    markup, and control characters are escaped (`\\x1b[2J`). All formatted terminal output goes through this class.
+
+    Text that cannot be written is dropped, because the work of a command is worth more than its output.
+
+    Attributes:
+        loss: Why text was dropped the last time: the reader of a pipe or the terminal is gone, or the disk of a log is
+            full. None as long as everything was written.
+    """
+
+    loss: OSError | None = None
 
     def __init__(self, file: IO[str] | None = None, width: int | None = None) -> None:
         super().__init__(file=file, width=width, highlight=False, markup=False, emoji=False)
+
+    def _check_buffer(self) -> None:
+        """Writes the printed text, or drops it if it cannot be written."""
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            self._drop_text(error)
+
+    def on_broken_pipe(self) -> None:
+        """Drops the text of a pipe without a reader. rich's own method ends the process."""
+        self._drop_text(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
+
+    def _drop_text(self, error: OSError) -> None:
+        self.loss = error
+        del self._buffer[:]
+        # a file without a number has no buffer that could fail again
+        with suppress(OSError):
+            _empty_buffer(self.file)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escapes control characters in a string before rich measures its width."""
@@ -69,6 +99,23 @@ class Terminal(rich.console.Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text), segment.style)
+
+
+def _empty_buffer(file: IO[str]) -> None:
+    """Drops the text in the buffer of a file that takes no more, so that the next flush does not fail again.
+
+    Later text is written, if the file then takes it.
+    """
+    number = file.fileno()
+    target = os.dup(number)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, number)
+        file.flush()
+    finally:
+        os.dup2(target, number)
+        os.close(nowhere)
+        os.close(target)
 
 
 class Console:
@@ -86,6 +133,7 @@ class Console:
         if not self._rich.is_terminal:
             self._rich = Terminal(file=file, width=_FILE_WIDTH)
         self._progress: Progress | None = None
+        self._has_told_loss = False
         self._total = 0
         # (time, step) of the last steps, whose pace gives the remaining time
         self._finished: deque[tuple[float, int]] = deque(maxlen=30)
@@ -96,6 +144,19 @@ class Console:
         is_text = isinstance(content, str | Text)
         # crop=False: a table row that is too long for the terminal wraps instead of being cut off
         self._rich.print(content, soft_wrap=is_text, crop=False)
+        if self._rich.loss is not None and not self._has_told_loss:
+            self._has_told_loss = True
+            self._tell_loss(self._rich.loss)
+
+    def _tell_loss(self, error: OSError) -> None:
+        """Notes on standard error that the output cannot be written. Does nothing if that cannot be written, either."""
+        with suppress(OSError):
+            print(
+                f"note: the output of the run cannot be written ({error.strerror}) and is dropped; the run goes on, "
+                "and its metrics are in metrics.jsonl of the run folder",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def progress(self, text: str) -> None:
         """Prints a progress message, unless the console is quiet."""

@@ -6,6 +6,7 @@ takes no lock, loads no model, and does not disturb the run. `recorded_answers.p
 
 import contextlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +122,17 @@ def read_run(folder: Path) -> RecordedRun:
     # resolved, because the parts of the path are the run's title
     folder = Path(folder).expanduser().resolve()
     metrics_file = folder / METRICS
-    if not metrics_file.is_file():
+    try:
+        has_metrics = metrics_file.is_file()
+        if has_metrics:
+            metrics_file.open().close()
+    except PermissionError as error:
+        raise UserError(
+            f"{folder}: you may not read this run ({error.strerror}: {error.filename}). Only its user can open a run "
+            "folder, unless the run is started with trainer.umask=027 (the group) or 022 (everybody); for an existing "
+            f"one, its user can execute: chmod -R g+rX {shlex.quote(str(folder))}"
+        ) from None
+    if not has_metrics:
         runs_below = _runs_below(folder)
         message = f"{folder}: no {METRICS} in it"
         if runs_below:

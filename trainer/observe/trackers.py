@@ -217,13 +217,29 @@ def _end_wandb() -> None:
         wandb.teardown()
 
 
+def _name_from_environment(run: TrackedRun, variable: str, key: str, name: str) -> str:
+    """Returns the name in a variable of the tracker's package, or `name` of the option `key` without such a variable.
+
+    The variable counts, and a note says so, because the option has a default: nobody may have chosen its value.
+    """
+    chosen_name = os.environ.get(variable)
+    if not chosen_name or chosen_name == name:
+        return name
+    run.console.note(f"{variable}={chosen_name} is the name for wandb, instead of {key}={name}")
+    return chosen_name
+
+
 @register_tracker("wandb")
 def _wandb(run: TrackedRun) -> Tracker:
     """Logs to Weights & Biases, with training/global_step as the x-axis.
 
-    Without an account it writes RUN/wandb, which `wandb sync` uploads. WANDB_MODE overrides this choice.
+    Without an account it writes RUN/wandb, which `wandb sync` uploads. WANDB_MODE overrides this choice, and
+    WANDB_PROJECT and WANDB_NAME override the names.
     """
     import wandb
+
+    project = _name_from_environment(run, "WANDB_PROJECT", "trainer.project_name", run.project)
+    name = _name_from_environment(run, "WANDB_NAME", "trainer.experiment_name", run.name)
 
     # wandb.setup registers wandb's own exit handler, which prints an error if the end of the run had to kill the
     # service. The handler that is registered after it runs before it.
@@ -238,8 +254,8 @@ def _wandb(run: TrackedRun) -> Tracker:
     # console: wandb would otherwise copy what the run prints, the progress bar included
     settings = wandb.Settings(console="off", silent=True, init_timeout=30.0)
     options: JsonObject = {
-        "project": run.project,
-        "name": run.name,
+        "project": project,
+        "name": name,
         "config": dict(run.options),
         "settings": settings,
         "mode": mode,

@@ -6,14 +6,10 @@ a run that is to stop does not wait for a server that is silent.
 """
 
 import asyncio
-import queue
 import reprlib
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,10 +18,10 @@ from trainer.rewards.failures import FailureLog
 from verl_lite.config import PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.json_types import JsonValue
+from verl_lite.machine.event_loop import run_async
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import JudgeServer, RemoteRewardError
 
-T = TypeVar("T")
 REQUESTS_AT_ONCE = 32
 MAX_RETRIES = 3
 REQUEST_TIMEOUT_S = 180.0
@@ -38,8 +34,6 @@ HIGHEST_LOG_PROB = 1e-3
 """Largest log-prob of a reply, above 0 because of rounding."""
 
 _KEPT_FAILURES = 100  # of each batch, in teacher_failures.jsonl
-_POLL_S = 0.2
-_END_S = 5.0  # for closing connections
 _INCOMPLETE = "\ufffd"  # stands for a part of a character
 
 _shortened = reprlib.Repr()
@@ -265,36 +259,6 @@ def _is_other_text(text: str, reply_text: str) -> bool:
 def _shown(value: object) -> str:
     """Returns the beginning of the representation of a value of any depth and size."""
     return _shortened.repr(value)[:300]
-
-
-def run_async(coroutine: Coroutine[object, None, T], check: Callable[[], None] = lambda: None) -> T:
-    """Runs a coroutine to its end in a thread of its own, because a notebook has a running event loop in this one.
-
-    Args:
-        coroutine: the coroutine.
-        check: called in this thread while it waits. An exception that it raises, and a KeyboardInterrupt, cancel the
-            coroutine and pass through.
-    """
-    loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
-
-    def run_loop() -> None:
-        with asyncio.Runner() as runner:
-            loops.put(runner.get_loop())
-            runner.get_loop().run_forever()
-
-    # a daemon, because a look-up of a name that hangs must not hold up the exit of the process
-    thread = threading.Thread(target=run_loop, daemon=True)
-    thread.start()
-    loop = loops.get()
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    try:
-        while not wait([future], timeout=_POLL_S).done:
-            check()
-        return future.result()
-    finally:
-        future.cancel()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(_END_S)
 
 
 def server_of(

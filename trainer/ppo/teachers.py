@@ -19,12 +19,13 @@ from trainer.data.prompts import PromptDataset
 from trainer.data.tokens import Prompt, encode_prompts
 from trainer.ppo.requirements import micro_batching
 from trainer.ppo.roles import TeacherRole
-from trainer.ppo.teacher_server import OtherTokens, TeacherServer, run_async, server_of
+from trainer.ppo.teacher_server import OtherTokens, TeacherServer, server_of
 from trainer.rewards.model_inputs import check_same_vocabulary
 from verl_lite.config import PPOConfig
 from verl_lite.config.distillation import Teacher
 from verl_lite.errors import UserError
 from verl_lite.json_types import ChatMessage
+from verl_lite.machine.event_loop import run_async
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import RemoteRewardError

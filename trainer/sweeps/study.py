@@ -363,6 +363,9 @@ def locked(folder: Path, umask: str = "077") -> Iterator[None]:
             raise UserError(
                 f"--study {folder}: {holder} is working on it: wait for it, or start another study: --study NAME"
             ) from None
+        except OSError as error:
+            # a file system without locks
+            print(f"note: {folder} cannot be locked ({error.strerror}): a second sweep on it would not be noticed")
         # for the message of another sweep; the kernel releases the lock of a killed process
         file.truncate(0)
         print(f"pid {os.getpid()} of user {psutil.Process().username()}", file=file, end="", flush=True)

@@ -155,6 +155,9 @@ def held_up(order: Order, log: BinaryIO) -> str:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return f"an earlier sweep's process, which writes to {log.name}, has not ended yet"
+    except OSError as error:
+        # a file system without locks
+        log.write(f"note: {log.name} cannot be locked ({error.strerror})\n".encode())
     if order.gpus:
         return busy_device(order.sweep)
     return ""

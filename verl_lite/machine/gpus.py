@@ -42,6 +42,7 @@ class Gpu:
         total_bytes: memory of the device.
         free_bytes: memory that no process uses.
         processes: the processes on the device that the library lists.
+        shares_memory: True if its memory is that of the machine, as on a DGX Spark (GB10).
     """
 
     index: int
@@ -50,6 +51,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     processes: tuple[GpuProcess, ...] = ()
+    shares_memory: bool = False
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name}, {self.uuid})"
@@ -111,7 +113,15 @@ def _gpu(nvml: ModuleType, index: int, handle: object) -> Gpu:
         index: index of the whole device.
         handle: the library's handle of the device or partition.
     """
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    shares_memory = False
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total_bytes, free_bytes = int(memory.total), int(memory.free)
+    except nvml.NVMLError_NotSupported:
+        # a device without memory of its own
+        shares_memory = True
+        machine = psutil.virtual_memory()
+        total_bytes, free_bytes = machine.total, machine.available
     try:
         entries = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
@@ -122,9 +132,10 @@ def _gpu(nvml: ModuleType, index: int, handle: object) -> Gpu:
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
         processes=tuple(processes),
+        shares_memory=shares_memory,
     )
 
 
@@ -222,11 +233,12 @@ def is_busy(gpu: Gpu) -> bool:
     """Returns True if other processes use the device, beyond what a desktop or an idle notebook uses.
 
     The limits are 1 GiB for all other processes together, and 2 GiB of memory that no visible process holds (another
-    container). A process with unknown memory also counts as use.
+    container). A process with unknown memory also counts as use. Memory that the device shares with the machine also
+    holds everything that does not run on the device, so only the processes count there.
     """
     listed_bytes = sum(process.used_bytes or 0 for process in gpu.processes)
     hidden_bytes = gpu.total_bytes - gpu.free_bytes - listed_bytes
-    if hidden_bytes > _IDLE_DEVICE_BYTES:
+    if hidden_bytes > _IDLE_DEVICE_BYTES and not gpu.shares_memory:
         return True
 
     others = [process for process in gpu.processes if process.pid != os.getpid()]

@@ -21,6 +21,7 @@ from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
 from verl_lite.json_types import ChatMessage, JsonMapping, JsonObject, JsonValue, KeywordArguments
+from verl_lite.machine.event_loop import run_async
 from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
 from verl_lite.rewards.judge import JudgeServer
 from verl_lite.rewards.registry import NAMED, REWARDS, RewardFunction, default_compute_score, find_named_reward
@@ -147,7 +148,7 @@ class RewardPart:
         is scored alone.
         """
         if self.is_async:
-            return asyncio.run(_all_of(map(self.score_async, items)))
+            return run_async(_all_of(map(self.score_async, items)))
         if not self.takes_lists:
             return [_guarded(self.call, item) for item in items]
         try:
@@ -418,8 +419,8 @@ def _awaited(returned: object) -> Any:
     """Returns the result of an awaitable, run in a new event loop; returns other values unchanged."""
     if not inspect.isawaitable(returned):
         return returned
-    # inside a coroutine, because `asyncio.run` takes no other awaitables
-    [result] = asyncio.run(_all_of([returned]))
+    # inside a coroutine, because an event loop runs no other awaitables
+    [result] = run_async(_all_of([returned]))
     return result
 
 

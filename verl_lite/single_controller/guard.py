@@ -24,7 +24,7 @@ from verl_lite.single_controller.watcher import CLUSTER_MARK
 
 # The path of a Unix socket has at most 107 bytes: base + "/vl-12345678/ray" +
 # "/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store".
-_LONGEST_BASE = 26
+_LONGEST_BASE = 26  # bytes, of which a letter can have several
 _PREFIX = "vl-"
 _SHORT_BASE = "/tmp"
 _SOCKET = "template"
@@ -179,7 +179,7 @@ def start_guard() -> Guard:
 
 def _new_folders(base: str) -> tuple[Path, Path]:
     """Creates the run's folder for sockets and its folder for temporary files."""
-    if len(base) <= _LONGEST_BASE:
+    if len(os.fsencode(base)) <= _LONGEST_BASE:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         temp = folder / "tmp"
         temp.mkdir()

@@ -48,7 +48,7 @@ _STARTS = 3
 _KEY = "ray_kwargs.ray_init.address="
 _POLL_S = 0.5
 
-BATCH_SYSTEM_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+BATCH_SYSTEM_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Answer = TypeVar("Answer")
 

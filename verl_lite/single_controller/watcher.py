@@ -93,7 +93,7 @@ def watch(driver: int, token: str, folders: Sequence[str]) -> None:
     The driver writes that byte if the run ended normally and has cleaned up after itself.
     """
     # batch systems send them to every process of a job
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     pipe = name_of_input()
     shared_files: set[str] = set()

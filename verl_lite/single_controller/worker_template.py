@@ -64,7 +64,7 @@ def serve(path: str) -> WorkerStart | None:
     # the kernel removes ended workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # the workers inherit the mask, as those that Ray's own daemons start
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
     template = os.getpid()
     # Ray keeps the settings of the environment at its import, so each worker imports it with its own environment
     sys.modules["ray"] = None  # type: ignore[assignment]

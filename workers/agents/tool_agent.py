@@ -25,6 +25,7 @@ from openai import AsyncOpenAI, BadRequestError
 from verl_lite.errors import UserError, printable
 from verl_lite.json_types import ChatMessage, DatasetRow, JsonMapping, JsonObject
 from verl_lite.machine import process_tree
+from verl_lite.machine.event_loop import run_async
 from verl_lite.machine.folders import restore_base_folder, temporary_folder
 from workers.agents.endpoint.limited import COMMAND, base_environment
 
@@ -173,7 +174,7 @@ def check_servers(
         key = f"agentic.mcp_servers.{name}"
         if not isinstance(entry.get("args") or [], list):
             raise UserError(f"{key}.args={entry['args']!r}: expected a list of arguments")
-        if not asyncio.run(tools_of(name, entry)):
+        if not run_async(tools_of(name, entry)):
             raise UserError(f"{key}: the server has no tools; remove it, or correct its arguments")
 
 

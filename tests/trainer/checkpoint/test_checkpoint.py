@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
 import shutil
 import signal
+import stat
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -48,6 +50,62 @@ def test_a_failing_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
     found = find_checkpoint(tmp_path, "auto", None)
     assert found is not None and read_state(found)["step"] == 1
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC])
+def test_a_quota_is_a_full_disk_although_the_disk_has_room(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of bytes or files. The error comes from a worker, whose message may not tell."""
+    save(tmp_path, 1)
+
+    def exhausted(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(os, "fsync", exhausted)
+    with pytest.raises(DiskFull, match="a quota or the number of files is exhausted") as caught:
+        write_checkpoint(tmp_path, 2, fail, {})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    # the files are written, and the quota ends within what `publish` adds
+    with pytest.raises(DiskFull):
+        save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", MARKER]
+
+
+def test_a_marker_without_room_leaves_the_checkpoints_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: str) -> int:
+        if MARKER in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2)
+    assert list(saved_steps(tmp_path)) == [1] and (tmp_path / MARKER).read_text() == "1"
+
+
+def test_a_file_system_that_cannot_sync_folders_holds_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def of_files_only(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", of_files_only)
+    save(tmp_path, 1)
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
 
 
 def write_for_ever(run_dir: Path) -> None:

@@ -59,7 +59,12 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path: Pat
 def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     nowhere = Path("/proc/self/fdinfo/run")  # where nobody, root included, makes a folder
-    for folder, why in ((tmp_path / "file" / "run", "File exists: .*/file"), (nowhere, "No such file .*")):
+    cases = (
+        (tmp_path / "file" / "run", "File exists: .*/file"),
+        (nowhere, "No such file .*"),
+        (tmp_path / ("x" * 300), "File name too long: .*"),
+    )
+    for folder, why in cases:
         said = rf"trainer\.default_local_dir={folder} cannot be written to \({why}\)"
         with pytest.raises(UserError, match=said), ExitStack() as stack:
             make_run_dir(in_folder(folder), stack)

@@ -20,7 +20,8 @@ import pytest
 from tests.tiny_run import ROOT
 from tests.trainer.observe.scripted import Run
 from trainer.main_ppo import main
-from trainer.observe.trackers import check_trackers
+from trainer.observe.console import Console
+from trainer.observe.trackers import TRACKERS, TrackedRun, check_trackers
 from verl_lite.errors import UserError
 
 
@@ -94,6 +95,21 @@ def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_sta
     with pytest.raises(UserError, match=r"trainer.logger=swandb is not known; known: .*tensorboard.*wandb"):
         check_trackers(["jsonl", "swandb"])
     check_trackers(["tests.trainer.observe.scripted:Scripted"])
+
+
+def test_wandb_takes_the_names_of_its_variables_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_PROJECT", "of the shell")
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    TRACKERS.get_fn("wandb")(TrackedRun(tmp_path, "verl_lite", "e", {}, Console()))
+    given = wandb.init.call_args.kwargs
+    assert (given["project"], given["name"]) == ("of the shell", "e")
+    said = "WANDB_PROJECT=of the shell is the name for wandb, instead of trainer.project_name=verl_lite"
+    assert said in capsys.readouterr().out
 
 
 WITHOUT_SERVICE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,38 @@ def printed(file: io.StringIO, steps: range, verbosity: Verbosity = "normal", to
         console.progress("a sample")
     console.stop()
     return file.getvalue()
+
+
+def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """The disk of a log is full, or nobody reads the pipe any more."""
+    with open("/dev/full", "w") as full:
+        console = Console(full)
+        for step in (1, 2):
+            console.log(METRICS, step)
+        # what could not be written does not fail again when the file is closed
+    told = capfd.readouterr().err
+    assert told.count("note: the output of the run cannot be written (No space left on device)") == 1
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        console = Console(pipe)
+        console.log(METRICS, 1)
+        console.note("more")
+    assert "(Broken pipe) and is dropped; the run goes on" in capfd.readouterr().err
+
+
+def test_a_log_is_continued_once_its_disk_has_room(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        target = os.dup(log.fileno())
+        console = Console(log)
+        with open("/dev/full", "w") as full:
+            os.dup2(full.fileno(), log.fileno())
+        console.print("lost")
+        os.dup2(target, log.fileno())
+        os.close(target)
+        console.print("kept")
+    assert (tmp_path / "log").read_text() == "kept\n"
 
 
 def test_a_step_is_one_readable_line_and_failed_rewards_are_told() -> None:

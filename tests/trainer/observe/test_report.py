@@ -4,6 +4,7 @@ how run folders are read: finished, alive, killed in the middle of a line, resum
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import hashlib
 import json
@@ -373,6 +374,18 @@ def test_a_run_is_alive_while_the_process_that_holds_its_folder_is(tmp_path: Pat
     process = psutil.Process().create_time()
     os.utime(folder / "in_use", (process - 60, process - 60))  # a killed run's, whose number this process got later
     assert read_run(folder).state == "stopped"
+
+
+def test_a_run_of_another_user_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "a run")
+
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    said = r"you may not read this run .*trainer\.umask=027.* chmod -R g\+rX '.*/a run'"
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=said):
+        patched.setattr(Path, "is_file", forbidden)
+        read_run(folder)
 
 
 def test_what_is_no_run_is_an_error_that_names_the_runs_below(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import threading
@@ -26,7 +25,6 @@ from trainer.ppo.teacher_server import (
     TeacherServer,
     TeacherStopped,
     log_probs_of,
-    run_async,
     server_of,
 )
 from trainer.ray_trainer import RayPPOTrainer
@@ -313,23 +311,6 @@ def test_a_server_that_replies_completes_the_step_of_a_run_that_is_to_stop(
     server = client(slowly)
     server.stop_requested = lambda: True
     assert server.compute_teacher_log_prob(batch_of(5)).batch["has_teacher"].all()
-
-
-def test_an_interrupt_cancels_the_requests() -> None:
-    ended = threading.Event()
-
-    async def request() -> None:
-        try:
-            await asyncio.sleep(600)
-        finally:
-            ended.set()
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_async(request(), interrupt)
-    assert ended.wait(5)
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -205,6 +207,22 @@ def test_another_question_a_damaged_study_and_a_second_sweep_are_refused(tmp_pat
         Study.load(tmp_path)
     with pytest.raises(UserError, match="no study exists there"):
         Study.load(tmp_path / "nowhere")
+
+
+def test_a_file_system_without_locks_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a study and of the log of a run."""
+
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with locked(tmp_path):
+        assert "cannot be locked (No locks available): a second sweep" in capsys.readouterr().out
+    order = Order([], tmp_path, "", "m", None, "sweep", gpus=False, umask=0o077)
+    with (tmp_path / "log").open("ab") as log:
+        assert held_up(order, log) == ""
 
 
 def test_a_second_sweep_changes_nothing_and_sees_what_the_first_has_done(

@@ -48,6 +48,26 @@ def test_in_a_container_the_root_is_the_own_group(tmp_path: Path) -> None:
     assert cores_limit(**where) == 1 and memory_left(**where) == 600
 
 
+def test_version_1_has_a_tree_for_each_controller(tmp_path: Path) -> None:
+    """As Docker and Slurm lay it out on older systems: beside an empty tree of version 2, and without some limits."""
+    where = tree(
+        tmp_path,
+        "5:memory:/slurm/job_7\n4:cpu,cpuacct:/slurm/job_7\n3:cpuset:/slurm\n1:name=systemd:/user:1\n0::/slurm\n",
+        {
+            "cpu/slurm/job_7/cpu.cfs_quota_us": "-1",
+            "cpu/slurm/job_7/cpu.cfs_period_us": "100000",
+            "cpu/slurm/cpu.cfs_quota_us": "250000",
+            "cpu/slurm/cpu.cfs_period_us": "100000",
+            "memory/slurm/job_7/memory.limit_in_bytes": f"{8 * GIB}",
+            "memory/slurm/job_7/memory.usage_in_bytes": f"{5 * GIB}",
+            "memory/slurm/job_7/memory.stat": f"inactive_file 7\ntotal_inactive_file {2 * GIB}",
+            "memory/memory.limit_in_bytes": "9223372036854771712",
+            "memory/memory.usage_in_bytes": f"{40 * GIB}",
+        },
+    )
+    assert cores_limit(**where) == 3 and memory_left(**where) == 5 * GIB
+
+
 def test_no_groups_no_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores_limit(tmp_path, tmp_path / "none") is None and memory_left(tmp_path, tmp_path / "none") is None
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {1, 4, 5}, raising=False)

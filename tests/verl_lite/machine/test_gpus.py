@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from verl_lite.errors import UserError
@@ -28,6 +30,9 @@ class FakeNvml:
     NVML_DEVICE_MIG_ENABLE = 1
 
     class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
         pass
 
     def __init__(self, *devices: dict[str, Any], driver: bool = True) -> None:
@@ -67,6 +72,8 @@ class FakeNvml:
         return "NVIDIA H200"
 
     def nvmlDeviceGetMemoryInfo(self, device: dict[str, Any]) -> Any:
+        if device.get("unified"):
+            raise self.NVMLError_NotSupported("Not Supported")
         total = device.get("total", 80 * GIB)
         return SimpleNamespace(total=total, free=total - device.get("used", GIB // 2))
 
@@ -87,6 +94,13 @@ def four(*processes: tuple[int, int | None]) -> list[Gpu]:
     found = list_gpus(FakeNvml(*(device(name, *(processes if place == 1 else ())) for place, name in enumerate(names))))
     assert found is not None
     return found
+
+
+def test_a_device_without_memory_of_its_own_has_that_of_the_machine() -> None:
+    """As a DGX Spark: whatever runs on the machine is no other user of the device; processes on it are."""
+    idle, used = list_gpus(FakeNvml(device("GPU-a", unified=True), device("GPU-b", (1, 3 * GIB), unified=True))) or []
+    assert idle.shares_memory and idle.total_bytes == psutil.virtual_memory().total
+    assert not is_busy(replace(idle, free_bytes=0)) and is_busy(used)
 
 
 def test_devices_and_parts_are_listed() -> None:

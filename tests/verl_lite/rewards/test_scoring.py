@@ -141,6 +141,23 @@ NO_SCORES = [
 ]  # fmt: skip
 
 
+def test_async_rewards_are_scored_where_an_event_loop_runs_already() -> None:
+    """As in a notebook, with reward.num_workers=0."""
+
+    async def judge(**call: Any) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+    async def judge_all(**lists: Any) -> list[float]:
+        return [0.25] * len(lists["solution_strs"])
+
+    async def cell() -> list[RewardResult]:
+        results = Scorer((RewardPart(function=judge),)).score_all(items("a", "b"))
+        return results + Scorer((RewardPart(style="batch", function=judge_all),)).score_all(items("a", "b"))
+
+    assert [result.score for result in asyncio.run(cell())] == [0.5, 0.5, 0.25, 0.25]
+
+
 @pytest.mark.parametrize("returned", NO_SCORES)
 def test_anything_else_is_a_failure_and_never_zero(returned: Any) -> None:
     with pytest.raises(ValueError):

@@ -87,10 +87,12 @@ def test_a_normal_end_leaves_nothing_and_restores_the_environment(own_temp: Path
     assert not list(own_temp.iterdir())
 
 
+# the second has 7 letters, which are 21 bytes
+@pytest.mark.parametrize("name", ["x" * 60, "\u4e34\u65f6\u6587\u4ef6\u76ee\u5f55\u7532"])
 def test_with_a_long_tmpdir_sockets_go_elsewhere_and_files_stay(
-    own_temp: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, own_temp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = own_temp / ("x" * 60)
+    long = own_temp / name
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
