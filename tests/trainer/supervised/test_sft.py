@@ -302,3 +302,12 @@ def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path)
     job = sft_job(tmp_path, [{"prompt": "a", "response": "Z"}, {"prompt": "b", "response": "b"}], model)
     with pytest.raises(UserError, match=r"data\.train_files: the tokenizer writes token \d+, .*embedding of 64 tokens"):
         job.read_data()
+def test_a_row_longer_than_the_models_positions_is_refused_before_training(tmp_path: Path) -> None:
+    short = tiny_qwen2(tmp_path / "short", max_positions=32)
+    fitting, long = [{"prompt": "1", "response": "2" * length} for length in (4, 40)]
+    sft_job(tmp_path, [fitting], short).read_data()
+    message = r"data.train_files: .* row has \d+ tokens, more than the 32 positions of model.path=.*data.max_length=32"
+    with pytest.raises(UserError, match=message):
+        sft_job(tmp_path, [fitting, long], short).read_data()
+
+
