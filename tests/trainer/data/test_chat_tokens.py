@@ -139,6 +139,23 @@ def test_earlier_thinking_that_the_template_drops_is_refused_with_its_row() -> N
     assert tokens_of(example) == whole_tokens(tokenizer, chat)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_answer_that_does_not_follow_the_generation_prompt_is_explained(first: int) -> None:
+    # as in the templates of DeepSeek-R1-Distill: the prompt opens a think block, and finished answers have none
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}"
+        "{% else %}<a>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+    )
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = template
+    message = (
+        r"row 3: the chat template ends the prompt of message 1 with '<u>one<a><think>\\n', and writes that answer"
+    )
+    with pytest.raises(UserError, match=message):
+        encode_chat([user("one"), assistant("<think>\na\n</think>\n\ntwo")], tokenizer, "row 3", first)
+
+
 def test_a_message_with_loss_mask_0_is_not_learnt(tmp_path: Path) -> None:
     chat = [CHAT[0], CHAT[1] | {"loss_mask": 0}, CHAT[2], CHAT[3] | {"loss_mask": 1}]
     assert learnt([{"messages": chat}], tmp_path) == ["four<|im_end|>"]
