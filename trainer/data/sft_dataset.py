@@ -279,6 +279,9 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
     return Example(tokens[:1], response, [1] * len(response))
 
 
+    # a text that the chat template rendered begins with this token already
+    if tokenizer.bos_token_id is not None and tokens[:2] == [tokenizer.bos_token_id] * 2:
+        tokens = tokens[1:]
 def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
     """Returns the chat of a row and the index of the first message in the loss.
 

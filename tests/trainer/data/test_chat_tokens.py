@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.tiny_model import tiny_tokenizer
@@ -154,6 +154,16 @@ def test_an_answer_that_does_not_follow_the_generation_prompt_is_explained(first
     )
     with pytest.raises(UserError, match=message):
         encode_chat([user("one"), assistant("<think>\na\n</think>\n\ntwo")], tokenizer, "row 3", first)
+
+
+def test_a_text_with_the_first_token_of_its_tokenizer_gets_no_second_one() -> None:
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.bos_token = "<|im_start|>"
+    template = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    with_first_token = encode_plain_text("<|im_start|>12", tokenizer, "row 0")
+    assert with_first_token == encode_plain_text("12", tokenizer, "row 0")
+    assert (with_first_token.prompt, len(with_first_token.response)) == ([1], 3)
 
 
 def test_a_message_with_loss_mask_0_is_not_learnt(tmp_path: Path) -> None:
