@@ -24,6 +24,7 @@ from workers.agents.conversation import end_of_turn, writes_end_of_turn
 from workers.policy.chat_template import ChatTemplateError, render_chats
 from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
+_SHOWN_CHARACTERS = 40  # of a prompt's end in a message
 _TAG = re.compile(r"<[^<>]*>")
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
@@ -352,6 +353,16 @@ class ChatText:
         """Returns the length of the text of the first messages. Raises UserError if the whole text begins otherwise."""
         text = self._text(count, is_question=is_question)
         if not self.whole.startswith(text):
+            # Some templates of reasoning models begin an answer with <think>, and leave the thinking out of a finished
+            # one. For an earlier answer, one row for each answer may help.
+            is_last = count == len(self._chat) - 1
+            if is_question and is_last and self.whole.startswith(self._text(count, is_question=False)):
+                prompt_end = text[-_SHOWN_CHARACTERS:]
+                raise UserError(
+                    f"{self._where}: the chat template ends the prompt of message {count} with {prompt_end!r}, and "
+                    "writes that answer differently, so training would use other tokens than generation; set "
+                    "data.chat_template to a template that writes answers as the model generates them"
+                )
             raise UserError(
                 f"{self._where}: the chat template renders earlier turns differently when later turns follow, so one "
                 "row cannot train several turns; split the row into one row for each assistant message, or set "

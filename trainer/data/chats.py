@@ -4,6 +4,7 @@ Every error message names the file, row and column, and shows the value found.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,33 @@ MULTIMODAL = "only images of prompts are supported, for main_ppo with a vision-l
 TEXT_MODEL = "the model of model.path reads only text: set model.path to a vision-language model (Qwen2.5-VL, Qwen3-VL)"
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of message parts with text, each with the key of its text."""
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""The beginning of a list of messages as JSON, or as Python prints it."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def wrong_value(where: str, value: object, expected: str) -> UserError:
     """Returns the error about a value that is not the expected one."""
     return UserError(f"{where}: found {value!r:.200}, expected {expected}")
+
+
+def refuse_messages_as_text(text: str, where: str) -> None:
+    """Raises UserError for a text that is a list of messages, as JSON or as Python prints it.
+
+    A table that was once written as CSV has such texts. They would become the content of a single message.
+
+    Args:
+        text: the value of a column that may hold plain text or messages.
+        where: the column's place, for the message.
+    """
+    names_both_keys = all(re.search(rf"""["']{key}["']\s*:""", text) for key in ("role", "content"))
+    if _MESSAGES_AS_TEXT.match(text) and names_both_keys:
+        raise wrong_value(
+            where,
+            text,
+            "chat messages or plain text, not messages written as text: convert the column to lists of messages (for "
+            "JSON with json.loads). If the text itself is meant, write it as the content of a message",
+        )
 
 
 def read_messages(chat: object, where: str, images: list[object] | None = None) -> Chat:

@@ -20,12 +20,15 @@ from trainer.data.chat_tokens import (
     render,
 )
 from trainer.data.chats import Chat, read_messages
+from trainer.data.row_formats import is_missing
 from trainer.data.sft_dataset import (
     LOSS_MASKS,
     NO_ARGUMENTS,
     Example,
     Report,
+    as_answer,
     collate,
+    found_columns,
     question_of,
     row_report,
     rows_of,
@@ -165,9 +168,7 @@ def _chat(row: Row, key: str, option: str, config: PairDataConfig, where: str) -
     """
     column = f"{where}, column {key!r}"
     answer = _column(row, key, option, where)
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    messages = read_messages(answer, column)
+    messages = read_messages(as_answer(answer, column), column)
     if messages[-1]["role"] != "assistant":
         raise UserError(
             f"{column}: its last message is of role {messages[-1]['role']!r}; expected 'assistant', because an answer "
@@ -199,11 +200,12 @@ def _column(row: Row, key: str, option: str, where: str) -> object:
         where: Location of the row, for the message.
 
     Raises:
-        UserError: If the row lacks the column.
+        UserError: If the row lacks the column, or has no value there.
     """
-    if row.get(key) is None:
+    if is_missing(row.get(key)):
+        lacking = "value in column" if key in row else "column"
         raise UserError(
-            f"{where}: there is no column {key!r} (data.{option}); columns found: {', '.join(row)}. A correct row: "
+            f"{where}: there is no {lacking} {key!r} (data.{option}); {found_columns(row)}. A correct row: "
             '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'
         )
     return row[key]

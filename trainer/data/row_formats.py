@@ -19,6 +19,7 @@ from trainer.data.chats import (
     read_messages,
     read_tools,
     read_tools_file,
+    refuse_messages_as_text,
     wrong_value,
 )
 from trainer.data.images import PLACEHOLDER, read_image
@@ -207,7 +208,7 @@ class RowSchema:
         names = self._theirs[ours]
         for name in names:
             value = value_at(raw, name)
-            if not _is_missing(value):
+            if not is_missing(value):
                 return value, f"{where}, column {name!r}"
 
         column = _first_found(names, raw)
@@ -291,9 +292,7 @@ class RowSchema:
         """
         value, column = self._value("prompt", raw, where)
         if isinstance(value, str):
-            # it would be sampled from as one user message with the text of the json
-            if value.startswith('[{"role"'):
-                raise wrong_value(column, value, "chat messages or plain text, not messages written as json text")
+            refuse_messages_as_text(value, column)
             template = self._config.prompt_template or "{prompt}"
             value = [{"role": "user", "content": template.replace("{prompt}", value)}]
         # without a list for the images, images in messages are refused
@@ -332,7 +331,7 @@ class RowSchema:
         if own is not None and not isinstance(own, dict):
             raise wrong_value(f"{where}, column 'reward_model'", own, f"a dict like {EXAMPLE_ROW['reward_model']}")
         reward_model = dict(own or {})
-        if _is_missing(reward_model.get("ground_truth")):
+        if is_missing(reward_model.get("ground_truth")):
             reward_model.pop("ground_truth", None)
 
         truth, column = self._value("ground_truth", raw, where)
@@ -376,7 +375,7 @@ class RowSchema:
         return value
 
 
-def _is_missing(value: object) -> bool:
+def is_missing(value: object) -> bool:
     """Returns True for null, which parquet gives rows without a column, and for NaN, which pandas writes instead."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 

@@ -24,8 +24,15 @@ from trainer.data.chat_tokens import (
     end_of_answer,
     ends_of_answers,
 )
-from trainer.data.chats import Chat, read_messages, read_tools, read_tools_file
-from trainer.data.row_formats import check_text_only, value_at
+from trainer.data.chats import (
+    Chat,
+    read_messages,
+    read_tools,
+    read_tools_file,
+    refuse_messages_as_text,
+    wrong_value,
+)
+from trainer.data.row_formats import check_text_only, is_missing, value_at
 from trainer.data.sources import Row, read_rows
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
@@ -272,6 +279,9 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
         )
     encoding = tokenizer(text)
     tokens = list(encoding["input_ids"])
+    # a text that the chat template rendered begins with this token already
+    if tokenizer.bos_token_id is not None and tokens[:2] == [tokenizer.bos_token_id] * 2:
+        tokens = tokens[1:]
     # some tokenizers add the end themselves, and it must not be learnt twice
     if tokens[-1] != tokenizer.eos_token_id:
         tokens.append(tokenizer.eos_token_id)
@@ -310,7 +320,10 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
         response_key = COMPLETION
     prompt = value_at(row, config.prompt_key)
     response = value_at(row, response_key)
-    if prompt is None or not isinstance(response, str | list):
+    # a number, for example; null and NaN of a table count as missing
+    if prompt is not None and not is_missing(response) and not isinstance(response, str | list):
+        raise wrong_value(f"{where}, column {response_key!r}", response, "an answer: text or messages")
+    if prompt is None or is_missing(response):
         if config.chosen_key in row:
             raise UserError(
                 f"{where}: found a pair of answers (column {config.chosen_key!r}), expected one answer. loss=dpo "
@@ -319,18 +332,27 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
         raise UserError(
             f"{where}: there is neither a chat in column {config.messages_key!r} (data.messages_key) nor a prompt in "
             f"{config.prompt_key!r} (data.prompt_key) with an answer, text or messages, in {config.response_key!r} "
-            f"(data.response_key) or {COMPLETION!r}, nor plain text in {TEXT!r}; columns found: {', '.join(row)}. "
+            f"(data.response_key) or {COMPLETION!r}, nor plain text in {TEXT!r}; {found_columns(row)}. "
             'A correct row: {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}'
         )
     question = question_of(prompt, f"{where}, column {config.prompt_key!r}")
-    if isinstance(response, str):
-        response = [{"role": "assistant", "content": response}]
-    answer = _read_answer(response, f"{where}, column {response_key!r}", needs_assistant)
+    response_column = f"{where}, column {response_key!r}"
+    answer = _read_answer(as_answer(response, response_column), response_column, needs_assistant)
     first = len(question)
     # `is False`, because None, the default, means the completion
     if config.completion_only_loss is False:
         first = 0
     return [*question, *answer], first
+
+
+def found_columns(row: Row) -> str:
+    """Returns the columns of a row for messages about a missing value, apart from those that are empty."""
+    filled = [name for name, value in row.items() if not is_missing(value)]
+    empty = [name for name in row if name not in filled]
+    text = f"columns found: {', '.join(filled) or 'none'}"
+    if empty:
+        text += f" (without a value in this row: {', '.join(empty)})"
+    return text
 
 
 def _read_answer(messages: object, where: str, needs_assistant: bool | None) -> Chat:
@@ -346,8 +368,20 @@ def _read_answer(messages: object, where: str, needs_assistant: bool | None) -> 
 def question_of(prompt: object, where: str) -> Chat:
     """Returns a prompt as messages; plain text becomes one user message. Raises UserError for any other type."""
     if isinstance(prompt, str):
+        refuse_messages_as_text(prompt, where)
         prompt = [{"role": "user", "content": prompt}]
     return read_messages(prompt, where)
+
+
+def as_answer(answer: object, where: str) -> object:
+    """Returns an answer as a list of messages if it is plain text, other values unchanged.
+
+    Raises UserError for messages written as text.
+    """
+    if not isinstance(answer, str):
+        return answer
+    refuse_messages_as_text(answer, where)
+    return [{"role": "assistant", "content": answer}]
 
 
 def encode_chat(

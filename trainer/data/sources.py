@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,6 +36,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 
 # a split name as a word of its own: "train-00000.parquet", but neither "trainer" nor "contest"
 _SPLIT_WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(SPLITS['train'] + SPLITS['val'])})(?![a-z0-9])")
+_ROWS_PER_BATCH = 256  # of parquet; a batch of texts of 8 MiB is still below the 2 GiB of an array
 MOST_LEVELS = 100  # of nesting; far below Python's recursion limit of 1,000
 _DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json")  # written by `datasets` next to data files
 
@@ -89,15 +90,58 @@ class RowTable:
         if isinstance(rows, list):
             return [_with_columns(rows[index], columns) for index in indices]
 
-        if isinstance(rows, pyarrow.Table):
-            arrow_indices = pyarrow.array(indices, type=pyarrow.int64())
-            table = rows.select(list(columns)).take(arrow_indices)
-        else:
+        if not isinstance(rows, pyarrow.Table):
             # in arrow format, because `datasets` would decode images to PIL
             arrow_rows = rows.with_format("arrow", columns=list(columns))
-            table = arrow_rows[list(indices)]
-        # "lossy": of a key that occurs twice in a map, the last value is used
-        return table.to_pylist(maps_as_pydicts="lossy")
+            return self._python_rows(arrow_rows[list(indices)])
+
+        # Slices, not `take`: that joins all texts of a column first, which fails above 2 GiB, and cannot read the
+        # texts of Polars (string_view).
+        table = rows.select(list(columns))
+        python_rows: list[Row] = []
+        for first, count in _runs(indices):
+            python_rows += self._python_rows(table.slice(first, count))
+        return python_rows
+
+    def _python_rows(self, table: pyarrow.Table) -> list[Row]:
+        """Returns all rows of a table as Python objects. Raises UserError for a value that Python does not have."""
+        try:
+            # "lossy": of a key that occurs twice in a map, the last value is used
+            return table.to_pylist(maps_as_pydicts="lossy")
+        # such as a date after the year 9999
+        except (OverflowError, ValueError) as error:
+            for name in table.column_names:
+                if not _has_python_values(table.column(name)):
+                    raise UserError(
+                        f"{self.path}, column {name!r}: a value of type {table.schema.field(name).type} cannot be read "
+                        f"({error}); write the column as text, or leave it out"
+                    ) from error
+            raise
+
+
+def _has_python_values(column: pyarrow.ChunkedArray) -> bool:
+    """Returns True if all values of a column can be converted to Python objects."""
+    try:
+        column.to_pylist(maps_as_pydicts="lossy")
+    except (OverflowError, ValueError):
+        return False
+    return True
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the runs of consecutive indices: the first index and the length of each, in their order."""
+    first = 0
+    count = 0
+    for index in indices:
+        if count and index == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first = index
+        count = 1
+    if count:
+        yield first, count
 
 
 def _with_columns(row: Row, columns: Sequence[str]) -> Row:
@@ -161,7 +205,9 @@ def read_data_file(path: str, option: str) -> RowTable:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
-            table = reader.read()
+            # in batches: `read` converts the texts inside lists of a whole row group at once, which fails above 2 GiB
+            batches = reader.iter_batches(batch_size=_ROWS_PER_BATCH)
+            table = pyarrow.Table.from_batches(batches, schema=reader.schema_arrow)
         # finds text that is not UTF-8 here instead of when a row is read
         table.validate(full=True)
         distinct_names = set(table.column_names)

@@ -58,6 +58,7 @@ from workers.policy.loading import (
     check_network,
     check_sequence_parallel,
     load_model_config,
+    longest_context,
     output_layer_note,
     packing_note,
 )
@@ -340,6 +341,7 @@ class SupervisedJob(Job[Options]):
                 "which a micro-batch has to hold; raise it, or lower data.max_length"
             )
         self.check_vocabulary()
+        self.check_positions()
 
         row_count = len(self.task.train)
         if data.train_max_samples >= 0:
@@ -374,6 +376,22 @@ class SupervisedJob(Job[Options]):
                     f"{option}: the tokenizer writes token {largest}, and the model {self.config.model.path!r} has an "
                     f"embedding of {size} tokens (vocab_size): use the model's own tokenizer, or enlarge its embedding "
                     "(resize_token_embeddings)"
+                )
+
+    def check_positions(self) -> None:
+        """Raises UserError if a row is longer than the model's maximum number of positions."""
+        # learned positions end with an index error of the device; rotary ones would be trained without a word
+        positions = longest_context(load_model_config(self.config.model))
+        if positions is None:
+            return
+        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
+        for option, rows in rows_by_option.items():
+            longest = max((len(text) for row in rows for text in row.texts), default=0)
+            if longest > positions:
+                raise UserError(
+                    f"{option}: the longest row has {longest} tokens, more than the {positions} positions of "
+                    f"model.path={self.config.model.path!r} (max_position_embeddings): set data.max_length={positions} "
+                    "with data.truncation=drop, or take a model with a longer context"
                 )
 
     def checkpoint_bytes(self) -> int:

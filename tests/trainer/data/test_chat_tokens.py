@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.tiny_model import tiny_tokenizer
@@ -137,6 +137,33 @@ def test_earlier_thinking_that_the_template_drops_is_refused_with_its_row() -> N
         encode_chat(chat, tokenizer, "row 5")
     example = encode_chat(chat, tokenizer, "row 5", first=3)
     assert tokens_of(example) == whole_tokens(tokenizer, chat)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_answer_that_does_not_follow_the_generation_prompt_is_explained(first: int) -> None:
+    # as in the templates of DeepSeek-R1-Distill: the prompt opens a think block, and finished answers have none
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}"
+        "{% else %}<a>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a><think>\n{% endif %}"
+    )
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.chat_template = template
+    message = (
+        r"row 3: the chat template ends the prompt of message 1 with '<u>one<a><think>\\n', and writes that answer"
+    )
+    with pytest.raises(UserError, match=message):
+        encode_chat([user("one"), assistant("<think>\na\n</think>\n\ntwo")], tokenizer, "row 3", first)
+
+
+def test_a_text_with_the_first_token_of_its_tokenizer_gets_no_second_one() -> None:
+    tokenizer = tiny_tokenizer(96)
+    tokenizer.bos_token = "<|im_start|>"
+    template = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    with_first_token = encode_plain_text("<|im_start|>12", tokenizer, "row 0")
+    assert with_first_token == encode_plain_text("12", tokenizer, "row 0")
+    assert (with_first_token.prompt, len(with_first_token.response)) == ([1], 3)
 
 
 def test_a_message_with_loss_mask_0_is_not_learnt(tmp_path: Path) -> None:

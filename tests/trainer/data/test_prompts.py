@@ -87,7 +87,10 @@ def test_overlong_prompts_are_cut_when_asked(make: Callable, side: str, kept: st
     ("row", "parts"),
     [
         ({"data_source": "x"}, ["no prompt (column 'prompt')", "found: data_source", "data.columns", '"ground_truth"']),
-        (make_row("1", prompt='[{"role": "user"}]'), ["row 0", "'prompt'", "not messages written as json"]),
+        (
+            make_row("1", prompt='[{"role": "user", "content": "1"}]'),
+            ["row 0", "'prompt'", "not messages written as text"],
+        ),
         (make_row("1", prompt=[{"role": "user"}]), ["expected a message like"]),
         (make_row("1", prompt=[]), ["expected a list of chat messages"]),
         (make_row("1", prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["has an image", "only text"]),

@@ -155,6 +155,8 @@ def test_a_number_of_answers_that_is_none_is_explained(tmp_path: Path, wrong: An
         ({"prompt": [USER], "reward_model": {"ground_truth": "2"}}, {}, "no data_source .*data.data_source=NAME"),
         ({"question": "1", "answer": None}, SIMPLE, "row 0 of .*no ground_truth .column 'answer'"),
         ({"question": None, "answer": "1"}, SIMPLE, "column 'question': found None, expected a list of chat"),
+        ({"question": '[{"role": "user", "content": "1"}]', "answer": "1"}, SIMPLE, "not messages written as text"),
+        ({"question": "[{'content': '1', 'role': 'user'}]", "answer": "1"}, SIMPLE, "not messages written as text"),
         # the column with the wrong value, which is not the first of the two
         ({"question": None, "m": 5, "answer": "1"}, SIMPLE | {"prompt": ["question", "m"]}, "column 'm': found 5"),
         ({"m": [ANSWER], "data_source": "a"}, {"prompt": "m"}, "only an assistant message.*a prompt before it"),

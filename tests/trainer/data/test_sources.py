@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from datasets.packaged_modules.parquet.parquet import Parquet
 
 from tests.trainer.prompt_rows import contents, load, make_row, truths, write
-from trainer.data.sources import read_rows
+from trainer.data.sources import RowTable, read_data_file, read_rows
 from verl_lite.errors import UserError
 
 SIMPLE = {"prompt": "question", "ground_truth": "answer"}
@@ -238,3 +241,54 @@ def test_a_row_that_is_nested_too_deep_is_named(form: str, tmp_path: Path) -> No
         read_rows(str(path), "data.train_files")
     path.write_text(f"[{flat}]" if form == "json" else f"{flat}\n", encoding="utf-8")
     assert len(read_rows(str(path), "data.train_files")) == 1
+
+
+# --- parquet -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_columns_above_2_gib_are_read() -> None:
+    # 40 times the same 64 MiB, which an array of texts cannot hold
+    long_text = "x" * (64 << 20)
+    chunk = pyarrow.array([long_text, "a"])
+    messages = pyarrow.ListArray.from_arrays([0, 1, 2], pyarrow.StructArray.from_arrays([chunk], ["content"]))
+    columns = {"text": [chunk] * 40, "messages": [messages] * 40}
+    table = pyarrow.table({name: pyarrow.chunked_array(chunks) for name, chunks in columns.items()})
+    rows = RowTable("large", table).rows([79, 1, 3, 5], ["text", "messages"])
+    assert rows == [{"text": "a", "messages": [{"content": "a"}]}] * 4
+
+
+def test_a_row_group_above_2_gib_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{number}"}]} for number in range(600)]
+    file = write(tmp_path / "rows.parquet", rows)
+
+    def read_at_once(*_: object, **__: object) -> None:
+        raise pyarrow.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+
+    # what pyarrow does with 2 GiB of texts inside lists
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read", read_at_once)
+    assert read_rows(file, "data.train_files") == rows
+
+
+def test_a_file_of_polars_is_read_in_any_order(tmp_path: Path) -> None:
+    # Polars stores texts as string_view, which most functions of pyarrow do not know
+    message = [("role", pyarrow.string_view()), ("content", pyarrow.string_view())]
+    schema = pyarrow.schema(
+        {"question": pyarrow.string_view(), "messages": pyarrow.large_list(pyarrow.struct(message))}
+    )
+    stored_schema = base64.b64encode(schema.serialize().to_pybytes()).decode()
+    rows = [{"question": text, "messages": [{"role": "user", "content": text}]} for text in "abc"]
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.parquet.ParquetWriter(tmp_path / "polars.parquet", table.schema, store_schema=False) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({"ARROW:schema": stored_schema})
+    read = read_data_file(str(tmp_path / "polars.parquet"), "data.train_files")
+    assert read.rows([2, 0], read.columns) == [rows[2], rows[0]]
+
+
+def test_a_date_that_python_does_not_have_is_named_with_its_column(tmp_path: Path) -> None:
+    late = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "created": late}), tmp_path / "rows.parquet")
+    file = str(tmp_path / "rows.parquet")
+    assert read_data_file(file, "data.train_files").rows([0], ["text"]) == [{"text": "a"}]
+    with pytest.raises(UserError, match=r"rows.parquet, column 'created': a value of type timestamp\[us\] cannot be"):
+        read_rows(file, "data.train_files")

@@ -96,6 +96,14 @@ def test_an_answer_has_the_tokens_that_a_policy_samples() -> None:
     [
         ({"prompt": "1", "response": "2"}, r"no column 'chosen' \(data.chosen_key\); columns found: prompt, response"),
         ({"prompt": "1", "chosen": "2"}, "no column 'rejected'"),
+        (
+            {"prompt": "1", "chosen": "2", "rejected": None},
+            r"no value in column 'rejected' .*; columns found: prompt, chosen \(without a value in this row: rejected",
+        ),
+        (
+            {"prompt": "1", "chosen": '[{"role": "assistant", "content": "2"}]', "rejected": "3"},
+            "column 'chosen': found .* not messages written as text",
+        ),
         ({"chosen": "2", "rejected": "3"}, r"there is no column 'prompt' \(data.prompt_key\)"),
         ({"prompt": "1", "chosen": [QUESTION], "rejected": [QUESTION]}, "its last message is of role 'user'"),
         ({"prompt": "1", "chosen": 2, "rejected": 3}, "column 'chosen': found 2, expected a list"),

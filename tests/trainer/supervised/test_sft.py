@@ -113,7 +113,16 @@ def test_the_loss_is_the_sum_over_learnt_tokens_by_the_global_number() -> None:
     [
         ({"question": "1", "answer": "2"}, "neither a chat in column 'messages' .* found: question, answer"),
         ({"prompt": "1", "answer": "2"}, r"in 'response' \(data.response_key\) or .*; columns found: prompt, answer"),
-        ({"prompt": "1", "response": 2}, "with an answer, text or messages, in 'response' .* or 'completion'"),
+        ({"prompt": "1", "response": 2}, "column 'response': found 2, expected an answer: text or messages"),
+        ({"prompt": "1", "response": None}, r"columns found: prompt \(without a value in this row: response\)"),
+        (
+            {"prompt": "[{'content': '1', 'role': 'user'}]", "response": "2"},
+            "column 'prompt': found .* not messages written as text: convert the column to lists of messages",
+        ),
+        (
+            {"prompt": "1", "response": json.dumps([assistant("2")])},
+            "column 'response': found .* not messages written as text",
+        ),
         ({"prompt": "1", "completion": [user("2")]}, "column 'completion': there is no assistant message"),
         ({"prompt": "1", "chosen": "2", "rejected": "3"}, "found a pair of answers .*loss=dpo trains on pairs"),
         ({"messages": [user("1")]}, "there is no assistant message"),
@@ -126,6 +135,14 @@ def test_a_wrong_row_is_named(
     path = write(tmp_path / "rows.parquet", [row])
     with pytest.raises(UserError, match=f"data.train_files: row 0 of {path}.*{message}"):
         load_examples([path], tokenizer, SFTDataConfig(), option="data.train_files")
+
+
+def test_an_answer_may_itself_be_json(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(120)  # with quotes and brackets
+    for answer in ('[{"role": "hamlet"}]', '["role", "content"]', '{"role": "user", "content": "1"}'):
+        path = write(tmp_path / "rows.jsonl", [{"prompt": "1", "response": answer}])
+        [example] = load_examples([path], tokenizer, SFTDataConfig(), option="data.train_files")
+        assert learnt_text(example, tokenizer) == [f"{answer}<|im_end|>"]
 
 
 def test_a_question_and_its_answer_may_be_entries_of_a_column(
@@ -294,6 +311,15 @@ def test_a_resumed_run_refuses_other_rows_of_the_same_number(model: str, tmp_pat
         fingerprints.append(job.steps.dataset)
     assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 3
     assert all(fingerprint.startswith("4 rows, ") for fingerprint in fingerprints)
+
+
+def test_a_row_longer_than_the_models_positions_is_refused_before_training(tmp_path: Path) -> None:
+    short = tiny_qwen2(tmp_path / "short", max_positions=32)
+    fitting, long = [{"prompt": "1", "response": "2" * length} for length in (4, 40)]
+    sft_job(tmp_path, [fitting], short).read_data()
+    message = r"data.train_files: .* row has \d+ tokens, more than the 32 positions of model.path=.*data.max_length=32"
+    with pytest.raises(UserError, match=message):
+        sft_job(tmp_path, [fitting, long], short).read_data()
 
 
 def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path) -> None:
