@@ -19,7 +19,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_lite.config import spellings
-from verl_lite.config.option_table import ConfigError, Key, Path, Schema, convert, is_interpolation, schema_of
+from verl_lite.config.option_table import (
+    ConfigError,
+    Key,
+    Path,
+    Schema,
+    convert,
+    is_interpolation,
+    is_quoted,
+    schema_of,
+)
 from verl_lite.config.ppo import PPOConfig
 from verl_lite.config.sources import COMMAND_LINE, PREFIX, Assignment, SourceReader
 from verl_lite.config.supervised import SFTConfig
@@ -318,6 +327,11 @@ class _Merge(Generic[C]):
 
         assignment = self.worded_number(key, assignment)
         value = assignment.value
+        # Python's word, which YAML reads as a text: the name of a folder, for example
+        takes_null = key.optional or key.kind == "list"
+        if path == key.path and value == "None" and takes_null and not is_quoted(assignment.raw):
+            self.problems.append(f"{assignment.shown()}: write null for no value")
+            return
         # the entries of a free dictionary have no declared type
         if path == key.path:
             try:

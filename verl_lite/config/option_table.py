@@ -219,6 +219,11 @@ def is_interpolation(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and "${" in value
 
 
+def is_quoted(raw: str | None) -> bool:
+    """Returns True if the text of a value on the command line begins with a quotation mark."""
+    return raw is not None and raw.strip()[:1] in ("'", '"')
+
+
 def convert(key: Key, value: object, raw: str | None = None) -> object:
     """Converts `value`, as parsed from YAML, to the type of `key`.
 
@@ -243,7 +248,7 @@ def convert(key: Key, value: object, raw: str | None = None) -> object:
         # YAML would turn `0012` into 12 and cut `{prompt} #` off, so the text itself counts
         text = raw.strip()
         is_null = value is None and text[:1] not in ("", "#")
-        if not is_null and text[:1] not in ("'", '"'):
+        if not is_null and not is_quoted(text):
             return text
     if value is None and key.optional:
         return None

@@ -30,6 +30,8 @@ _COMMENT_SIGN = re.compile(r"(?<!\S)#")
 # a character of private use, which YAML treats as a letter
 _NO_COMMENT = "\ue000"
 _VALUE_SHOWN = 200  # characters of a value in a message
+# YAML 1.1 reads the first kind in base 8, so that 010 is 8, and the others in base 60, so that 1:30 is 90
+_MISREAD = re.compile(r"[-+]?(?:0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)")
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class Assignment:
 def parse_value(raw: str) -> object:
     """Parses the text of a value as YAML in OmegaConf's dialect (`1e-6` is a number). Invalid YAML remains text.
 
-    Unlike a file, a value has no comments: `/data/run #2` is a path.
+    Unlike a file, a value has no comments: `/data/run #2` is a path. As for Hydra, the colons of a mapping in braces
+    need no space (`{a:1}`), and a number that YAML would read in base 8 or 60 (`010`, `16:9`) remains text.
     """
-    without_comments = _COMMENT_SIGN.sub(_NO_COMMENT, raw)
+    if _MISREAD.fullmatch(raw.strip()):
+        return raw.strip()
     try:
-        dotlist = OmegaConf.from_dotlist(["value=" + without_comments])
+        dotlist = OmegaConf.from_dotlist(["value=" + _as_yaml(raw)])
         parsed = OmegaConf.to_container(dotlist, resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException):
         return raw
@@ -82,6 +86,63 @@ def _with_comment_signs(value: object) -> object:
     if isinstance(value, dict):
         return {_with_comment_signs(key): _with_comment_signs(entry) for key, entry in value.items()}
     return value
+
+
+def _as_yaml(raw: str) -> str:
+    """Returns the YAML of a value: without comments, and with the spaces that Hydra does not require."""
+    without_comments = _COMMENT_SIGN.sub(_NO_COMMENT, raw)
+    return _with_spaced_colons(without_comments)
+
+
+def _with_spaced_colons(raw: str) -> str:
+    """Returns a value with a space after the colon of each key of a mapping in braces.
+
+    Without it, YAML reads `{a:1}` as the key `a:1` with the value null.
+    """
+    spaced = ""
+    openings: list[str] = []  # of the brackets that are open
+    quote = ""  # the open quotation mark
+    is_key = False
+    last = ""  # the last character that is no blank
+    for character in raw:
+        spaced += character
+        if quote:
+            if character == quote:
+                quote = ""
+        elif character in "'\"" and last in ("", "{", "[", ",", ":"):
+            # inside a word, as in don't, it is an apostrophe
+            quote = character
+        elif character in "{[":
+            # a reference such as ${model.path} is no mapping
+            is_key = character == "{" and last != "$"
+            openings.append(character if last != "$" else "$")
+        elif character in "]}":
+            openings = openings[:-1]
+            is_key = False
+        elif character == ",":
+            is_key = openings[-1:] == ["{"]
+        elif character == ":" and is_key:
+            spaced += " "
+            is_key = False
+        if not character.isspace():
+            last = character
+    return spaced
+
+
+def misread_numbers(text: str) -> Iterator[str]:
+    """Yields a sentence for each unquoted number in a YAML text that YAML 1.1 reads in base 8 or 60.
+
+    Raises yaml.YAMLError if the text is no YAML.
+    """
+    for event in yaml.parse(text, yaml.SafeLoader):
+        is_plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
+        if is_plain and _MISREAD.fullmatch(event.value):
+            line = event.start_mark.line + 1
+            number = yaml.safe_load(event.value)
+            yield (
+                f"line {line}: YAML reads {event.value} as {number}: write a number without leading zeros and colons, "
+                f"and a text in quotes, as '{event.value}'"
+            )
 
 
 def split_choices(raw: str) -> list[str]:
@@ -158,6 +219,8 @@ class SourceReader:
         value = parse_value(raw)
         # a text such as {prompt} is YAML of a mapping
         is_text = key is not None and key.kind == "str"
+        if isinstance(value, dict | list) and not is_text:
+            self.problems += [f"{name}={raw}: {problem}" for problem in misread_numbers(_as_yaml(raw))]
         if isinstance(value, dict) and value and not is_text:
             yield from self.flatten(value, path, COMMAND_LINE)
         else:
@@ -171,6 +234,8 @@ class SourceReader:
             content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             if not isinstance(content, dict):
                 raise ValueError("it is a list; a mapping of keys to values is expected")
+            text = path.read_text(encoding="utf-8")
+            self.problems += [f"--config: {path}: {problem}" for problem in misread_numbers(text)]
             followed = {key: self.follow(entry, content) for key, entry in content.items()}
             assignments = self.flatten(followed, (), f"file:{name}")
             return list(assignments)

@@ -13,4 +13,4 @@ This package does not import torch, so reward processes start in a fraction of a
 from verl_lite.rewards import code, judge, rules
 from verl_lite.rewards.registry import REWARDS, default_compute_score, find_reward, register_reward, reward_modules
 from verl_lite.rewards.results import READ_BY_REWARDS, RewardItem, RewardResult, read_score
-from verl_lite.rewards.scoring import Scorer, asks_by_source, load_scorer
+from verl_lite.rewards.scoring import Scorer, asks_by_source, check_source, load_scorer

@@ -18,7 +18,7 @@ from verl_lite.config import RewardConfig
 from verl_lite.errors import UserError, printable
 from verl_lite.json_types import JsonMapping
 from verl_lite.registry import import_modules
-from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, find_reward, load_scorer
+from verl_lite.rewards import RewardItem, RewardResult, Scorer, asks_by_source, check_source, load_scorer
 from workers.pool.channel import Reply
 from workers.pool.child_main import AsyncCalls
 from workers.pool.process_pool import PoolSpec, ProcessPool
@@ -192,13 +192,13 @@ class RewardPool:
 
         Raises:
             RewardError: if the function fails on a row, with its traceback and the row.
-            UserError: for a source without a reward function.
+            UserError: for a source without a reward function, or whose function does not accept the kwargs.
         """
         # a function of the user's own scores every source
         if asks_by_source(self._config):
             _load(self._config, self._modules)
             for data_source in data_sources:
-                find_reward(data_source)
+                check_source(self._config, data_source)
 
         rows = list(rows)
         items = []

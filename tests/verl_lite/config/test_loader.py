@@ -46,6 +46,8 @@ def problems(*arguments: str, **kwargs: object) -> list[str]:
         ("actor.optim.betas=[0.8,1e-1]", [0.8, 0.1]),
         ("data.train_batch_size=1e3", 1000),
         ("data.train_batch_size=1_024", 1024),
+        ("data.train_batch_size=010", 10),
+        ("data.train_batch_size=08", 8),
         ("data.seed=null", None),
         ("data.shuffle=False", False),
         ("trainer.project_name=0012", "0012"),
@@ -61,6 +63,13 @@ def problems(*arguments: str, **kwargs: object) -> list[str]:
         ("+model.override_config.text_config.rope=1e4", {"text_config": {"rope": 1e4}}),
         ("data.apply_chat_template_kwargs={a.b: True}", {"a.b": True}),
         ("model.override_config={a: {b: 1}, c: null}", {"a": {"b": 1}, "c": None}),
+        ("data.apply_chat_template_kwargs={enable_thinking:false}", {"enable_thinking": False}),
+        ("reward.reward_kwargs={a:1,b:{c:[x,{d:2}]}}", {"a": 1, "b": {"c": ["x", {"d": 2}]}}),
+        ("reward.reward_kwargs={url:http://x:80/v1,'k':v}", {"url": "http://x:80/v1", "k": "v"}),
+        ("reward.reward_kwargs={a: '{x:1}', b: don't}", {"a": "{x:1}", "b": "don't"}),
+        ("reward.reward_kwargs.ratio=16:9", {"ratio": "16:9"}),
+        ("reward.reward_kwargs.code=010", {"code": "010"}),
+        ("data.prompt_template='None'", "None"),
         *((f"data.prompt_template={text}", text) for text in ("#### (.+)", "{prompt}", "[a", "Do {prompt} after ####")),
         ("data.prompt_template='#### x'", "#### x"),
         ('data.prompt_template="a\\nb"', "a\nb"),
@@ -82,6 +91,12 @@ def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> Non
         ("actor.optim.lr=.nan", ["actor.optim.lr=.nan", "a number"]),
         ("actor.optim.lr=true", ["actor.optim.lr=true", "a number"]),
         ("data.train_batch_size=1.5", ["data.train_batch_size=1.5", "a whole number", "data.train_batch_size=1024"]),
+        ("data.train_batch_size=1:30", ["data.train_batch_size=1:30", "a whole number"]),
+        ("reward.reward_kwargs={a: 16:9}", ["reward.reward_kwargs={a: 16:9}", "16:9 as 969", "as '16:9'"]),
+        ("reward.reward_kwargs.a=[010]", ["reward.reward_kwargs.a=[010]", "010 as 8"]),
+        ("model.tokenizer_path=None", ["model.tokenizer_path=None (command line): write null"]),
+        ("data.val_files=None", ["data.val_files=None (command line): write null"]),
+        ("actor.clip_ratio_c=None", ["actor.clip_ratio_c=None (command line): write null"]),
         ("data.shuffle=2", ["data.shuffle=2", "true or false", "data.shuffle=true"]),
         ("actor.optim.betas=[a,b]", ["actor.optim.betas=[a,b]", "a list of numbers", "actor.optim.betas=[0.9,0.999]"]),
         ("actor.optim=3", ["actor.optim is a group of options", "actor.optim.lr"]),
@@ -257,7 +272,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "loop.yaml").write_text("base: other.yaml\n")
     (tmp_path / "hydra.yaml").write_text("defaults: [ppo_trainer]\n")
     (tmp_path / "unknown.yaml").write_text("trainer: {sed: 1, project_name: true}\nactor: null\nactor_rollout_ref: 5\n")
-    names = ["missing.yaml", "broken.yaml", "list.yaml", "loop.yaml", "hydra.yaml", "unknown.yaml"]
+    (tmp_path / "octal.yaml").write_text("trainer:\n  seed: 010\n  project_name: '0012'\ndata: {chat_template: None}\n")
+    names = ["missing.yaml", "broken.yaml", "list.yaml", "loop.yaml", "hydra.yaml", "unknown.yaml", "octal.yaml"]
     text = "\n".join(problems(*(f"--config={tmp_path / name}" for name in names)))
     assert f"there is no file {tmp_path / 'missing.yaml'}" in text
     assert f"{tmp_path / 'broken.yaml'} cannot be read" in text
@@ -268,6 +284,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert "trainer.project_name=True" in text
     assert "actor is a group of options" in text
     assert "actor_rollout_ref=5" in text
+    assert f"{tmp_path / 'octal.yaml'}: line 2: YAML reads 010 as 8" in text and "0012" not in text
+    assert f"data.chat_template=None (file:{tmp_path / 'octal.yaml'}): write null for no value" in text
 
 
 def test_switches_are_reported_as_action() -> None:

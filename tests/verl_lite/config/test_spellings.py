@@ -75,6 +75,26 @@ REWARD_MODEL = shlex.split(
     reward_model.reward_manager=naive reward_model.launch_reward_fn_async=False
     """
 )
+# Keys that verl added in 2026, most of them with their defaults there.
+NEWEST = shlex.split(
+    """
+    actor_rollout_ref.actor.optim.zero_indexed_step=True actor_rollout_ref.actor.entropy_from_logits_chunk_size=2048
+    actor_rollout_ref.actor.fsdp_config.entropy_from_logits_chunk_size=2048 actor_rollout_ref.actor.pad_to_length=False
+    actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=False
+    actor_rollout_ref.ref.fsdp_config.use_no_sync_for_gradient_accumulation=True
+    actor_rollout_ref.actor.fsdp_config.pad_to_length=False
+    actor_rollout_ref.actor.fsdp_config.pad_to_length_bucket=1024
+    actor_rollout_ref.actor.fsdp_config.turbo_config.distributed.tensor_parallel_size=1
+    actor_rollout_ref.actor.fsdp_config.qat.mode=w4a16 actor_rollout_ref.actor.qat.enable=False
+    actor_rollout_ref.rollout.qat.enable=False actor_rollout_ref.rollout.moe_load_balance_metrics_interval=0
+    actor_rollout_ref.rollout.disaggregation.enabled=False
+    actor_rollout_ref.rollout.disaggregation.prefill_replicas=1
+    actor_rollout_ref.rollout.use_preprocessed_multimodal_input=True
+    actor_rollout_ref.rollout.cast_to_rollout_dtype=False reward_manager.source=register reward_manager.name=naive
+    reward_model.reward_loop_source=register reward_model.rollout.name=vllm skip.rollout.enable=False
+    skip.rollout.action=cache distillation.enable_resource_pool=False
+    """
+)
 PASTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "grpo": (GSM8K, {
         "data.val_files": ["/root/data/gsm8k/test.parquet"], "data.train_batch_size": 1024, "rollout.n": 5,
@@ -91,6 +111,9 @@ PASTED: dict[str, tuple[list[str], dict[str, Any]]] = {
         "critic.fsdp_config.optimizer_offload": True, "critic.fsdp_config.mixed_precision.param_dtype": "bf16",
         "critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 32,
         "critic.forward_max_token_len_per_gpu": 32768,
+    }),
+    "newest": (["model.path=m", *NEWEST], {
+        "actor.fsdp_config.reduce_every_micro_batch": True, "ref.fsdp_config.reduce_every_micro_batch": None,
     }),
     "reward model": (["model.path=m", *REWARD_MODEL], {
         "reward_model.enable": True, "reward_model.retokenize": True, "reward_model.use_dynamic_bsz": False,
@@ -153,6 +176,11 @@ def test_what_a_pasted_line_implies_is_said() -> None:
         ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
         ("critic.optim.lr=1e-5", "say algorithm.adv_estimator=gae"),  # a default here, and yet it means a critic
         ("critic.model.lora_rank=8", "LoRA"),
+        ("critic.loss_scale_factor=1000", "set actor.loss_scale_factor"),
+        ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "quantization-aware"),
+        ("actor_rollout_ref.rollout.disaggregation.enabled=True", "prefills and decodes"),
+        ("skip.rollout.enable=True", "reading rollouts from a file"),
+        ("reward_manager.name=prime", "the managers naive, dapo"),
         ("agentic.render_save_dir=films", "python -m trainer.inspect RUN"),
         ("reward.reward_kwargs.max_resp_len=7", "data.max_response_length, which is 512: give both"),
     ],

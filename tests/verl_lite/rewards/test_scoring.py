@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from verl_lite.rewards import (
     read_score,
     register_reward,
 )
-from verl_lite.rewards.scoring import RewardPart
+from verl_lite.rewards.scoring import RewardPart, part_problems
 from workers.rewards.reward_pool import RewardPool
 
 QUESTION = [{"role": "user", "content": "What is 70 + 2?"}]
@@ -307,6 +308,11 @@ def test_only_parts_by_data_source_ask_for_known_sources() -> None:
         ({"path": "none.py"}, "reward.functions.a.path='none.py': no such file"),
         ({"path": "{mine}", "name": "short", "kwargs": {"limt": 3}}, "kwargs.limt: .* did you mean limit"),
         ({"reward": "frmat"}, "no reward has this name; did you mean format"),
+        ({"reward": "code", "kwargs": {"total_timeout_s": "20"}}, "a.kwargs.total_timeout_s='20': expected a number"),
+        ({"reward": "code", "kwargs": {"max_tests": 1.5}}, "kwargs.max_tests=1.5: expected a whole number or null"),
+        ({"reward": "math_verify", "kwargs": {"strict": "false"}}, "kwargs.strict='false': expected true or false"),
+        ({"reward": "format", "kwargs": {"tags": "think"}}, "a.kwargs.tags='think': expected a list"),
+        ({"reward": "judge", "kwargs": {"template": None}}, "a.kwargs.template=None: expected a text"),
         ({"reward": "format", "path": "x.py"}, "reward=format and path=x.py are both set"),
         ({"reward": "format", "weight": math.nan}, "a.weight=nan: expected a finite number"),
         ({"wait": 1}, "a.wait: unknown entry"),
@@ -315,6 +321,26 @@ def test_only_parts_by_data_source_ask_for_known_sources() -> None:
 def test_what_does_not_load_is_said_with_its_key(mine: str, entry: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load({"a": {**entry, "path": mine} if entry.get("path") == "{mine}" else entry})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"strict": "false"}, "reward.reward_kwargs.strict='false': expected true or false"),
+        ({"stict": True}, "reward.reward_kwargs.stict: .* did you mean strict"),
+    ],
+)
+def test_kwargs_of_a_reward_by_data_source_are_checked_before_the_run(kwargs: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=rf"{reason}.*data_source='math_x'"):
+        RewardPool(RewardConfig(reward_kwargs=kwargs), 0).dry_run([], ["math_x"])
+
+
+def test_each_registered_reward_accepts_its_own_defaults() -> None:
+    for name, function in REWARDS.items():
+        defaults = {key: entry.default for key, entry in inspect.signature(function).parameters.items()}
+        given = {key: value for key, value in defaults.items() if value is not inspect.Parameter.empty}
+        if name.startswith("rule/"):
+            assert list(part_problems({"a": {"reward": name.removeprefix("rule/"), "kwargs": given}})) == [], name
 
 
 def test_a_file_with_two_parts_runs_once_and_files_of_one_name_stay_apart(tmp_path: Path) -> None:
