@@ -78,7 +78,7 @@ def test_the_quickstart_trains_and_shows_its_curve(
     assert scores["val-core/data/reward/mean@1"] > 0.3 and folder == "hf"
 
 
-STEPS = {"1_train": 3, "2_rewards": 20, "3_stages": 10, "4_agent": 2, "5_reading_a_run": 10}
+STEPS = {"1_train": 3, "2_rewards": 20, "3_stages": 10, "4_agent": 2, "5_reading_a_run": 20}
 """Steps of the runs in the tests. Right answers, reward hacking and trends need the notebook's own number."""
 
 CHECKS = {
