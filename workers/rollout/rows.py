@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto
 from verl_lite.schema import SAMPLING_CANDIDATES, column
 from workers.engines.base import ExtraOutputs
@@ -50,9 +49,6 @@ def write_rows(
         response_length: Width R of the columns of the responses.
         pad_token_id: Token of the padding.
         extra_outputs: Extra outputs of the engine that sampled the rows.
-
-    Raises:
-        UserError: The log-prob of a token is not a number.
     """
     token_ids = [response.token_ids for response in responses]
     masks = [response.mask for response in responses]
@@ -60,8 +56,6 @@ def write_rows(
     versions = [response.versions for response in responses]
     oldest_versions = [_oldest_version(response) for response in responses]
     padded = right_padded(token_ids, response_length, pad_token_id)
-    rollout_log_probs = right_padded(log_probs, response_length, dtype=torch.float32)
-    _check_log_probs(rollout_log_probs)
 
     # the attention mask also has the tokens that the policy did not sample, such as the replies of an environment
     is_token = right_padded([[1] * len(tokens) for tokens in token_ids], response_length)
@@ -75,34 +69,13 @@ def write_rows(
         "input_ids": torch.cat([prompts, padded], dim=1),
         "attention_mask": attention_mask,
         "position_ids": position_ids,
-        "rollout_log_probs": rollout_log_probs,
+        "rollout_log_probs": right_padded(log_probs, response_length, dtype=torch.float32),
         "rollout_versions": right_padded(versions, response_length, fill=-1, dtype=torch.int32),
         "policy_version": torch.tensor(oldest_versions),
         **_extra_columns(extra_outputs, prompt_mask, responses, response_length),
     }
     finish_reasons = np.array([response.finish_reason for response in responses], dtype=object)
     return DataProto.from_dict(tensors, {"finish_reason": finish_reasons})
-
-
-def _check_log_probs(log_probs: torch.Tensor) -> None:
-    """Raises UserError if a log-prob is not a number.
-
-    The engine's logits were then not finite, so that its tokens are arbitrary. Training would go on with them: a
-    trainer whose own logits are finite computes finite losses.
-    """
-    is_invalid = log_probs.isnan()
-    if not is_invalid.any():
-        return
-    num_rows = int(is_invalid.any(dim=1).sum())
-    positions = is_invalid.any(dim=0).int()
-    # the first maximum
-    first = int(positions.argmax())
-    raise UserError(
-        f"rollout.name: the engine computed the log-prob nan in {num_rows} of {len(log_probs)} responses, first at "
-        f"token {first}, so its tokens are arbitrary. Check that the weights of model.path (or of the checkpoint) are "
-        "finite; otherwise set rollout.dtype=fp32, another rollout.name, or, with several GPUs, another "
-        "rollout.tensor_model_parallel_size"
-    )
 
 
 def _oldest_version(response: Response) -> int:
