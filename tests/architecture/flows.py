@@ -1,4 +1,4 @@
-"""How many files of the product one has to read to follow three things: `python -m tests.architecture.flows`.
+"""How many files of the product one has to read to follow four things: `python -m tests.architecture.flows`.
 
 Counted are files of which a frame is entered, in an inline run of the plain GRPO loop on a tiny model:
 
@@ -7,6 +7,7 @@ Counted are files of which a frame is entered, in an inline run of the plain GRP
 - key: `actor.optim.lr` from the command line to the optimizer: the files entered while the command line is parsed, and
   those that read the option
 - reward: a custom reward from its file to the score: the files entered in the process that calls it
+- program: as prompt, in a run whose samples are the episodes of a program
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +49,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         json.dump(sorted(name for name in seen if name.startswith(ROOT)), file)
     return float(len(solution_str) % 3)
 """
+
+
+PROGRAM = "--program"
+"""Follows a program instead of the three others, which takes a run of its own."""
+
+
+def program(base_url: str, api_key: str, row: dict[str, Any]) -> dict[str, float]:
+    """A program of one request."""
+    body = {"messages": row["prompt"], "temperature": 1.0}
+    headers = {"Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        reply = json.load(response)
+    answer = reply["choices"][0]["message"]["content"] or ""
+    return {"score": float(len(answer) % 3)}
 
 
 class Frames:
@@ -81,8 +98,8 @@ def wrap(owner: Any, name: str, around: Callable[[], Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def measure(folder: Path) -> dict[str, list[str]]:
-    """Runs two steps in this process; gives the files of each flow."""
+def measure(folder: Path, *more_options: str) -> dict[str, list[str]]:
+    """Runs a step in this process; gives the files of each flow."""
     import trainer.launch.ppo_job  # noqa: F401  imports all that reads the command line
     import verl_lite.config
     from tests.tiny_run import TinyTask
@@ -135,6 +152,7 @@ def measure(folder: Path) -> dict[str, list[str]]:
         f"trainer.default_local_dir={folder / 'run'}",
         f"reward.custom_reward_function.path={reward}",
         "actor.optim.lr=0.003",
+        *more_options,
     ]
     try:
         status = main([*task.options, *options])
@@ -162,22 +180,33 @@ def readers(options: type, files: set[str]) -> None:
 
 
 def in_own_process() -> dict[str, list[str]]:
-    """The same, in a process that nothing else has touched."""
+    """All flows, each run in a process that nothing else has touched."""
+    return _of_process() | {"program": _of_process(PROGRAM)["prompt"]}
+
+
+def _of_process(*words: str) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.architecture.flows", "--json"]
+        command = [sys.executable, "-m", "tests.architecture.flows", "--json", *words]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        flows = measure(Path(folder))
     if "--json" in sys.argv:
+        options = []
+        if PROGRAM in sys.argv:
+            options = [
+                "agentic.program=tests.architecture.flows:program",
+                "algorithm.adv_estimator=grpo",
+                "data.max_response_length=24",
+            ]
+        with tempfile.TemporaryDirectory() as folder:
+            flows = measure(Path(folder), *options)
         print("\n" + json.dumps(flows))
         return 0
-    for name, files in flows.items():
+    for name, files in in_own_process().items():
         print(f"{name}: {len(files)}\n  " + "\n  ".join(files))
     return 0
 
