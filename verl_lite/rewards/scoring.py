@@ -14,15 +14,16 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType, NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import ModuleType, NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from verl_lite.config.reward import RewardConfig
 from verl_lite.errors import UserError, user_traceback
 from verl_lite.images import open_image
 from verl_lite.json_types import ChatMessage, JsonMapping, JsonObject, JsonValue, KeywordArguments
 from verl_lite.machine.event_loop import run_async
-from verl_lite.registry import accepts, did_you_mean, is_own, load_module, object_of, require_call, takes
+from verl_lite.registry import accepts, did_you_mean, load_module, object_of, require_call, takes
+from verl_lite.rewards.argument_checks import kwargs_problems
 from verl_lite.rewards.judge import JudgeServer
 from verl_lite.rewards.registry import (
     NAMED,
@@ -54,8 +55,6 @@ _TAKEN = (
 )
 """Names that other columns and metrics use: reward/model, reward/error_rate ..."""
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_FROM_THE_SAMPLE = ("data_source", "solution_str", "extra_info", "prompt", "images")
-"""Parameters that a message does not suggest for kwargs. A constant ground truth can be useful."""
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
@@ -272,68 +271,7 @@ def _entry_problems(option: str, entry: JsonMapping) -> Iterator[str]:
         return
     kwargs = entry.get("kwargs")
     if isinstance(kwargs, Mapping):
-        yield from _kwargs_problems(function, kwargs, f"{option}.kwargs")
-
-
-def _kwargs_problems(function: RewardFunction, kwargs: KeywordArguments, option: str) -> Iterator[str]:
-    """Yields a message for each argument that the function does not accept, or that has another type.
-
-    Args:
-        function: the reward.
-        kwargs: the arguments.
-        option: key of the arguments in the configuration.
-    """
-    for name, value in kwargs.items():
-        if accepts(function, name):
-            yield from _type_problems(function, name, value, option)
-            continue
-        parameters = list(inspect.signature(function).parameters)
-        settable = [parameter for parameter in parameters if parameter not in _FROM_THE_SAMPLE]
-        hint = did_you_mean(name, parameters)
-        yield f"{option}.{name}: the function has no such parameter{hint}. Its parameters: {', '.join(settable)}"
-
-
-_TYPE_WORDS: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Sequence: "a list",
-    dict: "a mapping",
-    NoneType: "null",
-}
-"""Types of the parameters of registered rewards, in the words of a message."""
-
-
-def _type_problems(function: RewardFunction, name: str, value: object, option: str) -> Iterator[str]:
-    """Yields a message if an argument of a reward of this project has another type than its parameter.
-
-    Functions of users convert their arguments themselves, whatever their annotations are.
-    """
-    if not is_own(function):
-        return
-    annotation = get_type_hints(function).get(name, object)
-    # a parameter has a plain type, or `type | None`
-    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    types = [get_origin(member) or member for member in members]
-    # a type without words, such as that of the ground truth, accepts any value
-    if not all(member in _TYPE_WORDS for member in types):
-        return
-    if not any(_has_type(value, member) for member in types):
-        expected = " or ".join(_TYPE_WORDS[member] for member in types)
-        yield f"{option}.{name}={value!r}: expected {expected}"
-
-
-def _has_type(value: object, expected: type) -> bool:
-    """Returns True if a value of the configuration can be passed to a parameter of a type in `_TYPE_WORDS`."""
-    # true is an int of Python, and a text a sequence of letters
-    if isinstance(value, bool):
-        return expected is bool
-    if isinstance(value, str):
-        return expected is str
-    if expected is float:
-        return isinstance(value, int | float)
-    return isinstance(value, expected)
+        yield from kwargs_problems(function, kwargs, f"{option}.kwargs")
 
 
 # ------------------------------------------------------------------------------------------------- calls of the parts
@@ -535,7 +473,7 @@ def check_source(config: RewardConfig, data_source: str) -> None:
         if not is_by_source:
             continue
         option = f"{part.option}.kwargs" if part.label else "reward.reward_kwargs"
-        for problem in _kwargs_problems(function, part.kwargs, option):
+        for problem in kwargs_problems(function, part.kwargs, option):
             raise UserError(f"{problem} (the reward of data_source={data_source!r})")
 
 
@@ -569,7 +507,7 @@ def _function(part: RewardPart, modules: dict[str, ModuleType]) -> RewardFunctio
         modules[part.path] = load_module(part.path, f"{part.option}.path")
     function: RewardFunction = object_of(modules[part.path], part.path, part.name, f"{part.option}.name")
     if part.label:
-        for problem in _kwargs_problems(function, part.kwargs, f"{part.option}.kwargs"):
+        for problem in kwargs_problems(function, part.kwargs, f"{part.option}.kwargs"):
             raise UserError(problem)
     _require_signature(function, part)
     return function
