@@ -377,9 +377,14 @@ def _broken_package(error: BaseException) -> str | None:
     A package with compiled parts, such as torchvision, fits one build of torch only, and transformers imports it where
     it is installed. transformers' own message then names neither the package nor the cause.
     """
-    # the exception that was raised first
+    # the exception that was raised first; user code can make a circle of causes
     cause = error
-    while (earlier := cause.__cause__ or cause.__context__) is not None:
+    seen = {id(error)}
+    while True:
+        earlier = cause.__context__ if cause.__cause__ is None else cause.__cause__
+        if earlier is None or id(earlier) in seen:
+            break
+        seen.add(id(earlier))
         cause = earlier
 
     # the innermost module whose import was not finished
@@ -389,7 +394,8 @@ def _broken_package(error: BaseException) -> str | None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             in_import = True
         elif in_import and frame.f_code.co_name == "<module>":
-            imported = frame.f_globals["__name__"].partition(".")[0]
+            # code that is executed with globals of its own may have no name
+            imported = str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
     packages = importlib.metadata.packages_distributions() if imported else {}
     if imported is None or imported in _OWN_PACKAGES or imported not in packages:

@@ -230,6 +230,21 @@ def test_a_package_that_cannot_be_imported_is_named(
         assert f"than {version('torch')}" in advised[0] and "pip uninstall compiled-part" in advised[0]
 
 
+def test_the_causes_of_an_error_may_form_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a broken package must end there, and at code that is executed without the name of a module."""
+    (tmp_path / "nameless.py").write_text("exec(compile('1 / 0', 'generated', 'exec'), {})")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ZeroDivisionError) as caught:
+        importlib.import_module("nameless")
+    first = caught.value
+    summary = "The run failed: ZeroDivisionError: division by zero"
+    assert failure_text(first).endswith(summary)
+    second = ValueError("another")
+    first.__cause__ = second
+    second.__cause__ = first
+    assert failure_text(first).endswith(summary)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_asks_second_interrupts(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
