@@ -188,13 +188,6 @@ def test_the_reward_of_the_other_side_is_that_of_the_task() -> None:
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
-def test_the_interval_is_students_t_over_the_seeds() -> None:
-    mean, half = results.interval([0.1, 0.2, 0.6])
-    # deviations -0.2, -0.1, 0.3: variance 0.14 / 2
-    assert mean == pytest.approx(0.3) and half == pytest.approx(T_2 * math.sqrt(0.07 / 3), rel=1e-5)
-    assert results.interval([0.4]) == (0.4, None)
-
-
 def test_differences_are_taken_seed_by_seed_in_windows_of_ten_steps() -> None:
     """Seeds differ by 0.5, which the pairs cancel. Steps 11 and 12 are a window of their own."""
     ours = [curve([base + 0.01] * 10 + [base + shift] * 2) for base, shift in ((0.1, 0.1), (0.3, 0.2), (0.6, 0.3))]
@@ -235,7 +228,6 @@ def test_the_verdict_on_the_curves(halves: tuple[float | None, float | None], te
 def test_the_picture_shows_means_over_steps_and_over_minutes(tmp_path: Path) -> None:
     fast = [curve([0.1, 0.2, 0.4], seconds=30), curve([0.3, 0.4, 0.4], seconds=90)]
     assert results.mean_minutes(fast) == pytest.approx([1.0, 2.0, 3.0])
-    assert results.running_mean([1.0, 2.0, 6.0, 4.0], 3) == pytest.approx([1.0, 1.5, 3.0, 4.0])
     slow = [curve([0.1, 0.2, 0.3], seconds=120)] * 2
     results.draw({OURS: fast, TRL: slow}, tmp_path / "comparison.png")
     height, width, _ = imread(tmp_path / "comparison.png").shape
@@ -255,22 +247,6 @@ def test_the_table_has_the_median_of_seconds_unless_the_machine_did_other_work()
     without = results.table(curves, with_time=False).splitlines()
     assert without[2] == "| verl_lite | 3 | 0.200 ± 0.000 | 0.300 ± 0.000 | 0.500 ± 0.000 |"
     assert "seconds" in with_time[0] and "seconds" not in without[0]
-
-
-def test_the_panels_have_the_mean_and_the_interval_of_each_place() -> None:
-    from matplotlib.figure import Figure
-
-    panel = Figure().subplots()
-    results._draw_band(panel, [1, 2], [curve([0.1, 0.0]), curve([0.2, 0.0]), curve([0.6, 0.0])], "side")
-    assert panel.lines[0].get_ydata() == pytest.approx([0.3, 0.0])
-    band = panel.collections[0].get_paths()[0].vertices[:, 1]
-    half = T_2 * math.sqrt(0.07 / 3)
-    assert (band.min(), band.max()) == pytest.approx((0.3 - half, 0.3 + half), rel=1e-5)
-
-    single = Figure().subplots()
-    results._draw_band(single, [1, 2], [curve([0.1, 0.2])], "side")
-    assert not single.collections
-    assert "one seed, therefore without an interval" in results.caption({OURS: [curve([0.1])], TRL: [curve([0.1])]})
 
 
 # --------------------------------------------------------------------------------------------- one step, TRL's formula

@@ -30,8 +30,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from recipes.curves import interval
 from recipes.smollm2 import model, recipe
-from recipes.smollm2.compare.results import OURS, TRL, agreement, draw, interval, table
+from recipes.smollm2.compare.results import OURS, TRL, agreement, draw, table
 from recipes.smollm2.compare.runs import CHECK, Comparison, call_trl, claim, our_words, run_all, write_questions
 from recipes.smollm2.compare.same_answers import OWN_REWARDS
 from recipes.smollm2.compare.settings import ANSWERS, PROMPTS, settings_table

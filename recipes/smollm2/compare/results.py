@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from recipes.curves import caption, draw_band, interval, markdown_table, new_figure, style, with_half, with_interval
 from trainer.tracking import METRICS, read_metrics
-from trainer.validation.metrics import student_t
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 OURS = "verl_lite"
 TRL = "TRL"
@@ -25,8 +20,6 @@ ACCURACY = "val-core/smollm2/addition/reward/mean@1"
 
 WINDOW = 10
 """Steps whose mean rewards are compared."""
-SMOOTHED = 5
-"""Steps of the running mean in the picture."""
 ENDS = 5
 """Steps at the start and at the end of a run whose mean reward the table shows."""
 
@@ -64,16 +57,6 @@ def read_curve(run: Path, steps: int) -> Curve | None:
         rewards.append(metrics[step][REWARD])
         seconds.append(metrics[step][SECONDS])
     return Curve(rewards, seconds, last_metrics[ACCURACY])
-
-
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Returns the mean and half the width of its 95% interval: Student's t over the values, None for a single one."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, None
-    quantile = student_t(len(values) - 1)
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, half
 
 
 @dataclass(frozen=True)
@@ -127,7 +110,7 @@ def agreement(curves: Curves) -> str:
     verdicts = {True: "contains 0", False: "does not contain 0", None: "none with one seed"}
     lines = [f"| steps | reward of {OURS} less that of {TRL} | 95% interval |", "|---|---|---|"]
     for window in [*windows, whole_run]:
-        mean = _with_half(f"{window.mean:+.3f}", window.half)
+        mean = with_half(f"{window.mean:+.3f}", window.half)
         verdict = verdicts[window.agrees]
         lines.append(f"| {window.first} to {window.last} | {mean} | {verdict} |")
     lines += ["", verdict_on(windows)]
@@ -155,13 +138,6 @@ def verdict_on(windows: Sequence[Difference]) -> str:
     )
 
 
-def _with_half(mean: str, half: float | None) -> str:
-    """Adds half the width of the interval to a mean, unless there is no interval."""
-    if half is None:
-        return mean
-    return f"{mean} ± {half:.3f}"
-
-
 def table(curves: Curves, with_time: bool = True) -> str:
     """Returns the table of results. Intervals are over seeds.
 
@@ -186,9 +162,9 @@ def table(curves: Curves, with_time: bool = True) -> str:
         cells = [
             side,
             str(len(runs)),
-            _with_interval(first_rewards),
-            _with_interval(last_rewards),
-            _with_interval(accuracies),
+            with_interval(first_rewards),
+            with_interval(last_rewards),
+            with_interval(accuracies),
         ]
         if with_time:
             seconds: list[float] = []
@@ -197,14 +173,7 @@ def table(curves: Curves, with_time: bool = True) -> str:
             cells.append(f"{statistics.median(seconds):.1f}")
         rows.append(cells)
 
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(columns) + "|")
-    return "\n".join(lines)
-
-
-def _with_interval(values: Sequence[float]) -> str:
-    mean, half = interval(values)
-    return _with_half(f"{mean:.3f}", half)
+    return markdown_table(rows)
 
 
 # ------------------------------------------------------------------------------------------------------------- picture
@@ -218,14 +187,10 @@ def draw(curves: Curves, file: Path, with_time: bool = True) -> None:
         file: The picture.
         with_time: Whether the picture has the rewards over minutes.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     number_of_panels = 2 if with_time else 1
-    figure = Figure(figsize=(5.5 * number_of_panels, 4.2), layout="constrained", facecolor="white")
-    # without pyplot, which would look for a screen
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=5.5 * number_of_panels)
     [panels] = figure.subplots(1, number_of_panels, sharey=True, squeeze=False)
 
     over_steps = panels[0]
@@ -233,47 +198,25 @@ def draw(curves: Curves, file: Path, with_time: bool = True) -> None:
     over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
     steps = list(range(1, number_of_steps(curves) + 1))
     for side, runs in curves.items():
-        _draw_band(over_steps, steps, runs, side)
+        draw_band(over_steps, steps, _rewards(runs), side)
 
     if with_time:
         over_minutes = panels[1]
         over_minutes.set(title="Reward over time", xlabel="minutes of training steps")
         for side, runs in curves.items():
-            _draw_band(over_minutes, mean_minutes(runs), runs, side)
+            draw_band(over_minutes, mean_minutes(runs), _rewards(runs), side)
 
     for panel in panels:
-        panel.set_xlim(left=0)
+        style(panel)
         panel.set_ylim(-0.02, 1.02)
-        panel.grid(axis="y", color="#e4e6e9", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
     over_steps.legend(loc="upper left", frameon=False)
-    figure.suptitle(caption(curves), fontsize=10)
+    number_of_seeds = len(curves[OURS])
+    figure.suptitle(caption(len(steps), number_of_seeds), fontsize=10)
     figure.savefig(file, dpi=110)
 
 
-def caption(curves: Curves) -> str:
-    """Returns the title of the picture, which says what the lines and bands are."""
-    seeds = len(curves[OURS])
-    window = window_of(number_of_steps(curves))
-    smoothed = f"running mean of {window} steps" if window > 1 else "each step"
-    if seeds < 2:
-        return f"{smoothed}; one seed, therefore without an interval"
-    return f"{smoothed}; mean and 95% interval of {seeds} seeds"
-
-
-def window_of(steps: int) -> int:
-    """Returns the number of steps of the running mean; 1, no mean, for short runs."""
-    return SMOOTHED if steps > 4 * SMOOTHED else 1
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns at each position the mean of the last `window` values; at the start, of those that exist."""
-    means = []
-    for stop in range(1, len(values) + 1):
-        start = max(0, stop - window)
-        means.append(statistics.fmean(values[start:stop]))
-    return means
+def _rewards(runs: Sequence[Curve]) -> list[Sequence[float]]:
+    return [run.rewards for run in runs]
 
 
 def mean_minutes(runs: Sequence[Curve]) -> list[float]:
@@ -283,31 +226,3 @@ def mean_minutes(runs: Sequence[Curve]) -> list[float]:
     for times_of_step in zip(*times, strict=True):
         minutes.append(statistics.fmean(times_of_step) / 60)
     return minutes
-
-
-def _draw_band(panel: Axes, positions: Sequence[float], runs: Sequence[Curve], label: str) -> None:
-    """Draws the mean of the smoothed rewards of the runs, and its interval if there are several runs.
-
-    Args:
-        panel: The panel.
-        positions: Horizontal position of each step.
-        runs: The runs of one side.
-        label: Name of the side in the legend.
-    """
-    window = window_of(len(positions))
-    smoothed = [running_mean(run.rewards, window) for run in runs]
-    means = []
-    lows = []
-    highs = []
-    for values in zip(*smoothed, strict=True):
-        mean, half = interval(values)
-        half = half or 0.0
-        means.append(mean)
-        lows.append(mean - half)
-        highs.append(mean + half)
-
-    # markers, so that a short run is visible; those of a long run would cover its line
-    marker = "" if len(positions) > 20 else "o"
-    [line] = panel.plot(positions, means, linewidth=2, label=label, marker=marker, markersize=3)
-    if len(runs) > 1:
-        panel.fill_between(positions, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
