@@ -9,6 +9,8 @@ import pytest
 from tests.tiny_run import TinyTask
 from trainer.observe.tracking import read_metrics
 
+pytestmark = pytest.mark.slow
+
 PARTIAL = [
     "async_training.max_off_policy_threshold=1", "async_training.partial_rollout=true", "trainer.backend=inline",
     "data.max_response_length=400", "rollout.ignore_eos=true", "rollout.max_num_seqs=1",

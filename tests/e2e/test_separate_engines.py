@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.made_once import made_once
 from tests.tiny_run import ROOT, TinyRun, TinyTask
 
 pytestmark = pytest.mark.slow
@@ -33,6 +35,9 @@ def loss(*args, **kwargs):
 TIMES = ("timing", "seconds", "perf/", "_frac", "per_second", "weight_sync", "idle", "host_", "rollout/engine_")
 
 
+Numbers = dict[int, dict[str, float]]
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
     return TinyTask(tmp_path_factory.mktemp("separate"))
@@ -50,10 +55,10 @@ def cores(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def numbers(run: TinyRun) -> dict[int, dict[str, float]]:
+def numbers(run_dir: Path) -> Numbers:
     """All metrics of each step except those that measure time."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in (run.run_dir / "metrics.jsonl").read_text().splitlines():
+    steps: Numbers = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         row: dict[str, Any] = json.loads(line)
         kept = {name: value for name, value in row["data"].items() if not any(part in name for part in TIMES)}
         steps.setdefault(row["step"], {}).update(kept)
@@ -72,29 +77,35 @@ def engine_processes(run: TinyRun) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(task: TinyTask) -> dict[int, dict[str, float]]:
-    with cores(2):
-        return numbers(finish(task.start("undisturbed", *POOL, steps=6)))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """The numbers of a run on separate devices, without failures."""
+
+    def make(folder: Path) -> None:
+        with cores(2):
+            finish(TinyTask(folder).start("run", *POOL, steps=6))
+
+    folder = made_once(tmp_path_factory, "engines-undisturbed", make)
+    return numbers(folder / "run")
 
 
 @pytest.fixture(scope="module")
-def colocated(task: TinyTask) -> TinyRun:
-    """A run of the same task on shared devices, with a checkpoint of step 3."""
-    with cores(1):
-        return finish(task.start("colocated", "trainer.save_freq=3", steps=6))
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the same task on shared devices, with a checkpoint of step 3."""
+
+    def make(folder: Path) -> None:
+        with cores(1):
+            finish(TinyTask(folder).start("run", "trainer.save_freq=3", steps=6))
+
+    return made_once(tmp_path_factory, "engines-colocated", make) / "run"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_on_policy_numbers_are_those_of_the_colocated_run(
-    colocated: TinyRun, undisturbed: dict[int, dict[str, float]]
-) -> None:
+def test_on_policy_numbers_are_those_of_the_colocated_run(colocated: Path, undisturbed: Numbers) -> None:
     assert numbers(colocated) == undisturbed
     assert len(undisturbed) == 6 and len(undisturbed[1]) > 50
 
 
-def test_a_killed_engine_is_replaced_and_changes_no_number(
-    task: TinyTask, undisturbed: dict[int, dict[str, float]]
-) -> None:
+def test_a_killed_engine_is_replaced_and_changes_no_number(task: TinyTask, undisturbed: Numbers) -> None:
     with cores(2):
         run = task.start("killed", *POOL, steps=6)
     run.wait_for_step(2)
@@ -102,7 +113,7 @@ def test_a_killed_engine_is_replaced_and_changes_no_number(
         os.kill(pid, signal.SIGKILL)
     finish(run)
     assert "engine_0 rank 0 died" in run.output() and "The engine is replaced" in run.output()
-    assert numbers(run) == undisturbed
+    assert numbers(run.run_dir) == undisturbed
 
 
 PARTIAL = ["async_training.max_off_policy_threshold=2", "data.max_response_length=40", "rollout.oversample=1.5"]
@@ -126,7 +137,7 @@ def test_other_settings_survive_a_kill_too(task: TinyTask, request: pytest.Fixtu
     for pid in engine_processes(run):
         os.kill(pid, signal.SIGKILL)
     finish(run)
-    assert len(numbers(run)) == 6
+    assert len(numbers(run.run_dir)) == 6
     sent = [json.loads(line)["data"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     megabytes = sorted(row["weight_sync/megabytes"] for row in sent if "weight_sync/megabytes" in row)
     if "model.lora_rank=4" in options:  # the base model, 0.56 MB, is sent again to an engine that was replaced
@@ -163,13 +174,14 @@ def test_when_a_rank_of_the_trainer_is_killed_the_run_ends_and_no_engine_stays(t
 
 
 def test_a_checkpoint_of_shared_devices_continues_on_separate_ones_with_the_same_numbers(
-    task: TinyTask, colocated: TinyRun, undisturbed: dict[int, dict[str, float]]
+    colocated: Path, undisturbed: Numbers
 ) -> None:
-    resume = f"trainer.resume_from_path={colocated.run_dir / 'global_step_3'}"
+    # a checkpoint names the files of its task
+    task = TinyTask(colocated.parent)
+    resume = f"trainer.resume_from_path={colocated / 'global_step_3'}"
     with cores(2):
-        again = finish(task.start("resumed", *POOL, "trainer.resume_mode=resume_path", resume, steps=6))
-    found = numbers(again)
-    assert found == {step: undisturbed[step] for step in (4, 5, 6)}
+        resumed = finish(task.start("resumed", *POOL, "trainer.resume_mode=resume_path", resume, steps=6))
+    assert numbers(resumed.run_dir) == {step: undisturbed[step] for step in (4, 5, 6)}
 
 
 @pytest.mark.long

@@ -138,9 +138,13 @@ def end_template() -> None:
         return
     template = _guard.template
     _guard.template = None
-    # closes its input, which ends it; ignores a template that has ended before
-    template.process.communicate()
+    # kills it, because it would notice the end of its input only after its imports, which take seconds: the message
+    # about a wrong option would wait for them
     template.end()
+    assert template.process.stdin is not None
+    # names that it has not read
+    with contextlib.suppress(BrokenPipeError):
+        template.process.stdin.close()
 
 
 def start_guard() -> Guard:

@@ -359,6 +359,7 @@ def test_a_server_that_answers_other_texts_from_step_2_on_ends_the_run(
     assert StepAware.step == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_stop_while_the_server_hangs_keeps_the_last_step(
     folder: Path, serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

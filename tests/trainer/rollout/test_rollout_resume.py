@@ -366,8 +366,8 @@ def test_killed_partial_rollouts_train_on_every_group_once_with_the_answers_of_a
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTIAL)
 def test_many_killed_partial_rollouts(name: str, tmp_path: Path) -> None:
-    num_mixed = sum(check_killed_run(PARTIAL[name], tmp_path, seed) for seed in range(100, 150))
-    assert num_mixed >= 20
+    num_mixed = sum(check_killed_run(PARTIAL[name], tmp_path, seed) for seed in range(100, 120))
+    assert num_mixed >= 8
 
 
 EXACT = {

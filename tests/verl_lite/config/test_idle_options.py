@@ -186,6 +186,7 @@ def test_an_option_that_shows_another_run_than_wanted_is_refused(
     assert problem.startswith(f"{option} has no effect here: ") and reason in problem
 
 
+@pytest.mark.slow
 def test_every_row_has_a_case_and_every_key_exists() -> None:
     """A row without a case, a misspelt key or an option of a remedy that does not exist would never be noticed."""
     reached: set[int] = set()

@@ -261,6 +261,7 @@ for width in (3, 4, 5, 6):  # other shapes, which DTensor's caches do not know
 """
 
 
+@pytest.mark.slow
 def test_process_groups_of_earlier_runs_leave_no_files_and_threads() -> None:
     """A user calls `train` many times in one notebook."""
     code = [sys.executable, "-c", SEVERAL_RUNS]

@@ -79,6 +79,38 @@ def test_a_template_ends_with_its_driver_and_a_run_that_has_not_begun_leaves_not
     assert done.stdout == "done\n", done.stderr
 
 
+SLOW_MODULE = """
+import time
+from pathlib import Path
+
+Path(__file__).with_name("begun").touch()
+time.sleep(60)
+Path(__file__).with_name("complete").touch()
+"""
+DRIVER_WITH_AN_ERROR = """
+import sys, time
+from pathlib import Path
+from verl_lite.single_controller.guard import preload, worker_template_running
+
+folder = Path(sys.argv[1])
+sys.path.insert(0, str(folder))
+with worker_template_running({}):
+    preload("slow_module")
+    while not (folder / "begun").exists():
+        time.sleep(0.01)
+print((folder / "complete").exists())
+"""
+
+
+@pytest.mark.slow
+def test_an_error_before_the_first_worker_does_not_wait_for_the_imports_of_the_template(tmp_path: Path) -> None:
+    """Such as a wrong option, whose message is printed after the end of the template."""
+    (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
+    command = [sys.executable, "-c", DRIVER_WITH_AN_ERROR, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "False\n", done.stderr
+
+
 RUN = """
 from tests.verl_lite.single_controller.workers import Place
 from verl_lite.config import RayInitConfig

@@ -149,6 +149,7 @@ def test_a_renderer_that_is_killed_during_a_call_is_an_error_and_is_replaced(mon
     assert render_chats(tokenizer, [CHAT]) == ["a"]
 
 
+@pytest.mark.slow
 def test_it_renders_below_a_limit_of_memory_of_the_users_shell() -> None:
     script = (
         "import resource\n"
@@ -166,6 +167,7 @@ def test_it_renders_below_a_limit_of_memory_of_the_users_shell() -> None:
     assert done.stdout.strip() == "['x']", done.stderr
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_caller_however_that_ends() -> None:
     script = (
         "from tests.tiny_model import tiny_tokenizer\n"

@@ -63,6 +63,7 @@ def test_a_compiled_policy_with_adapter_and_checkpointing_has_the_numbers_of_eag
     assert not torch._dynamo.utils.counters["graph_break"] and "model.compile" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_layers_share_one_graph_with_the_numbers_of_eager_execution(tmp_path: Path) -> None:
     path = tiny_qwen2(tmp_path, hidden=32, heads=2, layers=4)
     expected = numbers(network(path))
