@@ -26,7 +26,9 @@ RESERVED = ("error_rate", "timeout_rate", "processes_replaced", "step_seconds/me
 """Names that the trainer itself logs as env/NAME."""
 
 AGGREGATIONS = ("mean", "sum", "min", "max", "last", "first")
+"""Values of metrics_agg_mode; `workers.agents.episodes.aggregate_metrics` computes them."""
 _SHOWN_CHARS = 200
+"""Number of characters of an invalid value that are part of a message."""
 _NAME = re.compile(r"[\w.:@%+-][\w .:@%+/-]{0,99}", re.ASCII)
 
 
@@ -108,16 +110,18 @@ class EnvHost:
         # environments of ended episodes, which other episodes of their tag use
         self._spare: dict[str, list[Env]] = {tag: [] for tag in templates}
         # `run` is called in several threads, and `end` in another one
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
 
     def run(self, session: int, payload: EnvCall) -> EnvReply:
         """Runs a reset or a step. Raises NonsenseError and every exception of the environment."""
         try:
             if isinstance(payload, Begin):
-                env = self._env(session, payload.tag)
+                env = self._begin_episode(session, payload.tag)
                 return read_reset(env.reset(payload.seed))
             _, env = self._episodes[session]
-            action = _random_action(env) if payload.action is None else payload.action
+            action = payload.action
+            if action is None:
+                action = _random_action(env)
             return read_step(env.step(action))
         except BaseException:
             # an environment that has failed may be in any state, and is not used again
@@ -126,27 +130,27 @@ class EnvHost:
 
     def end(self, session: int) -> None:
         """Makes the environment of an ended episode available for another one."""
-        with self._changing:
+        with self._lock:
             if session in self._episodes:
                 tag, env = self._episodes.pop(session)
                 self._spare[tag].append(env)
 
-    def _env(self, session: int, tag: str) -> Env:
-        """Returns a spare environment of the tag for an episode, or a new one."""
+    def _begin_episode(self, session: int, tag: str) -> Env:
+        """Returns the environment of a new episode: a spare one of the tag, or a new one."""
         env: Env | None = None
-        with self._changing:
+        with self._lock:
             if self._spare[tag]:
                 env = self._spare[tag].pop()
         # outside of the lock, because a constructor may take long and other episodes continue meanwhile
         if env is None:
             env = self._templates[tag].make()
-        with self._changing:
+        with self._lock:
             self._episodes[session] = (tag, env)
         return env
 
     def _close(self, session: int) -> None:
         """Discards the environment of an episode, if it was constructed."""
-        with self._changing:
+        with self._lock:
             _, env = self._episodes.pop(session, (None, None))
         # it is discarded, whether or not it can be closed
         with contextlib.suppress(BaseException):
@@ -186,9 +190,15 @@ def read_step(result: object) -> EnvReply:
 
 
 def _parts(method: str, result: object, expected: str) -> tuple[object, ...]:
-    """Returns the values of a reset or a step. expected: their names in parentheses, for their number and the message.
+    """Returns the values of a reset or a step as a tuple.
 
-    Raises NonsenseError for another number of values.
+    Args:
+        method: "reset" or "step".
+        result: What it returned.
+        expected: Names of the values in parentheses, which tell their number.
+
+    Raises:
+        NonsenseError: It is no tuple or list of this number of values.
     """
     number = expected.count(",") + 1
     if not isinstance(result, tuple | list) or len(result) != number:
@@ -284,11 +294,19 @@ def _mapping(subject: str, value: object) -> JsonObject:
 
 
 def _expect(is_right: bool, subject: str, value: object, expected: str) -> None:
+    """Raises NonsenseError unless `is_right`. The other arguments are those of `_nonsense`."""
     if not is_right:
         raise _nonsense(subject, value, expected)
 
 
 def _nonsense(subject: str, value: object, expected: str) -> NonsenseError:
+    """Returns the error for an invalid value.
+
+    Args:
+        subject: Name of the value.
+        value: The value.
+        expected: Description of valid values.
+    """
     # the representation of a value of untrusted code may have any length
     text = repr(value)
     if len(text) > _SHOWN_CHARS:
