@@ -56,7 +56,7 @@ class CommandLimits(TypedDict):
 
 def base_environment(names: Iterable[str]) -> dict[str, str]:
     """Returns the variables of this process that programs inherit: `KEPT` and these names."""
-    # programs must not use the devices of the training, and many of them run at the same time
+    # without the first variable, a program would see all devices of the machine
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name in (*KEPT, *names):
         if name in os.environ:
