@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.core_algos import LossResult
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
@@ -119,7 +120,7 @@ class RewardFlowWorker(TrainingWorker):
         seed = self.config.trainer.seed
         return [derive_seed(seed, step, sample, 0) for sample in range(number)]
 
-    def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> LossResult:
         """Computes the loss and metrics of a micro-batch from the network's outputs.
 
         The divisor is the number of samples in the whole optimizer step, so the gradient does not depend on how the
@@ -153,7 +154,7 @@ class RewardFlowWorker(TrainingWorker):
         loss: torch.Tensor | None,
         face_score: torch.Tensor,
         kl_loss: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+    ) -> LossResult:
         """Returns the loss of a micro-batch and its metrics; the counterpart of ROLL's `loss_func`.
 
         Args:

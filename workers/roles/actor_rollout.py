@@ -13,6 +13,7 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.config.pools import num_engines
+from verl_lite.core_algos import LossResult
 from verl_lite.errors import TransferError
 from verl_lite.machine.profiling import count_moved
 from verl_lite.metrics import Metric, values
@@ -280,7 +281,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
         return loss, values(with_prefix(metrics))
 
-    def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossResult:
         """Computes the loss and the metrics of a planned micro-batch. The losses of all micro-batches are added, and
         their metrics combined."""
         # no subclass has a loss of its own

@@ -15,6 +15,7 @@ from verl_lite.algos.masked import masked_sum
 from verl_lite.algos.preference_losses import dpo_loss
 from verl_lite.config import SFTConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
+from verl_lite.core_algos import LossResult
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
@@ -29,7 +30,7 @@ def dpo_step_loss(
     outputs: dict[str, torch.Tensor],
     beta: float,
     label_smoothing: float,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> LossResult:
     """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
 
     Args:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_lite.config import RewardTrainingConfig
+from verl_lite.core_algos import LossResult
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.loading import load_model_config
@@ -41,9 +42,7 @@ def bradley_terry(
     return comparison + center_coefficient * centering
 
 
-def pair_loss(
-    data: DataProto, outputs: dict[str, torch.Tensor], center_coefficient: float
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+def pair_loss(data: DataProto, outputs: dict[str, torch.Tensor], center_coefficient: float) -> LossResult:
     """Returns the loss of a micro-batch and its metrics, which are means over pairs.
 
     Metrics: loss; accuracy, the share of pairs whose chosen score is higher than the rejected score; margin, the chosen
