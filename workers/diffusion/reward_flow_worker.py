@@ -67,7 +67,7 @@ class RewardFlowWorker(TrainingWorker):
         self.phases.enter(self.engine)
         self._frames: list[DataProto] = []
         metrics = self.engine.train(data, self._loss)
-        return with_prefix(metrics) | self.memory_metrics()
+        return with_prefix(metrics) | self.memory_metrics("actor/perf/")
 
     def _own_part(self, data: DataProto) -> DataProto:
         """Returns this rank's planned part of a whole batch; adds the columns noise_seed and row if they are missing.

@@ -256,7 +256,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             calculate_router_aux_loss=actor.router_aux_loss_coef > 0,
             count_router_replay=self.config.rollout.router_replay,
         )
-        return DataProto(meta_info={"metrics": with_prefix(metrics) | self.memory_metrics()})
+        all_metrics = with_prefix(metrics) | self.memory_metrics("actor/perf/")
+        return DataProto(meta_info={"metrics": all_metrics})
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor

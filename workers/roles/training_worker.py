@@ -118,11 +118,11 @@ class TrainingWorker(ModelWorker):
         self.phases.enter(self.engine)
         self.engine.load(path)
 
-    def memory_metrics(self) -> dict[str, Metric]:
-        """Returns the memory of this rank's device as metrics actor/perf/*."""
+    def memory_metrics(self, prefix: str) -> dict[str, Metric]:
+        """Returns the memory of this rank's device as metrics, whose names begin with `prefix`."""
         metrics = {}
         for name, value in device_memory(self.device).items():
-            metrics[f"actor/perf/{name}"] = Metric.max(value)
+            metrics[prefix + name] = Metric.max(value)
         return metrics
 
 
