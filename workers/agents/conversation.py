@@ -263,7 +263,7 @@ class ChatJoins:
         return accepted
 
     def _accepted_turn(self, message: Message, calls: Sequence[MessageCall]) -> Message:
-        """Returns the message of an assistant with these calls as the template takes it."""
+        """Returns the message of an assistant, with its calls in the form that the template takes."""
         if self._takes_tools:
             return {**message, "tool_calls": [_with_values(call) for call in calls]}
         text = message["content"] or ""
@@ -286,9 +286,14 @@ class ChatJoins:
             return {**message, "name": names[call_id]}
         return message
 
-    def _render(self, messages: Sequence[Message], **more: object) -> str:
-        """Returns the template's text of a conversation, generation prompt included. more: further variables of it."""
-        options = {**self._template_kwargs, **more}
+    def _render(self, messages: Sequence[Message], **variables: object) -> str:
+        """Returns the template's text of a conversation, generation prompt included.
+
+        Args:
+            messages: The conversation.
+            variables: Further variables of the template.
+        """
+        options = {**self._template_kwargs, **variables}
         [text] = render_chats(self._tokenizer, [messages], add_generation_prompt=True, **options)
         return text
 

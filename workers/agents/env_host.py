@@ -167,14 +167,14 @@ def _random_action(env: Env) -> str:
 
 
 def read_reset(result: object) -> EnvReply:
-    """Checks the values of a reset. Raises NonsenseError."""
+    """Returns the values of a reset as a reply. Raises NonsenseError if one of them is invalid."""
     observation, info = _parts("reset", result, "(observation, info)")
     text = _text("the observation of reset", observation)
     return EnvReply(key=None, observation=text, info=_info("reset", info))
 
 
 def read_step(result: object) -> EnvReply:
-    """Checks the five values of a step. Raises NonsenseError."""
+    """Returns the five values of a step as a reply. Raises NonsenseError if one of them is invalid."""
     expected = "(observation, reward, terminated, truncated, info)"
     observation, reward, terminated, truncated, info = _parts("step", result, expected)
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
@@ -207,7 +207,12 @@ def _parts(method: str, result: object, expected: str) -> tuple[object, ...]:
 
 
 def _text(subject: str, value: object) -> str:
-    """Returns a text of an environment. Raises NonsenseError for another value, or if no tokenizer could encode it."""
+    """Returns a text of an environment. Raises NonsenseError if it is no text, or if no tokenizer could encode it.
+
+    Args:
+        subject: Name of the value, for the message.
+        value: The value.
+    """
     if not isinstance(value, str):
         raise _nonsense(subject, value, "text")
     # lone surrogates become question marks here
@@ -217,7 +222,15 @@ def _text(subject: str, value: object) -> str:
 
 
 def read_number(subject: str, value: object) -> float:
-    """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. subject: name of the value."""
+    """Returns a number of an environment or a program as a float, also that of a numpy scalar.
+
+    Args:
+        subject: Name of the value, for the message.
+        value: The value.
+
+    Raises:
+        NonsenseError: It is no finite number.
+    """
     number = value
     # a numpy scalar, or an array of one number; numpy itself is not imported
     item = getattr(value, "item", None)

@@ -390,7 +390,13 @@ class EpisodeRunner:
         return self._submit_turn(episode)
 
     def _add_reward(self, turn: Turn, reply: EnvReply, purpose: str) -> None:
-        """Stores the result of an action in its turn. purpose: of the episode, which chooses the format penalty."""
+        """Stores the result of an action in its turn.
+
+        Args:
+            turn: The turn.
+            reply: Reply of the environment to the action.
+            purpose: Purpose of the episode, whose format penalty is added if the action was invalid.
+        """
         metrics = reply.info.get("metrics") or {}
         turn.info = reply.info
         turn.is_valid = bool(metrics.get("action_is_valid", True))

@@ -377,7 +377,13 @@ class ProgramRunner:
         print(_missing_score_note(new_names), flush=True)
 
     def _score_answer(self, episode: _Episode, node: TraceNode, num_turns: int) -> None:
-        """Sends the last answer of an episode to the reward function. num_turns: number of its answers."""
+        """Sends the last answer of an episode to the reward function.
+
+        Args:
+            episode: The episode.
+            node: Its last answer, with the conversation before it.
+            num_turns: Number of its answers.
+        """
         assert self._rewards is not None and node.answer is not None
         row = episode.spec.row
         episode.score_key = episode.name

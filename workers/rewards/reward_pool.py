@@ -71,7 +71,7 @@ class RewardHandler:
 
 
 def _load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
-    """Loads the reward function. modules: modules to import first, because they register rewards."""
+    """Loads the reward function, after the modules that register rewards."""
     import_modules(modules)
     return load_scorer(config)
 

@@ -67,14 +67,14 @@ class SampleRunner(Protocol):
         """True if the engine has tokens to sample."""
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
-        """Returns the metrics since the last call. seconds: time spent sampling in that period."""
+        """Returns the metrics since the last call, in which `seconds` were spent sampling."""
 
     def close(self) -> None:
         """Ends the processes and threads that the runner uses besides the engine."""
 
 
 class GroupRun:
-    """Runs groups on one engine. runner: runs their samples."""
+    """Runs groups on one engine. A `SampleRunner` runs their samples."""
 
     def __init__(self, runner: SampleRunner) -> None:
         self._runner = runner

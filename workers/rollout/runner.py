@@ -134,7 +134,7 @@ class Runner(Generic[Owner]):
         return owned_completions
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
-        """Returns the engine's metrics since the last call. seconds: duration of that period."""
+        """Returns the engine's metrics since the last call, `seconds` ago."""
         metrics = {
             "rollout/engine_busy_frac": Metric.mean(self._busy_s, seconds),
             "rollout/engine_sequences": Metric.mean(self._sequences, self._steps),

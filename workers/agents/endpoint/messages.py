@@ -208,7 +208,7 @@ def _content_blocks(message: Body) -> list[object]:
 
 
 def _blocks(answer: SampledAnswer, name: str) -> Iterator[Block]:
-    """Yields the content blocks of an answer: thinking, text and tool calls. name: of the reply."""
+    """Yields the content blocks of an answer: thinking, text and tool calls. `name` is the name of the reply."""
     if answer.thinking:
         # clients expect a signature, which nobody checks here
         yield {"type": "thinking", "thinking": answer.thinking, "signature": name}

@@ -175,7 +175,7 @@ def _expected_instead(name: str, value: object, sampling: SamplingParams) -> str
 
 
 def as_object(value: object, where: str) -> Body:
-    """Returns a JSON object of a request. where: its place in the request, for the message of Refusal."""
+    """Returns a JSON object of a request. Raises Refusal, which names the place `where`, for another value."""
     if not isinstance(value, dict):
         raise Refusal(f"{where} is {shortened(value)}: expected an object", field=where)
     return value

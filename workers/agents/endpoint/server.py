@@ -521,7 +521,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _ReadRequest:
-    """A request with a valid key. raw: its body as it was sent."""
+    """A request with a valid key, and its body as bytes (`raw`) and as an object."""
 
     episode: Episode
     raw: bytes

@@ -221,8 +221,15 @@ class Trace:
     # ------------------------------------------------------------------------------------------------------- requests
 
     def add(self, conversation: Conversation, max_tokens: int) -> TraceNode:
-        """Adds a request. max_tokens: limit of the run for one answer. Raises Refusal if its messages cannot be
-        rendered or leave no room for an answer."""
+        """Adds a request.
+
+        Args:
+            conversation: Its content.
+            max_tokens: The run's limit on the tokens of one answer; the request may have a lower one.
+
+        Raises:
+            Refusal: Its messages cannot be rendered, or leave no room for an answer.
+        """
         messages = conversation.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise Refusal("the last message has to be one of the user or a tool", field="messages")
