@@ -180,6 +180,7 @@ def read_step(result: object) -> EnvReply:
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
     return EnvReply(
+        # `EnvPool` sets key and duration
         key=None,
         observation=_text("the observation of step", observation),
         reward=read_number("the reward of step", reward),
