@@ -187,7 +187,7 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
     if is_checked or is_whole or not inputs.log_prob.requires_grad:
         return
 
-    # config and aggregation stay those of the micro-batch: both parts are divided by the same counts
+    # config and aggregation stay those of the micro-batch, so that all parts are divided by the same counts
     def loss_of_part(part: DataProto, outputs: Outputs) -> LossResult:
         part_columns = {str(column): part.batch[column] for column in part.batch.keys()}
         part_inputs = replace(inputs, log_prob=outputs["log_probs"], **part_columns)
@@ -202,7 +202,8 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
         "scores": inputs.scores,
         "staleness": inputs.staleness,
     }
-    data = DataProto.from_dict({column: values for column, values in columns.items() if values is not None})
+    existing_columns = {column: values for column, values in columns.items() if values is not None}
+    data = DataProto.from_dict(existing_columns)
     if check_loss_is_additive(loss_of_part, data, {"log_probs": inputs.log_prob}, name, POLICY_LOSS_REMEDY):
         _additive_losses.add(function)
 

@@ -137,10 +137,11 @@ class ChatJoins:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         # the members of a group begin with the same prompt
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
-        longest = characters_per_token(tokenizer)
+        longest_token = characters_per_token(tokenizer)
         self._most_characters: int | None = None
-        if longest is not None and most_tokens is not None:
-            self._most_characters = longest * most_tokens + 1
+        if longest_token is not None and most_tokens is not None:
+            # one character more than `most_tokens` tokens can encode
+            self._most_characters = longest_token * most_tokens + 1
 
         # each of the following steps uses what the steps before it have found out about the template
         self._check_joins(system)

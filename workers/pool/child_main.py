@@ -135,7 +135,8 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     except BaseException as error:
         # the user's modules may raise anything; the pool reports it
         return child.deliver(Reply(CONTROL, error=error_text(error)))
-    child.serve(handler, threads if handler.style in CONCURRENT else 1)
+    runs_concurrently = handler.style in CONCURRENT
+    child.serve(handler, threads if runs_concurrently else 1)
 
 
 def _prepare_process(connection: Connection, stacks_fd: int, parent_pid: int) -> None:
