@@ -172,7 +172,8 @@ def _corrected(inputs: LossInputs, correction: RolloutCorrectionConfig) -> tuple
 
     # metrics with reduction "last", such as standard deviations, need the whole batch
     additive_metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
-    return corrected, additive_metrics | rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
+    additive_metrics |= rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
+    return corrected, additive_metrics
 
 
 def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) -> None:
@@ -391,7 +392,8 @@ def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs,
     first_outputs = {output: leaf[: len(first)] for output, leaf in leaves.items()}
     second_outputs = {output: leaf[len(first) :] for output, leaf in leaves.items()}
 
-    whole_loss, _ = loss_fn(DataProto.concat([first, second]), leaves)
+    whole = DataProto.concat([first, second])
+    whole_loss, _ = loss_fn(whole, leaves)
     first_loss, _ = loss_fn(first, first_outputs)
     second_loss, _ = loss_fn(second, second_outputs)
 

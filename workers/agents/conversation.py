@@ -180,7 +180,8 @@ class ChatJoins:
             options["tools"] = list(tools)
         elif tools:
             messages = _with_described_tools(messages, tools)
-        text = self._render(self._accepted(messages), **options)
+        accepted = self._accepted(messages)
+        text = self._render(accepted, **options)
         return self._encoded(text[: self._most_characters])
 
     def join(
@@ -199,9 +200,10 @@ class ChatJoins:
         """
         results = [message for message in messages if message["role"] == "tool" and message.get("tool_call_id")]
         if not calls:
-            # a result whose call is not known names the call itself
+            # without the calls, the results tell their ids and the names of their functions
             calls = [_call_of_result(message) for message in results]
-        text = self._text_after_turn(self._accepted(messages, calls), calls, has_results=bool(results))
+        accepted = self._accepted(messages, calls)
+        text = self._text_after_turn(accepted, calls, has_results=bool(results))
         return self._without_end(response_ids, text)
 
     def _text_after_turn(self, accepted: Sequence[Message], calls: Sequence[MessageCall], *, has_results: bool) -> str:

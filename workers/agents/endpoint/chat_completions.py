@@ -89,8 +89,8 @@ class ChatCompletions:
         return Conversation(
             messages,
             tools,
-            allows_calls(body),
-            max_tokens,
+            calls_tools=allows_calls(body),
+            max_tokens=max_tokens,
             stop=read_stops(body, "stop"),
             # clients may send negative seeds
             seed=read_integer(body, "seed", least=-(2**63)),

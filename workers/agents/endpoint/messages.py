@@ -94,8 +94,13 @@ class Messages:
         for number, message in enumerate(read_list(body, "messages")):
             messages += _read_messages(message, f"messages.{number}", settings)
         tools = [_read_tool(tool) for tool in read_tools(body, settings, "custom")]
-        max_tokens = read_integer(body, "max_tokens")
-        return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
+        return Conversation(
+            messages,
+            tools,
+            calls_tools=allows_calls(body),
+            max_tokens=read_integer(body, "max_tokens"),
+            stop=read_stops(body, "stop_sequences"),
+        )
 
     def reply(self, answer: SampledAnswer, body: Body, name: str) -> MessageReply:
         stop_reason = STOP_REASONS.get(answer.finish_reason, "end_turn")

@@ -121,7 +121,7 @@ class Responses:
             function = {name: value for name, value in tool.items() if name != "type"}
             tools.append(read_function({"type": "function", "function": function}))
         max_tokens = read_integer(body, "max_output_tokens")
-        return Conversation(messages, tools, allows_calls(body), max_tokens)
+        return Conversation(messages, tools, calls_tools=allows_calls(body), max_tokens=max_tokens)
 
     def instructions(self, body: Body, settings: Settings) -> list[Message]:
         """Returns the system message of a request, if it has one."""
