@@ -7,8 +7,8 @@ environment), or a single call (a reward). Calls of many sessions run at the sam
 - When a process dies or is killed, its other sessions continue in another process, which repeats their calls. A session
   fails if a repeated call gives another reply.
 - If a crash's stack shows which session caused it, that session fails. Otherwise every session that was running a call
-  continues in a process that runs one call at a time, and fails if that process dies too. A process that is killed from
-  outside therefore costs no result.
+  is a suspect: it continues in a process that runs one call at a time (`Process.is_alone`), and fails if that process
+  dies too. A process that is killed from outside therefore costs no result.
 """
 
 import contextlib
