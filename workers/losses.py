@@ -172,7 +172,8 @@ def _corrected(inputs: LossInputs, correction: RolloutCorrectionConfig) -> tuple
 
     # metrics with reduction "last", such as standard deviations, need the whole batch
     additive_metrics = {name: metric for name, metric in metrics.items() if metric.reduction != "last"}
-    return corrected, additive_metrics | rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
+    additive_metrics |= rollout_probs_diff(log_prob, inputs.old_log_prob, mask)
+    return corrected, additive_metrics
 
 
 def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) -> None:
@@ -187,7 +188,7 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
     if is_checked or is_whole or not inputs.log_prob.requires_grad:
         return
 
-    # config and aggregation stay those of the micro-batch: both parts are divided by the same counts
+    # config and aggregation stay those of the micro-batch, so that all parts are divided by the same counts
     def loss_of_part(part: DataProto, outputs: Outputs) -> LossResult:
         part_columns = {str(column): part.batch[column] for column in part.batch.keys()}
         part_inputs = replace(inputs, log_prob=outputs["log_probs"], **part_columns)
@@ -202,7 +203,8 @@ def _require_additive(policy_loss: PolicyLoss, inputs: LossInputs, name: str) ->
         "scores": inputs.scores,
         "staleness": inputs.staleness,
     }
-    data = DataProto.from_dict({column: values for column, values in columns.items() if values is not None})
+    existing_columns = {column: values for column, values in columns.items() if values is not None}
+    data = DataProto.from_dict(existing_columns)
     if check_loss_is_additive(loss_of_part, data, {"log_probs": inputs.log_prob}, name, POLICY_LOSS_REMEDY):
         _additive_losses.add(function)
 
@@ -390,7 +392,8 @@ def check_loss_is_additive(loss_fn: LossFunc, data: DataProto, outputs: Outputs,
     first_outputs = {output: leaf[: len(first)] for output, leaf in leaves.items()}
     second_outputs = {output: leaf[len(first) :] for output, leaf in leaves.items()}
 
-    whole_loss, _ = loss_fn(DataProto.concat([first, second]), leaves)
+    whole = DataProto.concat([first, second])
+    whole_loss, _ = loss_fn(whole, leaves)
     first_loss, _ = loss_fn(first, first_outputs)
     second_loss, _ = loss_fn(second, second_outputs)
 

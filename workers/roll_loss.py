@@ -64,7 +64,7 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
             from old_log_probs and the rollout's log-probs.
         output_tensor: the policy's outputs (b, R) by name, or logits (b, S, V).
     """
-    # by the driver, which has applied the correction
+    # the driver planned this batch, and has already applied the correction to it
     is_planned = "num_tokens" in data.meta_info
     data = batch_of_roll(data)
     correction = config.algorithm.rollout_correction
@@ -76,8 +76,8 @@ def loss_of_batch(data: DataProto, output_tensor: Outputs | torch.Tensor, config
     else:
         outputs = output_tensor
 
-    # with bypass_mode `actor_loss` corrects
     correction_metrics: dict[str, Metric] = {}
+    # with bypass_mode `actor_loss` corrects
     needs_correction = (correction.rollout_is or correction.rollout_rs) and not correction.bypass_mode
     can_be_corrected = "rollout_log_probs" in batch.keys() and "rollout_is_weights" not in batch.keys()
     if needs_correction and can_be_corrected and not is_planned:
@@ -121,10 +121,11 @@ def _outputs_of_logits(data: DataProto, logits: torch.Tensor, actor: ActorConfig
     # the logits at a position predict the next token
     width = data.batch["response_mask"].shape[1]
     temperature = data.meta_info.get("temperature", 1.0)
-    predicting = logits[:, -width - 1 : -1] / temperature
-    outputs = {"log_probs": core_algos.logprobs_from_logits(predicting, input_ids[:, -width:])}
+    predicting_logits = logits[:, -width - 1 : -1] / temperature
+    predicted_ids = input_ids[:, -width:]
+    outputs = {"log_probs": core_algos.logprobs_from_logits(predicting_logits, predicted_ids)}
     if actor.calculate_entropy or actor.entropy_coeff != 0:
-        outputs["entropys"] = core_algos.entropy_from_logits(predicting)
+        outputs["entropys"] = core_algos.entropy_from_logits(predicting_logits)
     return outputs
 
 

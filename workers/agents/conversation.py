@@ -80,13 +80,18 @@ class Tool(TypedDict):
     function: ToolFunction
 
 
-# texts that are found again in a rendered template
+# How a template writes a chat is found out by rendering probes: short chats whose texts are searched in the result.
 _ANSWER, _OTHER_ANSWER = "verlliteanswer", "verlliteother"
+_SHORT_CHAT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
 _PROBE = "verlliteprobe"
 _PROBE_ID = "vlprobe00"
 """Identifier of a call in the form that Mistral's templates demand: nine letters or digits."""
+_PROBE_KEY, _PROBE_ARGUMENT = "verllitekey", "verlliteargument"
+_PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
 _ODD_CONTENT = f" \t\n\"<a>&'{{}}\\/ <tool_response> {_PROBE} \n "
+"""A content that a template changes if it trims, escapes or wraps contents."""
 _ENCODINGS_KEPT = 1024
+"""Number of texts whose token ids are kept."""
 TOOLS = (
     "You may call one or more of these functions:\n{}\n"
     'A call: <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>'
@@ -132,22 +137,25 @@ class ChatJoins:
             raise UserError(NO_TEMPLATE.format("the turns of an episode"))
         # the members of a group begin with the same prompt
         self._encoded = functools.lru_cache(_ENCODINGS_KEPT)(self._encode)
-        longest = characters_per_token(tokenizer)
+        longest_token = characters_per_token(tokenizer)
         self._most_characters: int | None = None
-        if longest is not None and most_tokens is not None:
-            self._most_characters = longest * most_tokens + 1
+        if longest_token is not None and most_tokens is not None:
+            # one character more than `most_tokens` tokens can encode
+            self._most_characters = longest_token * most_tokens + 1
 
         # each of the following steps uses what the steps before it have found out about the template
         self._check_joins(system)
         self.tool_role = "tool" if self._prints_tool_message() else "user"
         self._takes_tools = self._prints_tools()
         self.notation: Notation | None = tagged_calls
+        # the template's text between the arguments of a call and the end of the call
         self._after_arguments = ""
         self._takes_called_results = False
         if self._takes_tools:
             self.notation, self._after_arguments = self._notation_of_template()
             self._takes_called_results = self._prints_called_result()
 
+        # by role, the function that writes the text after an answer, up to and including a message of this role
         self._continuations: dict[str, Callable[[str], str]] = {}
         for role in {"user", self.tool_role}:
             self._continuations[role] = self._continuation_renderer(role)
@@ -172,7 +180,8 @@ class ChatJoins:
             options["tools"] = list(tools)
         elif tools:
             messages = _with_described_tools(messages, tools)
-        text = self._render(self._accepted(messages), **options)
+        accepted = self._accepted(messages)
+        text = self._render(accepted, **options)
         return self._encoded(text[: self._most_characters])
 
     def join(
@@ -191,9 +200,10 @@ class ChatJoins:
         """
         results = [message for message in messages if message["role"] == "tool" and message.get("tool_call_id")]
         if not calls:
-            # a result whose call is not known names the call itself
+            # without the calls, the results tell their ids and the names of their functions
             calls = [_call_of_result(message) for message in results]
-        text = self._text_after_turn(self._accepted(messages, calls), calls, has_results=bool(results))
+        accepted = self._accepted(messages, calls)
+        text = self._text_after_turn(accepted, calls, has_results=bool(results))
         return self._without_end(response_ids, text)
 
     def _text_after_turn(self, accepted: Sequence[Message], calls: Sequence[MessageCall], *, has_results: bool) -> str:
@@ -207,12 +217,15 @@ class ChatJoins:
         # the text depends on the calls before it
         if has_results and self._results_name_calls:
             return self._after_calls(calls, accepted)
-        # the fast path: a single message between two constant texts
-        is_unread_result = has_results and self.notation is None
-        if len(accepted) == 1 and not is_unread_result:
-            continuation = self._continuations.get(accepted[0]["role"])
+
+        # `_continuations` know a result without id and name. In an unsupported notation, nothing has shown whether the
+        # template prints these, so that the whole message is rendered.
+        may_print_identity = has_results and self.notation is None
+        if len(accepted) == 1 and not may_print_identity:
+            [message] = accepted
+            continuation = self._continuations.get(message["role"])
             if continuation is not None:
-                return continuation(accepted[0]["content"])
+                return continuation(message["content"])
         return self._after_answer([*_SHORT_CHAT, *accepted])
 
     def _without_end(self, response_ids: Sequence[int], text: str) -> tuple[int, ...]:
@@ -253,7 +266,7 @@ class ChatJoins:
         return accepted
 
     def _accepted_turn(self, message: Message, calls: Sequence[MessageCall]) -> Message:
-        """Returns the message of an assistant with these calls as the template takes it."""
+        """Returns the message of an assistant, with its calls in the form that the template takes."""
         if self._takes_tools:
             return {**message, "tool_calls": [_with_values(call) for call in calls]}
         text = message["content"] or ""
@@ -261,19 +274,29 @@ class ChatJoins:
         return _message(message["role"], text + lines)
 
     def _accepted_result(self, message: Message, names: Mapping[str, str]) -> Message:
-        """Returns the result of a tool as the template takes it. names: of the functions, by the id of their call."""
-        identifier = str(message.get("tool_call_id") or "")
+        """Returns the result of a tool as the template takes it.
+
+        Args:
+            message: The result.
+            names: Names of the functions by the id of their call.
+        """
+        call_id = str(message.get("tool_call_id") or "")
         takes_identity = self._takes_called_results or self.tool_role == "tool"
-        if not identifier or not takes_identity:
+        if not call_id or not takes_identity:
             return _message(self.tool_role, message["content"])
         # some templates print the name of the function, which clients need not repeat
-        if identifier in names and not message.get("name"):
-            return {**message, "name": names[identifier]}
+        if call_id in names and not message.get("name"):
+            return {**message, "name": names[call_id]}
         return message
 
-    def _render(self, messages: Sequence[Message], **more: object) -> str:
-        """Returns the template's text of a conversation, generation prompt included. more: further variables of it."""
-        options = {**self._template_kwargs, **more}
+    def _render(self, messages: Sequence[Message], **variables: object) -> str:
+        """Returns the template's text of a conversation, generation prompt included.
+
+        Args:
+            messages: The conversation.
+            variables: Further variables of the template.
+        """
+        options = {**self._template_kwargs, **variables}
         [text] = render_chats(self._tokenizer, [messages], add_generation_prompt=True, **options)
         return text
 
@@ -364,13 +387,13 @@ class ChatJoins:
         if _PROBE_ARGUMENT not in answer:
             return None, ""
 
-        # the call ends where the text up to there is complete
+        # the shortest text that a notation reads as the call: what follows belongs to the end of the turn
         argument_end = answer.rfind(_PROBE_ARGUMENT) + len(_PROBE_ARGUMENT)
-        expected = [ToolCall(_PROBE, {_PROBE_KEY: _PROBE_ARGUMENT})]
+        expected_calls = [ToolCall(_PROBE, {_PROBE_KEY: _PROBE_ARGUMENT})]
         for end in range(argument_end, len(answer) + 1):
             text = answer[:end].lstrip()
             for notation in NOTATIONS.values():
-                if notation(text).calls == expected:
+                if notation(text).calls == expected_calls:
                     return notation, answer[argument_end:end]
         return None, ""
 
@@ -388,7 +411,7 @@ class ChatJoins:
 
     def _prints_identity(self) -> bool:
         """Returns True if the text of a single result depends on the id or the name of its call, or on there being a
-        call at all. The constant text of `_continuations` then does not fit."""
+        call at all. The text of `_continuations`, which know no calls, is then wrong."""
         if "tool" not in self._continuations:
             return True
         text_without_call = self._continuations["tool"](_PROBE)
@@ -406,24 +429,25 @@ class ChatJoins:
         """
         probes = []
         for call in calls:
-            probes.append(_probe_call(call["function"]["name"], str(call.get("id")), {}))
-        # only the last call has the argument that marks its place
+            name = call["function"]["name"]
+            probes.append(_probe_call(name, str(call.get("id")), {}))
+        # the turn ends behind its last call, so only this one has the argument that is searched in the text
         last_call = probes[-1]
         last_call["function"]["arguments"] = {_PROBE_KEY: _PROBE_ARGUMENT}
-
-        # the id of a call may follow its arguments
-        after_arguments = self._after_arguments.replace(_PROBE_ID, last_call["id"])
         text = self._render([_SHORT_CHAT[0], _probe_turn(probes), *messages])
         _, argument, rest = text.partition(_PROBE_ARGUMENT)
-        if not argument or not rest.startswith(after_arguments):
+
+        # some templates write the id of a call behind its arguments
+        end_of_call = self._after_arguments.replace(_PROBE_ID, last_call["id"])
+        if not argument or not rest.startswith(end_of_call):
             raise self._template_error("leaves out the tool calls of an assistant's message, or their arguments")
-        return rest.removeprefix(after_arguments)
+        return rest.removeprefix(end_of_call)
 
     def _check_joins(self, system: bool) -> None:
         """Raises UserError if the text of a message depends on later messages or on the number of earlier ones.
 
-        One difference is allowed: the generation prompt and the head of an answered turn may differ by a suffix, such
-        as a think block or a space.
+        Renders a conversation of three questions and two answers as a whole, and compares the parts around the answers
+        with the texts that `prompt` and `join` write.
         """
         beginning = [_message("user", "q1")]
         if system:
@@ -431,26 +455,25 @@ class ChatJoins:
         second = _message("user", "q2")
         third = _message("user", "q3")
 
-        # the texts that `prompt` and `join` write
         prompt = self._rendered_or_refused(beginning, system)
+        # only for its error: `_after_answer` renders it again, without a remedy
         self._rendered_or_refused([*_SHORT_CHAT, second], False)
-        # the same conversation in one text
         chat = [*beginning, _message("assistant", _ANSWER), second, _message("assistant", _OTHER_ANSWER), third]
-        whole = self._rendered_or_refused(chat, system)
-        head, first_text, rest = whole.partition(_ANSWER)
-        middle, second_text, tail = rest.partition(_OTHER_ANSWER)
-        if not first_text or not second_text:
+        text = self._rendered_or_refused(chat, system)
+        before_answer, answer, rest = text.partition(_ANSWER)
+        between_answers, other_answer, after_answers = rest.partition(_OTHER_ANSWER)
+        if not answer or not other_answer:
             raise self._template_error("leaves out the content of an assistant's message")
 
         second_join = self._after_answer([*_SHORT_CHAT, second])
         third_join = self._after_answer([*_SHORT_CHAT, third])
-        for part, expected in ((head, prompt), (middle, second_join)):
-            differs_by_suffix = part.startswith(expected) or expected.startswith(part)
+        for part, written in ((before_answer, prompt), (between_answers, second_join)):
+            # before an answer, one of the two may have more at its end: a think block or a space
+            differs_by_suffix = part.startswith(written) or written.startswith(part)
             if not differs_by_suffix:
-                raise self._unstable_text_error(part, expected)
-        # no answer follows the last join, so that its text has no such difference
-        if tail != third_join:
-            raise self._unstable_text_error(tail, third_join)
+                raise self._unstable_text_error(part, written)
+        if after_answers != third_join:
+            raise self._unstable_text_error(after_answers, third_join)
 
     def _rendered_or_refused(self, messages: list[Message], system: bool) -> str:
         """Renders a conversation. Raises UserError with a remedy if the template fails.
@@ -526,7 +549,7 @@ def _with_values(call: MessageCall) -> MessageCall:
     """Returns a tool call with its arguments as a value, and with its id if it has one."""
     called = call["function"]
     function: CalledFunction = {**called, "arguments": tool_arguments(called["arguments"])}
-    # `_after_calls` writes an absent id as text
+    # "None" is the text of an absent id
     if call.get("id") in (None, "", "None"):
         return {"type": "function", "function": function}
     return {"id": call["id"], "type": "function", "function": function}
@@ -560,8 +583,3 @@ def _end_after_answer(
         return None
     _, _, text_after = text.partition(_ANSWER)
     return closing_token(text_after, tokenizer)
-
-
-_PROBE_KEY, _PROBE_ARGUMENT = "verllitekey", "verlliteargument"
-_PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
-_SHORT_CHAT: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]

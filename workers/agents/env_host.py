@@ -26,7 +26,9 @@ RESERVED = ("error_rate", "timeout_rate", "processes_replaced", "step_seconds/me
 """Names that the trainer itself logs as env/NAME."""
 
 AGGREGATIONS = ("mean", "sum", "min", "max", "last", "first")
+"""Values of metrics_agg_mode; `workers.agents.episodes.aggregate_metrics` computes them."""
 _SHOWN_CHARS = 200
+"""Number of characters of an invalid value that are part of a message."""
 _NAME = re.compile(r"[\w.:@%+-][\w .:@%+/-]{0,99}", re.ASCII)
 
 
@@ -108,16 +110,18 @@ class EnvHost:
         # environments of ended episodes, which other episodes of their tag use
         self._spare: dict[str, list[Env]] = {tag: [] for tag in templates}
         # `run` is called in several threads, and `end` in another one
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
 
     def run(self, session: int, payload: EnvCall) -> EnvReply:
         """Runs a reset or a step. Raises NonsenseError and every exception of the environment."""
         try:
             if isinstance(payload, Begin):
-                env = self._env(session, payload.tag)
+                env = self._begin_episode(session, payload.tag)
                 return read_reset(env.reset(payload.seed))
             _, env = self._episodes[session]
-            action = _random_action(env) if payload.action is None else payload.action
+            action = payload.action
+            if action is None:
+                action = _random_action(env)
             return read_step(env.step(action))
         except BaseException:
             # an environment that has failed may be in any state, and is not used again
@@ -126,27 +130,27 @@ class EnvHost:
 
     def end(self, session: int) -> None:
         """Makes the environment of an ended episode available for another one."""
-        with self._changing:
+        with self._lock:
             if session in self._episodes:
                 tag, env = self._episodes.pop(session)
                 self._spare[tag].append(env)
 
-    def _env(self, session: int, tag: str) -> Env:
-        """Returns a spare environment of the tag for an episode, or a new one."""
+    def _begin_episode(self, session: int, tag: str) -> Env:
+        """Returns the environment of a new episode: a spare one of the tag, or a new one."""
         env: Env | None = None
-        with self._changing:
+        with self._lock:
             if self._spare[tag]:
                 env = self._spare[tag].pop()
         # outside of the lock, because a constructor may take long and other episodes continue meanwhile
         if env is None:
             env = self._templates[tag].make()
-        with self._changing:
+        with self._lock:
             self._episodes[session] = (tag, env)
         return env
 
     def _close(self, session: int) -> None:
         """Discards the environment of an episode, if it was constructed."""
-        with self._changing:
+        with self._lock:
             _, env = self._episodes.pop(session, (None, None))
         # it is discarded, whether or not it can be closed
         with contextlib.suppress(BaseException):
@@ -163,19 +167,20 @@ def _random_action(env: Env) -> str:
 
 
 def read_reset(result: object) -> EnvReply:
-    """Checks the values of a reset. Raises NonsenseError."""
+    """Returns the values of a reset as a reply. Raises NonsenseError if one of them is invalid."""
     observation, info = _parts("reset", result, "(observation, info)")
     text = _text("the observation of reset", observation)
     return EnvReply(key=None, observation=text, info=_info("reset", info))
 
 
 def read_step(result: object) -> EnvReply:
-    """Checks the five values of a step. Raises NonsenseError."""
+    """Returns the five values of a step as a reply. Raises NonsenseError if one of them is invalid."""
     expected = "(observation, reward, terminated, truncated, info)"
     observation, reward, terminated, truncated, info = _parts("step", result, expected)
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         _expect(_is_flag(flag), f"{name} of step", flag, "true or false")
     return EnvReply(
+        # `EnvPool` sets key and duration
         key=None,
         observation=_text("the observation of step", observation),
         reward=read_number("the reward of step", reward),
@@ -186,9 +191,15 @@ def read_step(result: object) -> EnvReply:
 
 
 def _parts(method: str, result: object, expected: str) -> tuple[object, ...]:
-    """Returns the values of a reset or a step. expected: their names in parentheses, for their number and the message.
+    """Returns the values of a reset or a step as a tuple.
 
-    Raises NonsenseError for another number of values.
+    Args:
+        method: "reset" or "step".
+        result: What it returned.
+        expected: Names of the values in parentheses, which tell their number.
+
+    Raises:
+        NonsenseError: It is no tuple or list of this number of values.
     """
     number = expected.count(",") + 1
     if not isinstance(result, tuple | list) or len(result) != number:
@@ -197,7 +208,12 @@ def _parts(method: str, result: object, expected: str) -> tuple[object, ...]:
 
 
 def _text(subject: str, value: object) -> str:
-    """Returns a text of an environment. Raises NonsenseError for another value, or if no tokenizer could encode it."""
+    """Returns a text of an environment. Raises NonsenseError if it is no text, or if no tokenizer could encode it.
+
+    Args:
+        subject: Name of the value, for the message.
+        value: The value.
+    """
     if not isinstance(value, str):
         raise _nonsense(subject, value, "text")
     # lone surrogates become question marks here
@@ -207,7 +223,15 @@ def _text(subject: str, value: object) -> str:
 
 
 def read_number(subject: str, value: object) -> float:
-    """Returns a finite number, also that of a numpy scalar. Raises NonsenseError. subject: name of the value."""
+    """Returns a number of an environment or a program as a float, also that of a numpy scalar.
+
+    Args:
+        subject: Name of the value, for the message.
+        value: The value.
+
+    Raises:
+        NonsenseError: It is no finite number.
+    """
     number = value
     # a numpy scalar, or an array of one number; numpy itself is not imported
     item = getattr(value, "item", None)
@@ -284,11 +308,19 @@ def _mapping(subject: str, value: object) -> JsonObject:
 
 
 def _expect(is_right: bool, subject: str, value: object, expected: str) -> None:
+    """Raises NonsenseError unless `is_right`. The other arguments are those of `_nonsense`."""
     if not is_right:
         raise _nonsense(subject, value, expected)
 
 
 def _nonsense(subject: str, value: object, expected: str) -> NonsenseError:
+    """Returns the error for an invalid value.
+
+    Args:
+        subject: Name of the value.
+        value: The value.
+        expected: Description of valid values.
+    """
     # the representation of a value of untrusted code may have any length
     text = repr(value)
     if len(text) > _SHOWN_CHARS:

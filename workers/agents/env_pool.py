@@ -34,16 +34,6 @@ class EnvError(UserError):
     """The environments cannot be used: one fails in the dry run, or their processes do not start."""
 
 
-def _without_error(replies: Mapping[str, EnvReply]) -> list[str]:
-    """Returns the tags whose environment replied without an error."""
-    return [tag for tag, reply in replies.items() if reply.error is None]
-
-
-def _beginning(reply: EnvReply) -> tuple[str | None, object]:
-    """Returns what the agent sees of the reply to a reset."""
-    return reply.observation, reply.info.get("env_instruction")
-
-
 @dataclass
 class _Episode:
     """An episode.
@@ -95,9 +85,9 @@ class EnvPool:
             log_dir=log_dir,
         )
         self._pool: Pool | None = None
-        self._numbers = itertools.count()
         # An episode keeps its number until its last call has ended, and a caller may reuse its key before that.
-        self._ids: dict[Hashable, int] = {}
+        self._next_number = itertools.count()
+        self._number_of_key: dict[Hashable, int] = {}
         self._episodes: dict[int, _Episode] = {}
         # calls by tag, because a template may limit how many of its environments step at once
         self._running: Counter[str] = Counter()
@@ -118,10 +108,10 @@ class EnvPool:
         self.discard(key)
         if tag not in self._templates:
             raise KeyError(f"no environment has the tag {tag!r}; tags are {', '.join(self._templates)}")
-        number = next(self._numbers)
-        self._ids[key] = number
+        number = next(self._next_number)
+        self._number_of_key[key] = number
         self._episodes[number] = _Episode(key, tag)
-        self._call(number, Begin(tag, seed))
+        self._queue_call(number, Begin(tag, seed))
 
     def step(self, key: Hashable, action: str | None) -> None:
         """Takes a step in an episode.
@@ -134,16 +124,16 @@ class EnvPool:
             KeyError: The episode was not reset, has failed or was discarded.
             ValueError: Its last reply has not been polled.
         """
-        number = self._ids.get(key)
+        number = self._number_of_key.get(key)
         if number is None:
             raise KeyError(f"episode {key!r} was not reset, has failed, or was discarded")
         if self._episodes[number].is_busy:
             raise ValueError(f"episode {key!r} has a running call; step it after its reply")
-        self._call(number, Act(action))
+        self._queue_call(number, Act(action))
 
     def discard(self, key: Hashable) -> None:
-        """Ends an episode; `poll` returns no more replies of it. Unknown keys are ignored."""
-        number = self._ids.pop(key, None)
+        """Ends an episode, of which `poll` then returns no more replies. Unknown keys are ignored."""
+        number = self._number_of_key.pop(key, None)
         if number is None:
             return
         episode = self._episodes[number]
@@ -186,7 +176,7 @@ class EnvPool:
             entries = ", ".join(self._templates) or "none"
             raise EnvError(f"the tag {min(unknown)!r}: agentic.custom_envs has no such entry; it has {entries}")
 
-        errors, begun_differently = self._tried(tags)
+        errors, begun_differently = self._try_environments(tags)
         failures = []
         # in the order of the configuration, not in that of the replies
         for tag, template in self._templates.items():
@@ -203,38 +193,42 @@ class EnvPool:
             raise EnvError("\n\n".join(failures))
         return begun_differently
 
-    def _tried(self, tags: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    def _try_environments(self, tags: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """Resets, steps and resets one environment of each tag. Returns the errors by tag, and the tags whose two
         episodes began differently."""
-        first = self._begun(tags)
-        working = _without_error(first)
+        first_resets = self._reset_all(tags)
+        working = _without_error(first_resets)
         for tag in working:
             self.step(tag, None)
-        steps = self._replies(len(working))
+        steps = self._wait_for_replies(len(working))
         working = _without_error(steps)
-        # the second reset is one of the same object
+
+        # the end of an episode makes its environment available, so that the second reset is one of the same object
         for tag in tags:
             self.discard(tag)
-        second = self._begun(working)
-        working = _without_error(second)
+        second_resets = self._reset_all(working)
+        working = _without_error(second_resets)
         for tag in tags:
             self.discard(tag)
 
         errors = {}
-        for replies in (first, steps, second):
+        for replies in (first_resets, steps, second_resets):
             for tag, reply in replies.items():
                 if reply.error is not None:
                     errors[tag] = reply.error
-        begun_differently = [tag for tag in working if _beginning(first[tag]) != _beginning(second[tag])]
+        begun_differently = []
+        for tag in working:
+            if _beginning(first_resets[tag]) != _beginning(second_resets[tag]):
+                begun_differently.append(tag)
         return errors, begun_differently
 
-    def _begun(self, tags: Sequence[str]) -> dict[str, EnvReply]:
+    def _reset_all(self, tags: Sequence[str]) -> dict[str, EnvReply]:
         """Resets one environment of each tag with seed 0, all at the same time. Returns the replies by tag."""
         for tag in tags:
             self.reset(tag, tag, 0)
-        return self._replies(len(tags))
+        return self._wait_for_replies(len(tags))
 
-    def _replies(self, number: int) -> dict[str, EnvReply]:
+    def _wait_for_replies(self, number: int) -> dict[str, EnvReply]:
         """Waits for this number of replies of episodes whose keys are tags. Returns them by tag."""
         replies: dict[str, EnvReply] = {}
         while len(replies) < number:
@@ -252,7 +246,7 @@ class EnvPool:
         if self._pool is not None:
             self._pool.close()
 
-    def _call(self, number: int, call: EnvCall) -> None:
+    def _queue_call(self, number: int, call: EnvCall) -> None:
         """Queues a call of an episode, and sends it unless its tag is at its limit."""
         episode = self._episodes[number]
         episode.is_busy = True
@@ -289,10 +283,21 @@ class EnvPool:
             return None
         if has_failed:
             # a later `step` of the key is then an error of the caller
-            del self._ids[episode.key]
+            del self._number_of_key[episode.key]
             return EnvReply(episode.key, None, seconds=reply.seconds, error=reply.error, is_timeout=reply.is_timeout)
         return replace(reply.result, key=episode.key, seconds=reply.seconds)
 
     def _forget(self, number: int) -> None:
+        """Ends the session of an episode whose last call has ended."""
         del self._episodes[number]
         self.start().end(number)
+
+
+def _without_error(replies: Mapping[str, EnvReply]) -> list[str]:
+    """Returns the tags whose environment replied without an error."""
+    return [tag for tag, reply in replies.items() if reply.error is None]
+
+
+def _beginning(reply: EnvReply) -> tuple[str | None, object]:
+    """Returns what the agent sees of the reply to a reset."""
+    return reply.observation, reply.info.get("env_instruction")

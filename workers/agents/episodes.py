@@ -390,7 +390,13 @@ class EpisodeRunner:
         return self._submit_turn(episode)
 
     def _add_reward(self, turn: Turn, reply: EnvReply, purpose: str) -> None:
-        """Stores the result of an action in its turn. purpose: of the episode, which chooses the format penalty."""
+        """Stores the result of an action in its turn.
+
+        Args:
+            turn: The turn.
+            reply: Reply of the environment to the action.
+            purpose: Purpose of the episode, whose format penalty is added if the action was invalid.
+        """
         metrics = reply.info.get("metrics") or {}
         turn.info = reply.info
         turn.is_valid = bool(metrics.get("action_is_valid", True))
@@ -401,11 +407,10 @@ class EpisodeRunner:
     def _submit_turn(self, episode: _Episode) -> None:
         """Submits the next turn to the engine, or ends the episode if the turn does not fit."""
         trajectory = episode.trajectory
-        template = episode.template
         limits = self._limits
-        turn = len(trajectory.turns)
-        room = self._add_prompt(episode)
-        if turn == 0:
+        turn_index = len(trajectory.turns)
+        self._add_prompt(episode)
+        if turn_index == 0:
             trajectory.prompt_messages = episode.messages
             trajectory.prompt_ids = episode.prompt_ids
             if len(episode.prompt_ids) > limits.max_prompt_length:
@@ -416,10 +421,11 @@ class EpisodeRunner:
                 )
                 return self._end(episode, "failed")
 
+        room = self._room_in_row(episode)
         max_tokens = min(
             room,
             limits.max_model_len - len(episode.context),
-            template.max_tokens_per_step or room,
+            episode.template.max_tokens_per_step or room,
             episode.sampling.max_tokens,
         )
         if max_tokens < 1:
@@ -430,16 +436,15 @@ class EpisodeRunner:
             episode.sampling,
             max_tokens=max_tokens,
             # steps count from 1 here, and from 0 in seeds
-            seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn),
+            seed=derive_seed(self._seed, spec.start_step - 1, spec.traj_id, turn_index),
             stop_token_ids=self._stop_token_ids,
         )
-        request = Request(f"{episode.key}/{turn}", tuple(episode.context), sampling)
+        request = Request(f"{episode.key}/{turn_index}", tuple(episode.context), sampling)
         episode.request_id = request.request_id
         self._runner.submit(request, episode)
 
-    def _add_prompt(self, episode: _Episode) -> int:
-        """Builds the prompt of the next turn and adds it to the context. Returns how many tokens of a response fit the
-        columns of the row."""
+    def _add_prompt(self, episode: _Episode) -> None:
+        """Builds the prompt of the next turn and adds it to the context."""
         turns = episode.trajectory.turns
         template = episode.template
         max_response_length = self._limits.max_response_length
@@ -457,14 +462,21 @@ class EpisodeRunner:
             # the whole prompt of a row
             episode.prompt_ids = self._joins.prompt(episode.messages)
             episode.context = list(episode.prompt_ids)
-            has_room = len(episode.prompt_ids) <= self._limits.max_prompt_length
-            return max_response_length if has_room else 0
-
+            return
         # a later turn of a conversation has one message: only the first has a system message
         episode.prompt_ids = self._joins.join(turns[-1].response_ids, episode.messages[0])
         episode.context.extend(episode.prompt_ids)
-        # all that follows the first prompt is in the response column of the row
-        return max_response_length - (len(episode.context) - len(episode.trajectory.prompt_ids))
+
+    def _room_in_row(self, episode: _Episode) -> int:
+        """Returns how many tokens of the next response fit the columns of its row."""
+        limits = self._limits
+        if episode.template.by_step:
+            # the turn is a row of its own, into which a longer prompt does not fit
+            has_room = len(episode.prompt_ids) <= limits.max_prompt_length
+            return limits.max_response_length if has_room else 0
+        # everything after the first prompt is in the response column of the row
+        num_after_prompt = len(episode.context) - len(episode.trajectory.prompt_ids)
+        return limits.max_response_length - num_after_prompt
 
     def _on_completion(self, episode: _Episode, completion: Completion) -> None:
         """Stores a sampled turn and sends its action to the environment."""
@@ -491,7 +503,7 @@ class EpisodeRunner:
             )
         )
         episode.context.extend(completion.token_ids)
-        return self._pool.step(episode.key, action)
+        self._pool.step(episode.key, action)
 
     def _action(self, response_ids: Sequence[int]) -> str:
         """Returns the text of a response without its stop token."""
@@ -518,7 +530,7 @@ class EpisodeRunner:
         if stop == "surplus":
             return
 
-        # a group with redundancy has other members in the place of a failed one
+        # a group with redundancy may still have enough other members, which take the place of a failed one
         is_replaceable = group.num_kept + len(group.open) >= group.size
         if stop == "failed" and is_replaceable:
             return
@@ -539,8 +551,10 @@ def _state_hash(episode: _Episode) -> str:
 
 
 def aggregate_metrics(turns: Sequence[Turn]) -> dict[str, float]:
-    """Aggregates the metrics of an environment over the turns that have them, as the last metrics_agg_mode specifies;
-    the default is the mean. num_actions is the number of turns.
+    """Aggregates the metrics of an environment over the turns that have them.
+
+    The last metrics_agg_mode in the info of a turn specifies how; the default is the mean. The metric num_actions is
+    the number of turns.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     modes: Mapping[str, str] = {}

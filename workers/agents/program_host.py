@@ -40,13 +40,19 @@ PROGRAMS: Registry[Program] = Registry("program")
 TOOL_AGENT = "workers.agents.tool_agent:run"
 """The built-in agent, which runs with agentic.mcp_servers and leaves the score to the reward function."""
 RESULT_BYTES_MAX = 1 << 20
+"""Size of the largest file that a command may write as its result."""
 ERROR_CHARACTERS = 4_000
+"""Number of bytes at the end of a command's output that are part of a message."""
 NAMES_SHOWN, NAME_CHARACTERS = 8, 100
+"""Bounds of `ProgramResult.names`: number of names, and length of each."""
 THREADS = 64
 """Default number of episodes at the same time in each process. Commands use the cores of the machine instead."""
 
 _TIME_LIMIT = "agentic.program_options.timeout_s"
 _CHECK_S = 0.5
+"""Seconds between two looks at a running command."""
+_NO_KEY = "pass-api_key-to-the-client"
+"""API key in the environment of functions that share a process, where it cannot identify an episode."""
 
 
 class ProgramError(UserError):
@@ -114,13 +120,16 @@ class ProgramHost:
         config: section agentic.program_options.
         threads: number of episodes at the same time; with 1, the process's environment has the address and the key of
             the episode.
+
+    Attributes:
+        style, thread: see `workers.pool.child_main.Handler`.
     """
 
     def __init__(self, program: str, kwargs: KeywordArguments, config: ProgramConfig, threads: int) -> None:
         self._program = program
         self._config = config
         self._kwargs = dict(kwargs)
-        self._is_alone = threads == 1
+        self._has_own_environment = threads == 1
         self._command: list[str] | None = None
         self._function: Program | None = None
         words = shlex.split(program) if is_command(program) else []
@@ -136,41 +145,43 @@ class ProgramHost:
         hide_memory()
         self.thread: int | None = None
         if self.style == "async":
-            self._calls = AsyncCalls()
-            self.thread = self._calls.thread
+            self._coroutines = AsyncCalls()
+            self.thread = self._coroutines.thread
 
     def run(self, session: int, payload: ProgramCall) -> ProgramResult:
         """Runs the program. Raises every exception of the program, NonsenseError for an invalid result, and Overdue."""
-        result = read_result(self._returned(payload))
+        if self._command is not None:
+            returned = self._run_command(self._command, payload)
+        else:
+            returned = self._run_function(payload)
+        result = read_result(returned)
         if self._program != TOOL_AGENT:
             return result
         # the built-in agent leaves the score to the reward function, so its other numbers are no misspelt score
         return replace(result, names=())
 
-    def _returned(self, payload: ProgramCall) -> object:
-        """Runs the program and returns what it returned."""
-        if self._command is not None:
-            return self._run_command(self._command, payload)
-        if not self._is_alone:
+    def _run_function(self, payload: ProgramCall) -> object:
+        """Calls the function in an environment that its clients read. Returns what it returned."""
+        if not self._has_own_environment:
             # the episodes of a process share its environment, which can have the address, but no key
             os.environ |= client_environment(payload.url, _NO_KEY)
-            return self._call(payload)
+            return self._call_function(payload)
         os.environ |= client_environment(payload.url, payload.api_key)
         try:
-            return self._call(payload)
+            return self._call_function(payload)
         finally:
             # a process that lives longer than the episode keeps no key
             os.environ |= client_environment(payload.url, _NO_KEY)
 
-    def _call(self, payload: ProgramCall) -> object:
-        """Calls the function, and waits for its coroutine if it is one."""
+    def _call_function(self, payload: ProgramCall) -> object:
+        """Calls the function, and waits for its result if it is a coroutine."""
         assert self._function is not None
         base_url = f"{payload.url}/v1"
         returned = self._function(base_url=base_url, api_key=payload.api_key, row=payload.row, **self._kwargs)
         if self.style != "async":
             return returned
         assert inspect.iscoroutine(returned)
-        return self._calls.run(returned, self._config.timeout_s, "program", _TIME_LIMIT)
+        return self._coroutines.run(returned, self._config.timeout_s, "program", _TIME_LIMIT)
 
     def end(self, session: int) -> None:
         """Does nothing: an episode is a single call."""
@@ -223,7 +234,7 @@ class ProgramHost:
         """
         until = time.monotonic() + self._config.timeout_s
         while (status := tree.wait(_CHECK_S)) is None:
-            # the command can send signals to the process above it
+            # a command can stop the process that enforces its limits, because both run as the same user
             if tree.is_stopped:
                 raise UserError(
                     "The process that enforces agentic.program_options was stopped; the program was killed."
@@ -324,10 +335,6 @@ def program_pool(
     )
 
 
-_NO_KEY = "pass-api_key-to-the-client"
-"""API key in the environment of functions that share a process, where it cannot identify an episode."""
-
-
 def load_function(program: str, kwargs: KeywordArguments) -> Program:
     """Imports the function package.module:function.
 
@@ -358,7 +365,7 @@ def read_result(returned: object) -> ProgramResult:
     Raises NonsenseError if the score or a metric is no finite number, or if a name cannot be that of a metric.
     """
     entries = returned if isinstance(returned, dict) else {"score": returned}
-    # text beside the score is ignored, but a score is never guessed
+    # other entries may be text, but a score is never guessed
     if isinstance(entries.get("score"), str):
         raise NonsenseError(
             f"'score' in the result of the program is {entries['score']!r:.200}, expected a finite number"

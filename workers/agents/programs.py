@@ -66,8 +66,8 @@ class _Episode:
         api_key: Its key at the endpoint; None unless its program is running.
         score_key: Key of its reward item; None unless the reward function was asked for its score.
         is_ended: Whether it has a result.
-        starts: Number of starts after the first.
-        counts: Numbers of tokens of earlier starts, by what became of them.
+        restarts: How often its program was started again, because its process had died.
+        counts: Numbers of tokens of the earlier starts, by what became of them.
     """
 
     number: int
@@ -79,7 +79,7 @@ class _Episode:
     api_key: str | None = None
     score_key: str | None = None
     is_ended: bool = False
-    starts: int = 0
+    restarts: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -124,6 +124,7 @@ class ProgramRunner:
         self._max_live = max_live
         self._to_rows = rows
         self._numbers = itertools.count()
+        # an episode waits in the queue, runs under its number, and is scored under its name
         self._queue: deque[_Episode] = deque()
         self._running: dict[int, _Episode] = {}
         self._scoring: dict[str, _Episode] = {}
@@ -134,8 +135,8 @@ class ProgramRunner:
         self._checked_at = 0.0
         self._counts: Counter[str] = Counter()
         self._metric_names: set[str] = set()
-        # entries of results without a score that a note has named
-        self._named_entries: set[str] = set()
+        # entries of results without a score that were already printed; see `_note_missing_score`
+        self._printed_entries: set[str] = set()
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
         """Queues the episodes of a group."""
@@ -203,7 +204,7 @@ class ProgramRunner:
         episode.counts = Counter({"sampled": num_sampled, "discarded/restarted": num_sampled})
         self._counts["restarts"] += 1
         episode.trace = self._new_trace()
-        episode.starts += 1
+        episode.restarts += 1
         # the pool calls the program with the same key
         self._open(episode, key)
 
@@ -295,9 +296,15 @@ class ProgramRunner:
             self._programs.submit(episode.number, call)
 
     def _open(self, episode: _Episode, key: str | None = None) -> str:
-        """Opens the episode at the endpoint and returns its API key. key: its key if it was open before."""
+        """Opens the episode at the endpoint and returns its API key.
+
+        Args:
+            episode: The episode.
+            key: Its key if it was open before; None for a new key.
+        """
         spec = episode.spec
-        name = f"{episode.name}+{episode.starts}"
+        # the trace of each start numbers its requests from 0, and their names must differ
+        name = f"{episode.name}+{episode.restarts}"
         seed = derive_seed(self._seed, spec.start_step - 1, spec.traj_id, 0)
         episode.api_key = self._endpoint.open(name, episode.trace, episode.sampling, seed, key)
         return episode.api_key
@@ -363,14 +370,20 @@ class ProgramRunner:
 
     def _note_missing_score(self, names: Sequence[str]) -> None:
         """Prints each name of a result's dict without a score once: one of them may be a misspelt `score`."""
-        new_names = [name for name in names if name not in self._named_entries]
-        if not new_names or len(self._named_entries) >= METRIC_NAMES_MAX:
+        new_names = [name for name in names if name not in self._printed_entries]
+        if not new_names or len(self._printed_entries) >= METRIC_NAMES_MAX:
             return
-        self._named_entries.update(new_names)
-        print(_without_score(new_names), flush=True)
+        self._printed_entries.update(new_names)
+        print(_missing_score_note(new_names), flush=True)
 
     def _score_answer(self, episode: _Episode, node: TraceNode, num_turns: int) -> None:
-        """Sends the last answer of an episode to the reward function. num_turns: number of its answers."""
+        """Sends the last answer of an episode to the reward function.
+
+        Args:
+            episode: The episode.
+            node: Its last answer, with the conversation before it.
+            num_turns: Number of its answers.
+        """
         assert self._rewards is not None and node.answer is not None
         row = episode.spec.row
         episode.score_key = episode.name
@@ -429,7 +442,8 @@ class ProgramRunner:
     def _finish(self, episode: _Episode, score: float) -> None:
         """Ends an episode with a score, or fails it if the score does not fit a float32."""
         if not is_score(score):
-            return self._fail(episode, f"the program returned the score {score:g}; expected {SCORE}")
+            self._fail(episode, f"the program returned the score {score:g}; expected {SCORE}")
+            return
         trajectory = episode.trajectory
         trajectory.outcome = score
         # `rows` decides which row a request is in, which `described` reports
@@ -439,13 +453,12 @@ class ProgramRunner:
         trajectory.stop = "terminated"
         trajectory.is_kept = True
         episode.is_ended = True
-        return None
 
     def _fail(self, episode: _Episode, error: str) -> None:
-        """Masks the episode: its tokens are not trained on."""
+        """Ends an episode whose program or reward has failed. Its tokens are masked: they are not trained on."""
         trajectory = episode.trajectory
         trace = episode.trace
-        # the rows that training would have had, for the counts of tokens
+        # `rows` counts which tokens would have been trained on, and which are discarded; the rows are not needed
         trace.rows(0.0)
         trace.counts["masked"] += trace.counts.pop("trained", 0)
         trajectory.requests = trace.described()
@@ -479,9 +492,10 @@ def _check_counts(name: str, counts: Mapping[str, int]) -> None:
         raise RuntimeError(f"episode {name}: {num_sampled} tokens were sampled: {dict(counts)}")
 
 
-def _without_score(names: Sequence[str]) -> str:
-    """Returns the note on a program's dict without an entry `score`. names: its entries."""
+def _missing_score_note(names: Sequence[str]) -> str:
+    """Returns the note on a program's dict that has no entry `score`, but these entries."""
     entries = ", ".join(printable(repr(name)) for name in names)
+    # of the first name that looks like a misspelt `score`
     hint = ""
     for name in names:
         hint = hint or did_you_mean(name, ["score"])

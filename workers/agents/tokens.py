@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+_MERGED_CHARACTERS = {"NoneType": 1, "NFC": 4}
+"""By class name of a normalizer, the number of characters that it merges into one at most. No other is known."""
+
 
 def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the maximum number of characters that one token can encode, or None if the tokenizer has no known bound.
@@ -13,18 +16,23 @@ def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     and a character has at least one byte. NFC normalisation merges at most four characters into one. There is no bound
     if a token absorbs the spaces around it, or if some character has no token.
     """
+    # only fast tokenizers have a backend
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = type(getattr(backend, "normalizer", None)).__name__
-    merged_characters = {"NoneType": 1, "NFC": 4}.get(normalizer)
+    normalizer = getattr(backend, "normalizer", None)
+    merged_characters = _MERGED_CHARACTERS.get(type(normalizer).__name__)
+    # in the representation, because a sequence of several pre-tokenizers may contain it
     is_byte_level = "ByteLevel" in repr(getattr(backend, "pre_tokenizer", None))
     if merged_characters is None or not is_byte_level:
         return None
-    absorbs_spaces = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
-    names = tokenizer.get_vocab()
-    has_all_bytes = names.keys() >= set(ByteLevel.alphabet())
+
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens)
+    vocabulary = tokenizer.get_vocab()
+    has_all_bytes = vocabulary.keys() >= set(ByteLevel.alphabet())
     if absorbs_spaces or not has_all_bytes:
         return None
-    return merged_characters * max(map(len, names))
+    longest_name = max(map(len, vocabulary))
+    return merged_characters * longest_name
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -40,6 +40,7 @@ ServerEntry = JsonMapping
 # episodes share its connections
 CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="set for each episode")
 TIMEOUT_S = 30.0
+"""Default time limit of each tool call, and of the start of each server."""
 CLOSE_S = 5.0
 """Seconds that a server has to end after its last call."""
 ERROR_CHARACTERS = 2_000
@@ -86,7 +87,7 @@ async def run(
             await stack.enter_async_context(server.running())
             running_servers.append(server)
         tools = named_tools(running_servers)
-        functions = [_function(name, named_tool.tool) for name, named_tool in tools.items()]
+        functions = [_described_tool(name, named_tool.tool) for name, named_tool in tools.items()]
 
         while turns < max_turns:
             try:
@@ -111,25 +112,25 @@ async def run(
     return {"tool_calls": num_calls, "tool_errors": num_errors, "turns": turns}
 
 
-def _function(name: str, tool: Tool) -> JsonObject:
-    """Returns the description of a tool for the policy, under this name."""
+def _described_tool(name: str, tool: Tool) -> JsonObject:
+    """Returns the description of a tool in OpenAI's format, under the name by which the policy calls it."""
     function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
-def _shortened(result: str, most: int) -> str:
-    """Returns the result of a tool, of which at most this number of characters is kept."""
-    surplus = len(result) - most
+def _shortened(result: str, max_characters: int) -> str:
+    """Returns the first characters of a tool's result, with a note on the number of those that are left out."""
+    surplus = len(result) - max_characters
     if surplus <= 0:
         return result
-    return f"{result[:most]}\n[{surplus} more characters are left out]"
+    return f"{result[:max_characters]}\n[{surplus} more characters are left out]"
 
 
 async def call_tool(tools: Mapping[str, NamedTool], name: str, arguments: str) -> tuple[str, bool]:
-    """Calls one of the `named_tools`. A wrong call is an error text for the policy, and ends no episode.
+    """Calls a tool. A wrong call does not end the episode: the policy receives an error text.
 
     Args:
-        tools: The tools.
+        tools: The tools by name; see `named_tools`.
         name: Name that the policy has called.
         arguments: Its arguments as JSON.
 
@@ -179,7 +180,7 @@ def check_servers(
 
 
 def located(servers: Mapping[str, ServerEntry]) -> dict[str, JsonObject]:
-    """Returns the servers with absolute names of files, because their commands run in folders of their own."""
+    """Returns the servers with absolute paths instead of relative ones, because their commands run in other folders."""
     entries = {}
     for name, entry in servers.items():
         entries[name] = {key: _absolute(value) for key, value in entry.items()}
@@ -187,7 +188,7 @@ def located(servers: Mapping[str, ServerEntry]) -> dict[str, JsonObject]:
 
 
 def _absolute(value: object) -> object:
-    """Returns a value of an entry with the absolute name instead of each name of a file."""
+    """Returns a value of an entry, in which each text that is the path of a file becomes absolute."""
     if isinstance(value, list):
         return [_absolute(word) for word in value]
     if isinstance(value, str) and os.path.isfile(value):
@@ -223,11 +224,13 @@ class Server:
         # YAML reads a number as such, and an environment has only texts
         for variable, value in (entry.get("env") or {}).items():
             self._environment[variable] = str(value)
-        # of `_run`: its deadline limits the start and the end of the server
+        # around the whole of `_run`: its deadline limits the start and the end of the server
         self._scope = anyio.CancelScope()
-        # set when the tools are known, and when the connection has to end
+        # set when the tools are known
         self._is_open = asyncio.Event()
+        # set when the connection has to end
         self._done = asyncio.Event()
+        # why the connection failed
         self._failure: BaseException | None = None
 
     @contextlib.asynccontextmanager
@@ -265,7 +268,7 @@ class Server:
             return f"Error: the tool did not answer within {self._timeout_s:g} seconds", False
         except Exception as error:
             # an error of the protocol, or a result that contradicts the tool's schema
-            if not await self._answers():
+            if not await self._still_answers():
                 # its process has written its last message only when it has ended
                 await self._close()
                 raise self._error("ended during an episode") from error
@@ -276,8 +279,8 @@ class Server:
             text = "Error: the tool failed without a message"
         return text, not result.is_error
 
-    async def _answers(self) -> bool:
-        """Returns True if the server still answers. Only then an error is left to the policy."""
+    async def _still_answers(self) -> bool:
+        """Returns True if the server answers another request. Only then the policy receives an error of a call."""
         try:
             with anyio.fail_after(self._timeout_s):
                 await self._list_tools()
@@ -292,8 +295,9 @@ class Server:
         try:
             with self._scope:
                 async with contextlib.AsyncExitStack() as stack:
-                    # a Python server needs about a second of a core to start: not more at once than there are cores
-                    async with _starts(asyncio.get_running_loop()):
+                    # A Python server needs about a second of a core to start: not more at once than there are cores.
+                    # The time limit begins when it is this server's turn.
+                    async with _start_slots(asyncio.get_running_loop()):
                         self._scope.deadline = anyio.current_time() + self._timeout_s
                         self._client = await stack.enter_async_context(Client(self._streams()))
                         self.tools = await self._list_tools()
@@ -360,7 +364,7 @@ class Server:
         tools: list[Tool] = []
         cursor: str | None = None
         while True:
-            # from the server, because `_answers` wants to know whether it still answers
+            # not from the client's cache, because `_still_answers` needs a request
             page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
             tools += page.tools
             cursor = page.next_cursor
@@ -395,6 +399,7 @@ class NamedTool:
 def named_tools(servers: Sequence[Server]) -> dict[str, NamedTool]:
     """Returns the tools of all servers by name. If several servers have a tool of the same name, the names of these
     tools begin with the server's name."""
+    # how many servers have a tool of this name
     counts: Counter[str] = Counter()
     for server in servers:
         counts.update(tool.name for tool in server.tools)
@@ -422,6 +427,6 @@ def text_of(result: CallToolResult) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _starts(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """Returns the semaphore of servers that start at the same time. Waiting for it does not count as starting."""
+def _start_slots(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Returns the semaphore that limits how many servers start at the same time. All episodes of the loop share it."""
     return asyncio.Semaphore(os.cpu_count() or 1)

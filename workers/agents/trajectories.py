@@ -93,8 +93,8 @@ def trajectory_rows(
     prompt_ids = [row.prompt_ids for row in rows]
     prompts, prompt_mask = left_padded(prompt_ids, prompt_length, pad_token_id)
     batch = write_rows(prompts, prompt_mask, responses, response_length, pad_token_id, extra_outputs)
-    tensors = {"prompt_mask": prompt_mask} | _numbers(rows, response_length)
-    return batch | DataProto.from_dict(tensors=tensors, non_tensors=_names(rows))
+    tensors = {"prompt_mask": prompt_mask} | _number_columns(rows, response_length)
+    return batch | DataProto.from_dict(tensors=tensors, non_tensors=_object_columns(rows))
 
 
 def _turns_of_rows(trajectory: Trajectory) -> Sequence[Sequence[Turn]]:
@@ -137,7 +137,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
         row.raw_prompt = turns[0].messages
 
     for number, turn in enumerate(turns):
-        # the tokens before the first turn are the prompt of the row
+        # the tokens before the first turn are the prompt of the row, and those before a later turn part of its response
         joined = turn.prompt_ids if number else ()
         num_joined = len(joined)
         num_sampled = len(turn.response_ids)
@@ -151,6 +151,7 @@ def _row(trajectory: Trajectory, turns: Sequence[Turn], step: int) -> _Row:
 
 
 def _finish_reason(trajectory: Trajectory, turns: Sequence[Turn]) -> str:
+    """Returns the reason for the end of a row: `Completion.finish_reason` of its last turn, or that of the episode."""
     if trajectory.stop == "failed":
         return "abort"
     # the next turn did not fit: with one row per turn, this does not concern the turns before it
@@ -180,7 +181,7 @@ def _joined_extra(turns: Sequence[Turn]) -> dict[str, torch.Tensor]:
 
 
 def _move_to_response(row: _Row, excess: int) -> None:
-    """Moves the last `excess` tokens of the prompt to the response, where they have mask 0."""
+    """Moves the last `excess` tokens of the prompt to the response, where they have mask 0, no version and no score."""
     moved = row.prompt_ids[-excess:]
     row.prompt_ids = row.prompt_ids[:-excess]
     row.response_ids = [*moved, *row.response_ids]
@@ -191,7 +192,7 @@ def _move_to_response(row: _Row, excess: int) -> None:
     row.extra = {**row.extra, **of_response(row.extra, excess)}
 
 
-def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
+def _number_columns(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
     """Returns the columns of scores and counts."""
     scores = [row.scores for row in rows]
     episode_scores = [row.trajectory.score for row in rows]
@@ -206,7 +207,7 @@ def _numbers(rows: list[_Row], response_length: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _names(rows: list[_Row]) -> dict[str, np.ndarray]:
+def _object_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
     """Returns the columns that are not tensors."""
     trajectories = [row.trajectory for row in rows]
     specs = [trajectory.spec for trajectory in trajectories]

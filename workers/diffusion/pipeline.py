@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 INDEX = "model_index.json"
 NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-# maximum number of prompt tokens of a Wan transformer
+"""Components without which a folder is no supported pipeline."""
 LONGEST_PROMPT = 512
+"""Maximum number of prompt tokens of a Wan transformer."""
 
 
 class LatentCodec:
@@ -71,12 +72,12 @@ class LatentCodec:
             UserError: decoding the latents would not restore the clip's size.
         """
         # the first frame has a latent frame of its own, and each later latent frame holds several frames
-        sides = self.spatial_factor * multiple
         latent_frames_after_first, frames_left = divmod(frames - 1, self.temporal_factor)
-        if frames_left or height % sides or width % sides:
+        side_multiple = self.spatial_factor * multiple
+        if frames_left or height % side_multiple or width % side_multiple:
             raise UserError(
                 f"data.num_frames={frames}, data.height={height}, data.width={width}: this pipeline takes "
-                f"{self.temporal_factor} k + 1 frames whose sides are multiples of {sides} (data.side_multiple)"
+                f"{self.temporal_factor} k + 1 frames whose sides are multiples of {side_multiple} (data.side_multiple)"
             )
         latent_height = height // self.spatial_factor
         latent_width = width // self.spatial_factor
@@ -98,9 +99,9 @@ class LatentCodec:
         """Decodes normalised latents (b, C, T, h, w) into frames (b, F, 3, H, W) in [-1, 1]; differentiable."""
         mean = self._mean.to(latents.device)
         std = self._std.to(latents.device)
-        plain = latents * std + mean
-        # the first entry of the tuple: (b, 3, F, H, W)
-        decoded = self.vae.decode(plain.to(self.vae.dtype), return_dict=False)
+        vae_latents = (latents * std + mean).to(self.vae.dtype)
+        # a tuple, whose first entry is the video (b, 3, F, H, W)
+        decoded = self.vae.decode(vae_latents, return_dict=False)
         video = decoded[0].float()
         return video.clamp(-1, 1).transpose(1, 2)
 
@@ -195,28 +196,27 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
     disable_progress_bar()
     folder = Path(str(model.path)).expanduser()
     index: JsonObject = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    # diffusers writes [null, null] for an optional component that the pipeline does not have
-    components = set()
-    for name, entry in index.items():
-        if isinstance(entry, list) and len(entry) == 2 and entry[0]:
-            components.add(name)
+    components = _component_names(index)
     missing = [name for name in NEEDED if name not in components]
     if missing:
         raise UserError(
             f"model.path={model.path!r}: {INDEX} names no {', '.join(missing)}; expected the folder of an "
             "image-to-video pipeline in diffusers format, as save_pretrained writes it"
         )
-    names = [name for name in EXPERTS if name in components]
-    unknown = set(model.fused_loras) - set(names)
+    expert_names = [name for name in EXPERTS if name in components]
+    unknown = set(model.fused_loras) - set(expert_names)
     if unknown:
-        raise UserError(f"model.fused_loras: {sorted(unknown)} are not experts of this pipeline; expected {names}")
+        raise UserError(
+            f"model.fused_loras: {sorted(unknown)} are not experts of this pipeline; expected {expert_names}"
+        )
 
     experts: list[WanTransformer3DModel] = []
-    for name in names:
+    for name in expert_names:
         expert = _load(folder, name, index[name], dtype)
         if name in model.fused_loras:
             _fuse(expert, model.fused_loras[name], f"model.fused_loras.{name}")
         experts.append(expert)
+    # in the order of EXPERTS: of two experts, `transformer` denoises at high noise and `transformer_2` at low noise
     high_noise = None
     stored_boundary_ratio = None
     if len(experts) > 1:
@@ -224,7 +224,6 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
         stored_boundary_ratio = index.get("boundary_ratio")
 
     parts = DiffusionParts(
-        # in the order of EXPERTS, so this is transformer_2 if there are two
         low_noise=experts[-1],
         high_noise=high_noise,
         codec=LatentCodec(_load(folder, "vae", index["vae"], dtype)),
@@ -239,12 +238,25 @@ def load_pipeline(model: DiffusionModelConfig, dtype: torch.dtype) -> DiffusionP
     return parts
 
 
+def _component_names(index: JsonObject) -> set[str]:
+    """Returns the names of the components in a model_index.json, whose entries are pairs of library and class."""
+    names = set()
+    for name, entry in index.items():
+        # diffusers writes [null, null] for an optional component that the pipeline does not have
+        if isinstance(entry, list) and len(entry) == 2 and entry[0]:
+            names.add(name)
+    return names
+
+
 def _check_layout(parts: DiffusionParts, path: str) -> None:
     """Raises UserError if the experts do not match `boundary_ratio` or the input channels of a Wan2.2 layout."""
-    if (parts.high_noise is None) != (parts.boundary_ratio is None):
+    num_experts = 1 if parts.high_noise is None else 2
+    needs_boundary = num_experts == 2
+    has_boundary = parts.boundary_ratio is not None
+    if has_boundary != needs_boundary:
         raise UserError(
             f"model.boundary_ratio={parts.boundary_ratio}: expected a number with two experts (0.9), null with one; "
-            f"{path} has {1 + (parts.high_noise is not None)}"
+            f"{path} has {num_experts}"
         )
     codec = parts.codec
     if parts.expand_timesteps:

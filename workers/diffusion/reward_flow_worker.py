@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_lite.config.diffusion import RewardFlowConfig
+from verl_lite.core_algos import LossResult
 from verl_lite.metrics import Metric, combine, values
 from verl_lite.protocol import DataProto
 from verl_lite.schema import check
@@ -63,10 +64,12 @@ class RewardFlowWorker(TrainingWorker):
         return DataProto(meta_info={"metrics": values(metrics)})
 
     def _train(self, data: DataProto) -> dict[str, Metric]:
+        """Takes one optimizer step on this rank's planned part of a batch. Returns the metrics of this rank."""
         self.phases.enter(self.engine)
+        # `_loss` appends the clips of each micro-batch
         self._frames: list[DataProto] = []
         metrics = self.engine.train(data, self._loss)
-        return with_prefix(metrics) | self.memory_metrics()
+        return with_prefix(metrics) | self.memory_metrics("actor/perf/")
 
     def _own_part(self, data: DataProto) -> DataProto:
         """Returns this rank's planned part of a whole batch; adds the columns noise_seed and row if they are missing.
@@ -76,13 +79,7 @@ class RewardFlowWorker(TrainingWorker):
         """
         check(data, ["video", "prompt"], "train_step")
         video = data.batch["video"]
-        lowest = video.min()
-        highest = video.max()
-        if not (video.is_floating_point() and 0 <= lowest and highest <= 1):
-            raise ValueError(
-                f"train_step: column 'video' has {video.dtype} from {lowest} to {highest}; expected frames as floats "
-                "in [0, 1]"
-            )
+        _check_frames(video)
 
         digests = [_digest_of(clip) for clip in video]
         digests_of_ranks = _gather_object(digests)
@@ -103,7 +100,7 @@ class RewardFlowWorker(TrainingWorker):
             missing["row"] = torch.tensor(names)
         whole_batch = data.select(meta_info_keys=[]) | DataProto.from_dict(missing)
 
-        # every rank computes the same plan, as the driver would
+        # every rank computes the same plan, as the driver would, and takes its part
         world_size = dist.get_world_size()
         plan = plan_samples(len(whole_batch), world_size, self.config.actor.micro_batch_size_per_gpu)
         parts = plan.apply(whole_batch).chunk(world_size)
@@ -119,7 +116,7 @@ class RewardFlowWorker(TrainingWorker):
         seed = self.config.trainer.seed
         return [derive_seed(seed, step, sample, 0) for sample in range(number)]
 
-    def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _loss(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> LossResult:
         """Computes the loss and metrics of a micro-batch from the network's outputs.
 
         The divisor is the number of samples in the whole optimizer step, so the gradient does not depend on how the
@@ -136,7 +133,7 @@ class RewardFlowWorker(TrainingWorker):
         }
         self._frames.append(DataProto.from_dict(samples))
 
-        # of the whole optimizer step: the engine adds up the parts of all micro-batches
+        # num_tokens is the number of samples in the whole optimizer step, and the engine adds up all micro-batches
         part_of_loss = output_tensor["loss"].sum() / data.meta_info["num_tokens"]
         counted = output_tensor["counted"].cpu()
         counted_scores = face_score.cpu()[counted > 0]
@@ -153,7 +150,7 @@ class RewardFlowWorker(TrainingWorker):
         loss: torch.Tensor | None,
         face_score: torch.Tensor,
         kl_loss: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+    ) -> LossResult:
         """Returns the loss of a micro-batch and its metrics; the counterpart of ROLL's `loss_func`.
 
         Args:
@@ -209,6 +206,17 @@ class RewardFlowWorker(TrainingWorker):
         if dist.get_rank() == 0:
             write_lora(path, weights, adapter)
         dist.barrier()
+
+
+def _check_frames(video: torch.Tensor) -> None:
+    """Raises ValueError unless the frames are floats in [0, 1]."""
+    lowest = video.min()
+    highest = video.max()
+    if not (video.is_floating_point() and 0 <= lowest and highest <= 1):
+        raise ValueError(
+            f"train_step: column 'video' has {video.dtype} from {lowest} to {highest}; expected frames as floats "
+            "in [0, 1]"
+        )
 
 
 def _digest_of(clip: torch.Tensor) -> bytes:

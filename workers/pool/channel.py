@@ -13,10 +13,11 @@ Value = TypeVar("Value")
 CONTROL = -1
 """Session number of messages about the process itself."""
 
-# `multiprocessing.Connection` begins a message with its size, to which the session number is added here
+# `multiprocessing.Connection` begins a message with its size; every message begins with the number of its session
 _HEADER = struct.Struct("!iq")
 _NUMBER = struct.Struct("!q")
 _CHUNK_BYTES = 1 << 18
+"""Number of bytes that one read of the socket may return."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Reply(Generic[Value]):
 
 
 def packed(number: int, message: bytes) -> bytes:
-    """Adds the session number to a message, in the process."""
+    """Puts the session number before a message. Used in the process."""
     return _NUMBER.pack(number) + message
 
 
 def unpacked(message: bytes) -> tuple[int, bytes]:
-    """Splits a message into session number and content, in the process."""
+    """Splits a message into session number and content. Used in the process."""
     [number] = _NUMBER.unpack_from(message)
     return number, message[_NUMBER.size :]
 
@@ -65,6 +66,7 @@ class PoolEnd:
         self._unsent = bytearray()
         self._received = bytearray()
         self.is_closed = False
+        # with this method, `multiprocessing.connection.wait` accepts the object
         self.fileno = end.fileno
         self.close = end.close
 
@@ -74,7 +76,7 @@ class PoolEnd:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends queued data. Returns True if some is left. A closed other end is reported by `receive`."""
+        """Sends queued data. Returns True if some is left."""
         try:
             while self._unsent:
                 num_sent = self._socket.send(self._unsent)
@@ -82,6 +84,7 @@ class PoolEnd:
         except BlockingIOError:
             return True
         except OSError:
+            # the other end is closed, which `receive` reports
             self._unsent.clear()
         return False
 
@@ -101,9 +104,9 @@ class PoolEnd:
         start = 0
         while len(self._received) - start >= _HEADER.size:
             size, number = _HEADER.unpack_from(self._received, start)
-            # the size includes the number, which is part of the header here
             content_start = start + _HEADER.size
-            end = content_start - _NUMBER.size + size
+            # the size counts the number as well, which has been read with the header
+            end = content_start + size - _NUMBER.size
             # the rest of the message has not arrived yet
             if len(self._received) < end:
                 break

@@ -38,8 +38,11 @@ CANCEL_S = {"async": 1.0, "commands": 15.0}
 
 _REPLY_BYTES_MAX = 64 << 20
 _TRACEBACK_CHARS = 8000
+"""Longest traceback in a reply."""
 _PONG_AFTER_S = 0.2
+"""Seconds between a ping and its answer."""
 _SWITCH_INTERVAL_S = 0.001
+"""Seconds after which a computing thread leaves the interpreter to another one, such as the one that reads calls."""
 
 
 class Overdue(Exception):
@@ -62,7 +65,7 @@ class AsyncCalls:
         self.thread = thread.ident
 
     def run(self, work: Coroutine[object, None, T], timeout_s: float, subject: str, option: str) -> T:
-        """Waits for a coroutine and returns its result, or raises its exception.
+        """Runs a coroutine in the loop, and waits for it. Returns its result, or raises its exception.
 
         Args:
             work: the coroutine.
@@ -132,7 +135,8 @@ def main(socket_fd: int, stacks_fd: int, parent_pid: int, threads: int) -> None:
     except BaseException as error:
         # the user's modules may raise anything; the pool reports it
         return child.deliver(Reply(CONTROL, error=error_text(error)))
-    child.serve(handler, threads if handler.style in CONCURRENT else 1)
+    runs_concurrently = handler.style in CONCURRENT
+    child.serve(handler, threads if runs_concurrently else 1)
 
 
 def _prepare_process(connection: Connection, stacks_fd: int, parent_pid: int) -> None:
@@ -168,7 +172,8 @@ def perform(session: int, work: Callable[[], T]) -> Reply[T]:
     except BaseException as error:
         # untrusted code, called only here, may even raise SystemExit
         seconds = time.monotonic() - start_time
-        return Reply(session, None, seconds, error_text(error), is_timeout=isinstance(error, Overdue))
+        is_timeout = isinstance(error, Overdue)
+        return Reply(session, seconds=seconds, error=error_text(error), is_timeout=is_timeout)
     seconds = time.monotonic() - start_time
     return Reply(session, value, seconds)
 
@@ -187,8 +192,9 @@ class Child:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._pid = os.getpid()
+        # held while a message is written, because several threads send replies
         self._sending = threading.Lock()
-        # thread by session, for running calls
+        # by session with a running call, the thread that runs it
         self._threads: dict[int, int] = {}
         self._calls: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
 
@@ -207,8 +213,8 @@ class Child:
             self._connection.send_bytes(message)
 
     def _read(self, handler: Handler[object, object], threads: int) -> None:
-        """Reads calls until the pool closes its end, and starts a thread for each call while there are fewer than
-        `threads`."""
+        """Reads messages until the pool closes its end: pings, ends of sessions (empty messages) and calls. Starts a
+        thread for each call while there are fewer than `threads`."""
         # the main thread is the first one
         num_threads = 1
         try:

@@ -27,12 +27,15 @@ from workers.pool.channel import CONTROL, PoolEnd, Reply
 from workers.pool.child_main import STACK_SIGNAL
 
 PRINTED_BYTES_MAX = 10 << 20
+"""Number of bytes of a process's output that are written to its log."""
 _LAST_LINE = b"\n[more output of this process is dropped]\n"
 _MESSAGE_CHARS = 4000
 """Longest output or stack in an error message."""
 _END_TIMEOUT_S = 1.0
+"""Longest wait for a process that is expected to end."""
 _STACK_TIMEOUT_S = 0.5
 _STACK_PAUSE_S = 0.05
+"""Longest wait for the stacks of a process, and time between two looks at them."""
 _STACK_BYTES_MAX = 1 << 20
 _CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread [^\n]*(?:\n[^\n]+)*)", re.DOTALL)
 """The crashed thread in the output of `faulthandler`; empty lines separate it from other threads."""
@@ -45,13 +48,14 @@ class Process:
         make: pickled function that creates the `Handler` in the process.
         threads: maximum number of calls at the same time.
         log_path: file to which the output of the process is appended; None discards it.
-        is_alone: True for a process that runs one call at a time and gets no new sessions.
+        is_alone: True for a process that runs one call at a time and gets no new sessions; see `process_pool`.
         environment: all environment variables of the process; None = those of this process.
 
     Attributes:
         channel: the pool's end of the channel.
         sessions: numbers of the sessions in the process.
-        sent: sessions with an unanswered call, in order, with the time at which the call started.
+        sent: sessions with an unanswered call, in the order of the calls, with the time at which the call started. The
+            process runs the first `threads` of them, and the others wait in it.
         is_loaded: True when the process accepts calls.
         pinged_at: time of a ping that is not answered yet.
         started_at: time of its start.
@@ -111,7 +115,11 @@ class Process:
         self.channel.send(session, pickle.dumps(payload))
 
     def begin(self, threads: int) -> None:
-        """Marks the process as started; the deadlines of calls that were sent before begin now."""
+        """Starts the deadlines of the calls that were sent while the process started.
+
+        Args:
+            threads: Maximum number of calls at the same time, which depends on the style of the handler.
+        """
         self.threads = threads
         self.sent = dict.fromkeys(self.sent, time.monotonic())
 
@@ -146,6 +154,7 @@ class Process:
     def _start_next_deadline(self) -> None:
         """Starts the deadline of the first call that waited, because a thread of the process is free for it now."""
         sessions = list(self.sent)
+        # the ended call is removed already, so that the first waiting one has the last of the `threads` places
         if len(sessions) >= self.threads:
             next_session = sessions[self.threads - 1]
             self.sent[next_session] = time.monotonic()
@@ -155,7 +164,7 @@ class Process:
         return dict(itertools.islice(self.sent.items(), self.threads))
 
     def crash(self) -> str:
-        """Returns the crash stack that a dead process left, or an empty text."""
+        """Returns the stack that `faulthandler` wrote when the process crashed; empty if it did not crash."""
         crash = _CRASH.search(self._written_stacks())
         if crash is None:
             return ""

@@ -7,8 +7,8 @@ environment), or a single call (a reward). Calls of many sessions run at the sam
 - When a process dies or is killed, its other sessions continue in another process, which repeats their calls. A session
   fails if a repeated call gives another reply.
 - If a crash's stack shows which session caused it, that session fails. Otherwise every session that was running a call
-  continues in a process that runs one call at a time, and fails if that process dies too. A process that is killed from
-  outside therefore costs no result.
+  is a suspect: it continues in a process that runs one call at a time (`Process.is_alone`), and fails if that process
+  dies too. A process that is killed from outside therefore costs no result.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ Payload = TypeVar("Payload")
 Value = TypeVar("Value")
 
 START_TIMEOUT_S = 120.0
+"""Longest time that a process may take to start; it imports the user's modules."""
 _CHECK_S = 0.25
 """Seconds between two looks at the deadlines."""
 _ANSWER_S = 3.0
@@ -79,15 +80,16 @@ class _Session(Generic[Payload]):
     Attributes:
         number: its number.
         process: the process that runs it.
-        done: payload of each finished call, and digest of its reply.
-        seen: number of these calls that the current process has run.
+        done: payload of each finished call, and digest of its reply; empty in a pool of single calls.
+        num_run: number of these calls that the current process has run. After a change of the process it runs the
+            others again, to bring the session into the same state.
         call: payload of the running call, in a tuple because a payload may be None.
     """
 
     number: int
     process: Process
     done: list[tuple[Payload, str]] = field(default_factory=list)
-    seen: int = 0
+    num_run: int = 0
     call: tuple[Payload] | None = None
 
 
@@ -129,7 +131,7 @@ class ProcessPool(Generic[Payload, Value]):
         self.style: str | None = None
         self._spec = spec
         self._make = pickle.dumps(spec.make)
-        self._overdue = f"took longer than {spec.options}.timeout_s={spec.timeout_s:g} seconds"
+        self._overdue_text = f"took longer than {spec.options}.timeout_s={spec.timeout_s:g} seconds"
         self._check_s = min(_CHECK_S, spec.timeout_s / 4)
         self._timeout_s = spec.timeout_s
         self._sessions: dict[int, _Session[Payload]] = {}
@@ -139,7 +141,7 @@ class ProcessPool(Generic[Payload, Value]):
         self._next_check = 0.0
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
-        self._fill()
+        self._start_missing()
 
     def submit(self, number: int, payload: Payload, process: Process | None = None) -> None:
         """Sends the next call of a session. `poll` returns its reply; an error ends the session.
@@ -155,12 +157,12 @@ class ProcessPool(Generic[Payload, Value]):
             self._sessions[number] = session
             session.process.sessions.add(number)
         session.call = (payload,)
-        self._advance(session)
+        self._send_next(session)
 
     def end(self, number: int) -> None:
         """Ends a session that has no running call."""
         if number in self._sessions:
-            self._forget(self._sessions[number])
+            self._end_session(self._sessions[number])
 
     def poll(self, timeout_s: float) -> list[Reply[Value]]:
         """Returns the replies since the last call. Waits up to timeout_s for the first reply, for `wake` or for a
@@ -213,7 +215,7 @@ class ProcessPool(Generic[Payload, Value]):
 
     # -------------------------------------------------------------------------------------------- starting and ending
 
-    def _fill(self) -> None:
+    def _start_missing(self) -> None:
         """Starts processes until `num_workers` of them accept new sessions."""
         missing = self._spec.num_workers - len(self._open_processes())
         for _ in range(missing):
@@ -251,31 +253,31 @@ class ProcessPool(Generic[Payload, Value]):
 
     # ---------------------------------------------------------------------------------------------- calls and replies
 
-    def _advance(self, session: _Session[Payload]) -> None:
-        """Sends the session's next call, if there is one. Finished calls that its process has not run are repeated
-        first."""
+    def _send_next(self, session: _Session[Payload]) -> None:
+        """Sends the next call of a session to its process, unless one is running or there is none. Finished calls that
+        this process has not run are repeated first."""
         process = session.process
         if session.call is None or session.number in process.sent:
             return
-        # the next crash of such a process has to name its session
+        # one call at a time, so that the next crash of such a process names its session
         if process.is_alone and process.sent:
             return
-        if session.seen < len(session.done):
-            payload, _ = session.done[session.seen]
+        if session.num_run < len(session.done):
+            payload, _ = session.done[session.num_run]
         else:
             [payload] = session.call
         process.send(session.number, payload)
         self._next_check = min(self._next_check, time.monotonic() + self._check_s)
 
-    def _answer(self, session: _Session[Payload], reply: Reply[Value]) -> None:
-        """Returns a reply with the next `poll`. Ends the session after an error, or if it is a single call."""
+    def _return_reply(self, session: _Session[Payload], reply: Reply[Value]) -> None:
+        """Lets the next `poll` return a reply. Ends the session after an error, or if it is a single call."""
         session.call = None
         self._replies.append(reply)
         if reply.error is not None or self._spec.digest is None:
-            self._forget(session)
+            self._end_session(session)
 
-    def _forget(self, session: _Session[Payload]) -> None:
-        """Ends a session, and its process if this ran only suspects and has none left."""
+    def _end_session(self, session: _Session[Payload]) -> None:
+        """Ends a session, and its process if this ran only suspects of a crash and has none left."""
         process = session.process
         del self._sessions[session.number]
         process.sessions.discard(session.number)
@@ -285,6 +287,7 @@ class ProcessPool(Generic[Payload, Value]):
         if process.is_alone and not process.sessions:
             self._dispose(process)
         elif self._spec.digest is not None:
+            # the handler keeps a state for sessions of several calls
             process.end(session.number)
 
     def _receive(self, timeout_s: float) -> bool:
@@ -292,6 +295,7 @@ class ProcessPool(Generic[Payload, Value]):
         # a list, because each channel must be flushed, and `any` ends at the first one with unsent data
         have_unsent_data = [process.channel.flush() for process in self._processes]
         if any(have_unsent_data):
+            # `wait` does not tell when a socket accepts data again, so the rest is sent soon
             timeout_s = min(timeout_s, self._check_s / 10)
 
         processes = list(self._processes)
@@ -313,15 +317,16 @@ class ProcessPool(Generic[Payload, Value]):
             if reply.session != CONTROL:
                 self._take_reply(process, reply)
             elif process.is_loaded:
+                # the answer to a ping: the stacks of the running calls by session
                 process.pinged_at = None
                 self._end_overdue(process, reply.value, is_frozen=False)
             elif reply.error is not None:
                 raise self._spec.error(f"The {self._spec.what} does not load.\n{reply.error}")
             else:
-                self._take_start(process, str(reply.value))
+                self._take_start(process, style=str(reply.value))
 
     def _take_start(self, process: Process, style: str) -> None:
-        """Marks a process as ready. style: of its handler."""
+        """Marks a process as ready. style: how its handler runs calls; see `Handler.style`."""
         process.is_loaded = True
         self.style = style
         self._failed_starts = 0
@@ -341,39 +346,41 @@ class ProcessPool(Generic[Payload, Value]):
         if reply.error is None and self._spec.digest is not None:
             digest = self._spec.digest(reply.result)
 
-        is_repeated = session.seen < len(session.done)
+        is_repeated = session.num_run < len(session.done)
         if is_repeated:
             self._take_repeated_reply(session, reply, digest)
         else:
             if digest is not None and session.call is not None:
                 [payload] = session.call
                 session.done.append((payload, digest))
-                session.seen += 1
-            self._answer(session, reply)
+                session.num_run += 1
+            self._return_reply(session, reply)
 
         # the next of its sessions can run
         if process.is_alone and process in self._processes:
             for number in sorted(process.sessions):
-                self._advance(self._sessions[number])
+                self._send_next(self._sessions[number])
 
     def _take_repeated_reply(self, session: _Session[Payload], reply: Reply[Value], digest: str | None) -> None:
         """Continues a session whose repeated call gave the same reply as before; any other session fails."""
-        _, first_digest = session.done[session.seen]
+        _, first_digest = session.done[session.num_run]
         if digest == first_digest:
-            session.seen += 1
-            self._advance(session)
+            session.num_run += 1
+            self._send_next(session)
             return
+        call = f"call {session.num_run + 1} of {len(session.done)}"
         reason = reply.error or (
-            f"When its calls were repeated, call {session.seen + 1} of {len(session.done)} returned another result: it "
+            f"When its calls were repeated, {call} returned another result: it "
             "depends on something else (time, another process, its own random state) and cannot continue."
         )
-        self._answer(session, replace(reply, error=f"Its process died because of another session. {reason}"))
+        self._return_reply(session, replace(reply, error=f"Its process died because of another session. {reason}"))
 
     # ------------------------------------------------------------------------------------------------------- watching
 
     def _check(self) -> None:
         """Handles calls and starts that take too long."""
         now = time.monotonic()
+        # none, unless a process has a call or starts
         self._next_check = math.inf
         for process in list(self._processes):
             # the check of another one has ended it
@@ -420,7 +427,7 @@ class ProcessPool(Generic[Payload, Value]):
         culprits = overdue
         if len(running) > 1 and (is_frozen or self.style == "async"):
             culprits = []
-        self._handle_crash(process, self._overdue, culprits, stacks, is_timeout=True)
+        self._handle_crash(process, self._overdue_text, culprits, stacks, is_timeout=True)
 
     def _handle_crash(
         self,
@@ -446,6 +453,7 @@ class ProcessPool(Generic[Payload, Value]):
         if process not in self._processes:
             return
         running = list(process.running())
+        # without known culprits, any running call may have caused it; a call that has just ended did not
         candidates = [number for number in culprits or running if number in running]
         # of several running calls, the stack of a crash does not name the session
         stack_names_session = len(running) == 1 and process.crash() != ""
@@ -456,10 +464,10 @@ class ProcessPool(Generic[Payload, Value]):
 
         failed = candidates if is_certain else []
         suspects = [] if is_certain else candidates
-        survivors = []
+        survivors: list[_Session[Payload]] = []
         for session in sessions:
             # the next process has run none of its calls
-            session.seen = 0
+            session.num_run = 0
             if session.number not in failed:
                 survivors.append(session)
                 continue
@@ -467,7 +475,7 @@ class ProcessPool(Generic[Payload, Value]):
             details = f" Stack of the call:\n{stack}" if stack else last_words
             error = f"The {self._spec.what} {how}; its process was replaced.{details}"
             reply: Reply[Value] = Reply(session.number, error=error, is_timeout=is_timeout)
-            self._answer(session, reply)
+            self._return_reply(session, reply)
         self._continue_elsewhere(survivors, running, suspects)
 
     def _replace(self, process: Process, how: str, last_words: str) -> None:
@@ -486,7 +494,7 @@ class ProcessPool(Generic[Payload, Value]):
             self._failed_starts += 1
             if self.style is None or self._failed_starts >= _FAILED_STARTS_MAX:
                 raise self._spec.error(f"The {self._spec.what} {how} while it started.{last_words}")
-        self._fill()
+        self._start_missing()
 
     def _continue_elsewhere(
         self, sessions: Sequence[_Session[Payload]], running: Sequence[int], suspects: Sequence[int]
@@ -509,4 +517,4 @@ class ProcessPool(Generic[Payload, Value]):
             else:
                 session.process = self.emptiest()
             session.process.sessions.add(session.number)
-            self._advance(session)
+            self._send_next(session)

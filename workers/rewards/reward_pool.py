@@ -26,6 +26,7 @@ from workers.pool.process_pool import PoolSpec, ProcessPool
 _SENT_AHEAD_S = 0.05
 """A process gets calls for this time ahead, so that it need not wait for the pool between short calls."""
 _SENT_AHEAD_MAX = 256
+"""Largest number of calls that a process gets at once."""
 _AVERAGED_CALLS = 8
 """Number of calls over which their duration is averaged, about."""
 _ROW_CHARACTERS = 4000
@@ -41,6 +42,9 @@ class RewardHandler:
 
     Only the style `batch` gets lists of several samples. Calls of an async function run concurrently in one event loop
     in a separate thread; an overdue call is cancelled, and the others continue.
+
+    Attributes:
+        style, thread: see `workers.pool.child_main.Handler`.
     """
 
     def __init__(self, config: RewardConfig, modules: tuple[str, ...]) -> None:
@@ -49,14 +53,15 @@ class RewardHandler:
         self.style: str = self._scorer.style
         self.thread: int | None = None
         if self.style == "async":
-            self._calls = AsyncCalls()
-            self.thread = self._calls.thread
+            self._coroutines = AsyncCalls()
+            self.thread = self._coroutines.thread
 
     def run(self, session: int, items: list[RewardItem]) -> list[RewardResult]:
         """Scores a list of samples. Raises if the call fails for the whole list."""
         if self.style == "async":
-            call = self._scorer.score(items[0])
-            return [self._calls.run(call, self._timeout_s, "reward function", "reward.timeout_s")]
+            [item] = items
+            coroutine = self._scorer.score(item)
+            return [self._coroutines.run(coroutine, self._timeout_s, "reward function", "reward.timeout_s")]
         if self.style == "batch":
             return self._scorer.score_list(items)
         return self._scorer.score_all(items)
@@ -66,7 +71,7 @@ class RewardHandler:
 
 
 def _load(config: RewardConfig, modules: tuple[str, ...]) -> Scorer:
-    """Loads the reward function. modules: modules to import first, because they register rewards."""
+    """Loads the reward function, after the modules that register rewards."""
     import_modules(modules)
     return load_scorer(config)
 
@@ -99,16 +104,18 @@ class RewardPool:
             timeout_s=config.timeout_s,
             log_dir=log_dir,
         )
-        # guards the keys of samples without a result, the results, and the reason why there will be no more
+        # guards the three attributes after it: keys of the samples without a result, results that were not collected,
+        # and the reason why there will be no more results
         self._changed = threading.Condition()
         self._expected: set[Hashable] = set()
         self._results: dict[Hashable, RewardResult] = {}
         self._failure: str | None = None
-        # used without processes
+        # calls the reward function if there are no processes
         self._inline: Scorer | None = None
+        # samples that wait, and those of failed lists, which are scored one by one
         self._queue: deque[RewardItem] = deque()
-        # samples of failed lists, which are scored one by one
         self._alone: deque[RewardItem] = deque()
+        # samples of the calls in processes, by the number of the call
         self._sent: dict[int, list[RewardItem]] = {}
         self._numbers = itertools.count()
         self._rate = RateLimit(config.max_rpm)
@@ -275,21 +282,22 @@ class RewardPool:
         Returns the time (`time.monotonic`) at which the rate limit allows the next call; infinity if the limit does not
         delay any sample.
         """
+        # samples of failed lists first: their lists were sent before all that wait
         while items := self._alone or self._queue:
             process = pool.emptiest()
             # the pool ends its wait when a process becomes ready
             if not process.is_loaded:
                 break
-            # it was cancelled
+            # a cancelled sample is not scored
             if items[0].key not in self._expected:
                 items.popleft()
                 continue
 
             # an even share, so that the last samples do not wait for one process while others are idle
             share = math.ceil(len(items) / self._spec.num_workers)
-            size = 1
+            items_per_call = 1
             if pool.style == "batch" and items is self._queue:
-                size = min(share, self._config.batch_size)
+                items_per_call = min(share, self._config.batch_size)
             num_calls = self._allowed_calls(pool.style, len(process.sessions), share)
             if num_calls <= 0:
                 break
@@ -297,13 +305,13 @@ class RewardPool:
                 if not self._rate.take():
                     return self._rate.next_call
                 number = next(self._numbers)
-                called_items = [items.popleft() for _ in range(size)]
+                called_items = [items.popleft() for _ in range(items_per_call)]
                 self._sent[number] = called_items
                 pool.submit(number, called_items, process)
         return math.inf
 
     def _allowed_calls(self, style: str | None, in_flight: int, share: int) -> int:
-        """Returns the number of calls that a process may receive now.
+        """Returns the number of calls that a process may receive now; 0 or less if it has to wait.
 
         Args:
             style: style of the reward function.
@@ -326,7 +334,7 @@ class RewardPool:
     def _handle_reply(self, reply: Reply[list[RewardResult]]) -> None:
         """Stores the results of a call, or repeats it for its samples one by one."""
         items = self._sent.pop(reply.session)
-        # a moving average
+        # a moving average, above 0 because `_allowed_calls` divides by it
         seconds = max(1e-6, reply.seconds)
         self._seconds_per_call += (seconds - self._seconds_per_call) / _AVERAGED_CALLS
         if reply.error is None:

@@ -13,6 +13,7 @@ import torch
 
 from verl_lite.config import PPOConfig
 from verl_lite.config.pools import num_engines
+from verl_lite.core_algos import LossResult
 from verl_lite.errors import TransferError
 from verl_lite.machine.profiling import count_moved
 from verl_lite.metrics import Metric, values
@@ -59,11 +60,12 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         self.rewards = rewards
         self.env_modules = tuple(env_modules)
         self.log_dir = log_dir
+        # number of the weights that the rollout engine has
         self.version = 0
         # to engines in separate pools: the channel on the first rank, its address on all ranks
         self._channel: WeightChannel | None = None
         self._channel_address: tuple[str, int] | None = None
-        # of the engine in this process
+        # the host's copy of the base model, if the engine in this process gets an adapter merged into it
         self._kept_base = KeptBase(config.model) if sends_adapter(config) else None
         # True after the first successful check of a subclass's loss
         self._is_additive = False
@@ -104,7 +106,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             is_collect=self.rank % tensor_parallel == 0,
         )
 
-        # groups run during the passes of critic and reference, too; these workers are built before this one
+        # Groups run between the micro-batches of all training engines of this process: also during the passes of critic
+        # and reference, whose workers are built before this one.
         if config.async_training.depth or config.spans_updates:
             for role in self.slot.roles.values():
                 engine = getattr(role, "engine", None)
@@ -172,7 +175,7 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             # only the first rank of an engine returns its rows
             if not leads:
                 return DataProto()
-            # a run of its own on the engine, whose completions must not reach the groups of the training
+            # these groups are another run than `self.groups` on the same engine, which would mix their completions
             if not self.groups.is_idle:
                 raise RuntimeError(
                     "groups are running, and generate_sequences would take their completions: end them first"
@@ -185,9 +188,9 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         row_of_key = {report.key: row for row, report in enumerate(results.reports)}
         rows_of_prompts = [row_of_key[key] for key in keys]
         assert results.rows is not None
-        result = results.rows.select_idxs(rows_of_prompts)
-        result.meta_info["metrics"] = results.metrics
-        return result
+        answers = results.rows.select_idxs(rows_of_prompts)
+        answers.meta_info["metrics"] = results.metrics
+        return answers
 
     def enter_rollout(self) -> None:
         """Moves the rollout engine onto the device; reloads its weights if they were freed."""
@@ -244,15 +247,17 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         """Trains on a planned batch, one optimizer step per mini-batch. Returns metrics in meta_info."""
         self.phases.enter(self.engine)
         actor = self.config.actor
+        needs_entropy = actor.calculate_entropy or actor.entropy_coeff != 0
         metrics = self.engine.train(
             data,
             self._loss,
             temperature=data.meta_info["temperature"],
-            calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
+            calculate_entropy=needs_entropy,
             calculate_router_aux_loss=actor.router_aux_loss_coef > 0,
             count_router_replay=self.config.rollout.router_replay,
         )
-        return DataProto(meta_info={"metrics": with_prefix(metrics) | self.memory_metrics()})
+        all_metrics = with_prefix(metrics) | self.memory_metrics("actor/perf/")
+        return DataProto(meta_info={"metrics": all_metrics})
 
     def loss_func(
         self, data: DataProto, output_tensor: dict[str, torch.Tensor] | torch.Tensor
@@ -277,9 +282,10 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         loss, metrics = loss_of_batch(data, output_tensor, self.config)
         return loss, values(with_prefix(metrics))
 
-    def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Computes the loss and the metrics of a planned micro-batch; both combine to those of a whole step."""
-        # only a subclass can have another loss
+    def _loss(self, data: DataProto, outputs: dict[str, torch.Tensor]) -> LossResult:
+        """Computes the loss and the metrics of a planned micro-batch. The losses of all micro-batches are added, and
+        their metrics combined."""
+        # no subclass has a loss of its own
         if type(self).loss_func is ActorWorker.loss_func:
             config = self.config
             correction = config.algorithm.rollout_correction
@@ -287,8 +293,8 @@ class ActorWorker(SamplingWorker, TrainingWorker):
             loss, metrics = actor_loss(data, outputs, config.actor, correction, distillation_loss)
             return loss, with_prefix(metrics)
 
-        # a loss that averages over its own arguments would change with the size of the micro-batches
         loss_func = partial(user_loss, self.loss_func)
+        # a loss that averages over its own arguments would change with the size of the micro-batches
         if not self._is_additive:
             self._is_additive = check_loss_is_additive(loss_func, data, outputs, "loss_func", USER_LOSS_REMEDY)
         loss, metrics = loss_func(data, outputs)
@@ -348,23 +354,23 @@ class ActorWorker(SamplingWorker, TrainingWorker):
         is_new = end.address != self._channel_address
         self._channel_address = end.address
         if sends_adapter(self.config):
-            weights = self.engine.unmerged_params(is_new, bucket_bytes)
+            weights = self.engine.unmerged_params(with_base=is_new, bucket_bytes=bucket_bytes)
         else:
             weights = self.engine.full_params(bucket_bytes)
 
-        sent = 0
+        sent_bytes = 0
         failure = None
         if self.rank == 0:
             try:
                 if is_new or self._channel is None:
                     self._channel = end.connect(self.device, self._channel_store)
-                sent = self._channel.send(weights, bucket_bytes)
+                sent_bytes = self._channel.send(weights, bucket_bytes)
             except TransferError as error:
                 failure = error
         # gathering is collective: the other ranks do it with the first one, which does the rest after a failure
         for _ in weights:
             pass
-        return failure or _sync_metrics(started, sent)
+        return failure or _sync_metrics(started, sent_bytes)
 
 
 ActorRolloutWorker = ActorWorker
@@ -393,35 +399,41 @@ def sync_weights(
     """
     started = time.perf_counter()
     bucket_bytes = bucket_mb << 20
-    sent = 0
+    sent_bytes = 0
 
     def counted(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal sent
+        nonlocal sent_bytes
         for name, tensor in weights:
-            sent += tensor.nbytes
+            sent_bytes += tensor.nbytes
             yield name, tensor
 
     whole = source.whole_params()
     if whole is not None:
         # nothing to gather: an engine in this process can use the parameters where they are
         rollout.load_weights(whole, version)
-        sent = whole.nbytes
+        sent_bytes = whole.nbytes
     elif kept is None:
         full_weights = source.full_params(bucket_bytes)
         rollout.load_weights(counted(full_weights), version)
     else:
         # the first call gathers the base model too
-        unmerged = source.unmerged_params(not kept.tensors, bucket_bytes)
+        unmerged = source.unmerged_params(with_base=not kept.tensors, bucket_bytes=bucket_bytes)
         merged_weights = kept.merged(counted(unmerged), source.device)
         rollout.load_weights(merged_weights, version)
     # cached keys and values of prefixes are those of the former weights
     rollout.reset_cache()
-    return _sync_metrics(started, sent)
+    return _sync_metrics(started, sent_bytes)
 
 
-def _sync_metrics(started: float, sent: int) -> dict[str, Metric]:
-    count_moved(sent)
+def _sync_metrics(started: float, sent_bytes: int) -> dict[str, Metric]:
+    """Returns the metrics of an update of the rollout weights.
+
+    Args:
+        started: Its beginning, as `time.perf_counter` measures it.
+        sent_bytes: Size of the weights that were sent.
+    """
+    count_moved(sent_bytes)
     return {
         "weight_sync/seconds": Metric.max(time.perf_counter() - started),
-        "weight_sync/megabytes": Metric.max(sent / 1e6),
+        "weight_sync/megabytes": Metric.max(sent_bytes / 1e6),
     }

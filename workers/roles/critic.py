@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from verl_lite.config import NetworkConfig, PPOConfig
-from verl_lite.metrics import Metric
+from verl_lite.core_algos import LossResult
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.losses import critic_loss
@@ -50,9 +50,7 @@ class CriticWorker(TrainingWorker):
         prefixed = {f"critic/{name}": metric for name, metric in metrics.items()}
         return DataProto(meta_info={"metrics": prefixed})
 
-    def loss_func(
-        self, data: DataProto, output_tensor: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def loss_func(self, data: DataProto, output_tensor: dict[str, torch.Tensor]) -> LossResult:
         """Computes (loss, metrics) of a micro-batch; see `workers.losses.critic_loss`."""
         return critic_loss(data, output_tensor, self.config.critic, self.config.actor)
 

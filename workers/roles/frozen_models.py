@@ -26,10 +26,10 @@ class ReferenceWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the forward-only engine."""
-        # without options of an optimizer, the parameters stay in the dtype of the computation
         config = self.config
         build_policy = causal_lm(config.actor.log_prob_chunk_tokens)
         network = token_network(config.model, build_policy, config.sequence_parallel_size("ref"))
+        # without options of an optimizer, the parameters stay in the dtype of the computation
         self.build_engine(network, config.ref.fsdp_config)
 
     @register(dispatch_mode=COMPUTE_PROTO)
@@ -96,10 +96,10 @@ def teacher_log_probs(engine: FSDPEngine, data: DataProto) -> DataProto:
     """
     temperature = data.meta_info["temperature"]
     topk = data.meta_info["topk"]
-    # the tokens that the student (or a first teacher) chose; without them, the teacher chooses
+    # the student (or a first teacher) may have chosen the tokens already; otherwise this teacher chooses
     has_ids = TEACHER_IDS in data
-    searched_topk = 0 if has_ids else topk
-    outputs = engine.infer(data, temperature=temperature, calculate_entropy=False, calculate_topk=searched_topk)
+    topk_to_choose = 0 if has_ids else topk
+    outputs = engine.infer(data, temperature=temperature, calculate_entropy=False, calculate_topk=topk_to_choose)
     if has_ids:
         return DataProto.from_dict(tensors={"teacher_topk_log_probs": outputs["log_probs_at_ids"]})
     if not topk:
@@ -141,9 +141,10 @@ class RewardModelWorker(ModelWorker):
                 f"and the model's vocabulary has {vocab_size} tokens; set reward_model.retokenize=true"
             )
         self.phases.enter(self.engine)
+        # a new batch with the same tensors, because the columns of the caller's batch stay as they are
         rows = data.select()
-        widened = scored_rows(data.batch, self.text_config.pad_token_id)
-        rows.batch.update(widened)
+        score_columns = scored_rows(data.batch, self.text_config.pad_token_id)
+        rows.batch.update(score_columns)
         outputs = self.engine.infer(rows)
         # each row has one score, and zeros in the other columns
         scores = outputs["scores"].sum(1)

@@ -34,10 +34,9 @@ from workers.rollout.specs import GroupPlan, GroupResults
 
 SLICE_S = 0.1
 """Longest time between two looks at the driver's commands and at the queue, besides the duration of an engine step."""
-# Seconds between two looks of an idle engine at the queue: the first pause, and the longest one. Each pause is twice as
-# long as the one before it.
 _IDLE_S = 0.01
 _MOST_IDLE_S = 0.1
+"""Seconds between two looks of an idle engine at the queue: the first pause, which then doubles, and the longest."""
 
 Result = TypeVar("Result")
 
@@ -69,11 +68,15 @@ class RolloutWorker(SamplingWorker):
         self.env_modules = tuple(env_modules)
         self.log_dir = log_dir
         self._groups_queue = groups_queue
+        # from the trainer, and its address
         self._channel: WeightChannel | None = None
         self._address: tuple[str, int] | None = None
+        # the base model, if the channel brings only an adapter
         self._base = KeptBase(config.model) if sends_adapter(config) else None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        # groups from the queue that the engine has not started yet
         self._pulled: list[tuple[GroupPlan, SamplingParams]] = []
+        # set while there are complete groups that were not taken
         self._completed = threading.Event()
         self._is_closed = False
         self._pulled_at = 0.0
@@ -104,9 +107,10 @@ class RolloutWorker(SamplingWorker):
             return None
         # in the thread of the call, while the engine's thread generates
         self._completed.wait(seconds)
-        return self._run(lambda: self._take(with_metrics), together=False)
+        return self._run_in_thread(lambda: self._take_results(with_metrics), together=False)
 
-    def _take(self, with_metrics: bool) -> GroupResults:
+    def _take_results(self, with_metrics: bool) -> GroupResults:
+        """Returns the complete groups, with the metrics of the engine and of its device on request."""
         # cleared first: a group that ends after `take` sets it again
         self._completed.clear()
         results = self.groups.take(with_metrics)
@@ -128,7 +132,7 @@ class RolloutWorker(SamplingWorker):
         # no engine step, so that the other ranks of the engine need not take part
         if not self.runner.leads:
             return []
-        return self._run(self.groups.snapshot, together=False)
+        return self._run_in_thread(self.groups.snapshot, together=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort_groups(self, keys: Sequence[str]) -> int:
@@ -140,7 +144,7 @@ class RolloutWorker(SamplingWorker):
                     return 0
                 return self.groups.abort(keys)
 
-        return self._run(abort)
+        return self._run_in_thread(abort)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int, end: ChannelEnd) -> TransferError | None:
@@ -156,9 +160,10 @@ class RolloutWorker(SamplingWorker):
         Raises:
             RuntimeError: groups are running, and the run is not allowed to change the weights under them.
         """
-        return self._run(lambda: self._receive(version, end))
+        return self._run_in_thread(lambda: self._receive_from(version, end))
 
-    def _receive(self, version: int, end: ChannelEnd) -> TransferError | None:
+    def _receive_from(self, version: int, end: ChannelEnd) -> TransferError | None:
+        """Does the work of `receive_weights`. Connects first if the trainer has opened another channel."""
         if not (self.groups.is_idle or self.config.spans_updates):
             raise RuntimeError("groups are running, and new weights would change the policy within them")
         try:
@@ -168,7 +173,7 @@ class RolloutWorker(SamplingWorker):
                 self._channel = own_end.connect(self.device)
                 self._address = end.address
             assert self._channel is not None
-            self._channel.receive(lambda weights: self._load(weights, version))
+            self._channel.receive(lambda weights: self._load_weights(weights, version))
             self.rollout.reset_cache()
         except TransferError as error:
             # the ends no longer agree on the buckets that were sent; the trainer opens another channel
@@ -177,8 +182,9 @@ class RolloutWorker(SamplingWorker):
             return error
         return None
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        # of an adapter, the engine gets the whole model
+    def _load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Gives weights to the engine."""
+        # if only an adapter arrives, the engine gets the model into which it is merged
         if self._base is not None:
             weights = self._base.merged(weights, self.device)
         self.rollout.load_weights(weights, version)
@@ -187,21 +193,22 @@ class RolloutWorker(SamplingWorker):
     def close(self) -> None:
         """Ends the thread, closes the rollout engine and releases its resources."""
         # a command, so that the thread ends between two slices
-        self._run(self._end)
+        self._run_in_thread(self._end_thread)
         self._thread.join()
         super().close()
 
-    def _end(self) -> None:
+    def _end_thread(self) -> None:
         self._is_closed = True
 
     # --------------------------------------------------------------------------------------------- the engine's thread
 
-    def _run(self, function: Callable[[], Result], together: bool = True) -> Result:
+    def _run_in_thread(self, function: Callable[[], Result], together: bool = True) -> Result:
         """Executes a function in the engine's thread, and returns its result.
 
         Args:
             function: the function.
-            together: True if all ranks of the engine were called with it. They then execute it at the same time.
+            together: True if the driver has called all ranks of the engine with it. They then execute it at the same
+                time; otherwise the first rank executes it alone.
         """
         future = Future[Result]()
 
@@ -215,6 +222,7 @@ class RolloutWorker(SamplingWorker):
         return future.result()
 
     def _serve(self) -> None:
+        """Executes commands and runs groups until `close`, or until the engine fails."""
         try:
             self._reported_at = time.perf_counter()
             while not self._is_closed:
@@ -227,11 +235,12 @@ class RolloutWorker(SamplingWorker):
 
     def _serve_once(self) -> None:
         """Executes the next command, or runs the groups for a slice of time."""
-        command = self._next() if self.runner.leads else None
+        # the first rank decides for all ranks of the engine
+        command = self._next_command() if self.runner.leads else None
         if command is not None and not command.together:
             command.execute()
         elif self.runner.agree(command is not None):
-            # the driver gave it to this rank, too
+            # on another rank: the driver has given it the same command
             if command is None:
                 command = self._commands.get()
             command.execute()
@@ -240,22 +249,22 @@ class RolloutWorker(SamplingWorker):
                 if leads:
                     self._run_slice()
 
-    def _next(self) -> "_Command | None":
+    def _next_command(self) -> "_Command | None":
         """Returns the driver's next command, or None if there are groups to run. Waits for one of them."""
         idle_s = 0.0
         while True:
-            # before the queue, so that a weight update does not wait for groups that are not running yet
+            # commands before groups, so that a weight update does not wait for groups that are not running yet
             with suppress(queue.Empty):
-                # nothing can run before the command that brings them
+                # an engine without weights can run nothing before the command that brings them
                 if not self.rollout.has_weights:
                     return self._commands.get()
                 return self._commands.get(block=idle_s > 0, timeout=idle_s)
-            self._pull()
+            self._pull_groups()
             if self._pulled or not self.groups.is_idle:
                 return None
             idle_s = min(max(2 * idle_s, _IDLE_S), _MOST_IDLE_S)
 
-    def _pull(self) -> None:
+    def _pull_groups(self) -> None:
         """Takes groups from the queue as far as the engine has room for their samples."""
         room = self.config.rollout.max_num_seqs - self.groups.num_samples
         now = time.perf_counter()
@@ -285,7 +294,7 @@ class _Command(NamedTuple):
     Attributes:
         execute: calls the function, and gives its result or its error to the caller.
         fail: gives an error to the caller, without a call of the function.
-        together: see `RolloutWorker._run`.
+        together: see `RolloutWorker._run_in_thread`.
     """
 
     execute: Callable[[], None]

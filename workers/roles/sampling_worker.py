@@ -5,6 +5,7 @@ episodes of a program. Environments and programs run in child processes of the f
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,11 +59,14 @@ class SamplingWorker(Worker):
     num_engines: int
     env_modules: tuple[str, ...]
     log_dir: str | None
+    # set by `build_rollout`
     rollout: RolloutEngine
+    groups: GroupRun
+    max_model_len: int
 
     def build_rollout(self) -> None:
-        """Builds the engine with the remaining memory of the device, and sets rollout, runner and groups. Collective
-        among the ranks of an engine."""
+        """Builds the engine with the remaining memory of the device, and the runner of its groups. Collective among the
+        ranks of an engine."""
         config = self.config
         model = config.model
         assert model.path is not None
@@ -123,12 +127,13 @@ class SamplingWorker(Worker):
 
         # one limit for training and validation, which allows all episodes of the larger one
         managers = {"train": agentic.train_env_manager, "val": agentic.val_env_manager}
-        most_episodes = []
+        num_episodes = []
         for manager in managers.values():
             if manager.tags:
-                groups_per_engine = -(-manager.num_env_groups // self.num_engines)
+                groups_per_engine = math.ceil(manager.num_env_groups / self.num_engines)
                 episodes_per_group = manager.group_size + manager.group_size_redundancy
-                most_episodes.append(groups_per_engine * episodes_per_group)
+                num_episodes.append(groups_per_engine * episodes_per_group)
+        format_penalty = {purpose: manager.format_penalty for purpose, manager in managers.items()}
 
         return EpisodeRunner(
             self.runner,
@@ -139,8 +144,8 @@ class SamplingWorker(Worker):
             seed=self.config.trainer.seed,
             stop_token_ids=stop_token_ids(self.config.model, self.tokenizer),
             chat_template_kwargs=self.config.data.apply_chat_template_kwargs,
-            format_penalty={purpose: manager.format_penalty for purpose, manager in managers.items()},
-            max_live=max(most_episodes),
+            format_penalty=format_penalty,
+            max_live=max(num_episodes),
             rows=self._rows_of_episodes,
         )
 
@@ -153,18 +158,19 @@ class SamplingWorker(Worker):
         config = self.config
         agentic = config.agentic
         rollout = config.rollout
-        # the server's thread uses it while this thread uses the other one
+        # a copy: the server's thread uses it while this thread uses the other one
         tokenizer = copy.deepcopy(self.tokenizer)
         template_kwargs = config.data.apply_chat_template_kwargs
         joins = ChatJoins(tokenizer, template_kwargs, most_tokens=self._token_limits.max_model_len)
-        stops = set(stop_token_ids(config.model, self.tokenizer))
-        stop_ids = sorted(stops.union(joins.ends_of_turn))
+        all_stop_tokens = {*stop_token_ids(config.model, self.tokenizer), *joins.ends_of_turn}
+        stop_ids = sorted(all_stop_tokens)
 
         log_folder = self._log_folder("programs")
+        # the pool needs the runner, and the runner the pool: the lambda reads the name only after it is set below
         spec = program_pool(agentic, log_folder, on_repeat=lambda number: runner.repeat(number))
         programs = ProcessPool(spec)
         port = agentic.endpoint.port
-        # 0 is any free port
+        # 0 is any free port; otherwise each engine has a port of its own
         if port:
             port += self.engine_index
         training = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
@@ -174,7 +180,6 @@ class SamplingWorker(Worker):
         if agentic.program is not None and is_command(agentic.program):
             endpoint.callers = Callers(lambda: programs.pids)
 
-        # the lambda of `spec` reads this name later
         runner = ProgramRunner(
             self.runner,
             endpoint,

@@ -53,26 +53,26 @@ class ModelWorker(Worker):
         """
         set_deterministic(self.config.trainer.deterministic)
         self.device = get_device(self.config.trainer.device)
-        # vLLM creates gloo groups of some of the ranks. If a device is bound to the default group, torch makes the
-        # ranks outside of such a group split NCCL's communicator (`_new_process_group_helper`) and wait for the ranks
-        # inside, which do not split it: a deadlock.
         # a flow model has no rollout engine
         rollout = getattr(self.config, "rollout", None)
         engine_name = getattr(rollout, "name", "")
+        # vLLM creates gloo groups of some of the ranks. If a device is bound to the default group, torch makes the
+        # ranks outside of such a group split NCCL's communicator (`_new_process_group_helper`) and wait for the ranks
+        # inside, which do not split it: a deadlock.
         bound_device = None
         if self.device.type == "cuda" and resolve_engine_name(engine_name) != "vllm":
             bound_device = self.device
         self.init_process_group(dist_backend(self.device), device_id=bound_device)
 
         self.engine = self.new_engine(network, fsdp_config, optim_config)
-        group = self.engine.policy.sequence_group
-        if group is None:
+        sequence_group = self.engine.policy.sequence_group
+        if sequence_group is None:
             self.register_mesh("train", self.rank, self.world_size)
             return
         # all ranks of a sequence group get the same rows and compute the same outputs; its first rank returns them
-        dp_rank = dist.get_rank() // group.size
-        dp_size = dist.get_world_size() // group.size
-        self.register_mesh("train", dp_rank, dp_size, is_collect=group.rank == 0)
+        dp_rank = dist.get_rank() // sequence_group.size
+        dp_size = dist.get_world_size() // sequence_group.size
+        self.register_mesh("train", dp_rank, dp_size, is_collect=sequence_group.rank == 0)
 
     def new_engine(
         self, network: NetworkBuilder, fsdp_config: FSDPConfig, optim_config: OptimConfig | None = None
@@ -118,11 +118,11 @@ class TrainingWorker(ModelWorker):
         self.phases.enter(self.engine)
         self.engine.load(path)
 
-    def memory_metrics(self) -> dict[str, Metric]:
-        """Returns the memory of this rank's device as metrics actor/perf/*."""
+    def memory_metrics(self, prefix: str) -> dict[str, Metric]:
+        """Returns the memory of this rank's device as metrics, whose names begin with `prefix`."""
         metrics = {}
         for name, value in device_memory(self.device).items():
-            metrics[f"actor/perf/{name}"] = Metric.max(value)
+            metrics[prefix + name] = Metric.max(value)
         return metrics
 
 

@@ -20,7 +20,7 @@ from workers.rollout.rows import Response, left_padded, write_rows
 from workers.rollout.runner import Runner
 from workers.rollout.specs import AnswerSpec, GroupPlan
 
-EMPTY = Response([], [], [], [], "", {})
+EMPTY = Response(token_ids=[], mask=[], log_probs=[], versions=[], finish_reason="", extra={})
 """The response of a row that is not sampled."""
 
 
@@ -30,10 +30,11 @@ def answer_plans(
     """Yields the plans of groups of answers.
 
     Args:
-        rows: one row per answer: prompts and prompt_mask (B, P), left-padded; uid and sample (B,), which name the
-            random numbers of a row together with `seed` and `step`, so that the same row gives the same answer on any
-            rank and beside any other rows. Rows marked `is_padding` are not sampled; those marked `is_greedy` are
-            decoded greedily. Rewards read sample_id, data_source, reward_model, extra_info and raw_prompt.
+        rows: one row per answer, with prompts and prompt_mask (B, P), padded on the left, and the columns (B,)
+            uid, sample: with `seed` and `step` they determine the random numbers of the row, so that it has the same
+            answer on any rank and among any other rows;
+            is_padding, is_greedy (optional): rows that are not sampled, and rows that are decoded greedily;
+            sample_id, data_source, reward_model, extra_info, raw_prompt (optional): arguments of the reward function.
         sizes, keys: number of rows and name of each group.
         seed: seed of the run.
         step: step of the batch.
@@ -126,7 +127,7 @@ class AnswerRunner:
         self._groups: dict[str, _Group] = {}
 
     def begin(self, plan: GroupPlan, sampling: SamplingParams) -> None:
-        """Submits the answers of a group that are not complete yet."""
+        """Submits the answers of a group. Those that were complete before the run was resumed are taken as they are."""
         group = _Group(plan.samples_of(AnswerSpec))
         self._groups[plan.key] = group
         random_sampling = replace(sampling, stop_token_ids=self._stop_token_ids)
@@ -134,10 +135,10 @@ class AnswerRunner:
 
         complete_answers: list[tuple[tuple[str, int], Completion]] = []
         for number, spec in enumerate(group.samples):
-            owner = (plan.key, number)
-            request_id = _request_id(plan.key, number)
             if spec.is_padding:
                 continue
+            owner = (plan.key, number)
+            request_id = _request_id(plan.key, number)
             # complete before the checkpoint from which the run resumes
             if spec.finish_reason is not None:
                 tokens, log_probs, versions = spec.sampled.lists()
@@ -176,18 +177,13 @@ class AnswerRunner:
     def snapshot(self, key: str) -> GroupPlan:
         """Returns a plan with the tokens that were sampled so far, from which an engine continues the group."""
         group = self._groups[key]
+        samples = list(group.samples)
         requests = self._unfinished_requests(key)
-        sampled = {number: request.sampled for number, request in zip(group.unfinished(), requests, strict=True)}
-        samples = []
-        for number, spec in enumerate(group.samples):
-            completion = group.completions.get(number)
-            if completion is not None:
-                samples.append(_complete_spec(spec, completion))
-            elif number in sampled:
-                samples.append(replace(spec, sampled=sampled[number]))
-            else:
-                # a row of padding
-                samples.append(spec)
+        for number, request in zip(group.unfinished(), requests, strict=True):
+            samples[number] = replace(samples[number], sampled=request.sampled)
+        for number, completion in group.completions.items():
+            samples[number] = _complete_spec(samples[number], completion)
+        # rows of padding stay as they are
         return GroupPlan(key, tuple(samples))
 
     def _unfinished_requests(self, key: str) -> list[Request]:

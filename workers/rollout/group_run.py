@@ -5,6 +5,7 @@ driver's call ends (`run`), in slices between training micro-batches (`run_slice
 nothing else (`run_for`), and returns the groups that are complete.
 """
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -66,23 +67,24 @@ class SampleRunner(Protocol):
         """True if the engine has tokens to sample."""
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
-        """Returns the metrics since the last call. seconds: time spent sampling in that period."""
+        """Returns the metrics since the last call, in which `seconds` were spent sampling."""
 
     def close(self) -> None:
         """Ends the processes and threads that the runner uses besides the engine."""
 
 
 class GroupRun:
-    """Runs groups on one engine. runner: runs their samples."""
+    """Runs groups on one engine. A `SampleRunner` runs their samples."""
 
     def __init__(self, runner: SampleRunner) -> None:
         self._runner = runner
         # number of samples of each running group, by key
         self._open: dict[str, int] = {}
+        # groups that `take` has not returned yet
         self._complete: list[tuple[GroupReport, DataProto]] = []
         # end of the last slice
         self._sliced_at = time.perf_counter()
-        # durations of the calls that only sample, and of the slices beside other work
+        # seconds in calls that only sample, and in slices between other work (`run_slice`), since the last metrics
         self._active_s = 0.0
         self._beside_s = 0.0
 
@@ -120,14 +122,13 @@ class GroupRun:
         """
         started = time.perf_counter()
         wanted = set(keys)
-        until = None if seconds is None else started + seconds
-        while not wanted.isdisjoint(self._open):
-            if until is not None and time.perf_counter() >= until:
-                break
+        has_limit = seconds is not None
+        until = math.inf if seconds is None else started + seconds
+        while not wanted.isdisjoint(self._open) and time.perf_counter() < until:
             # a call with a limit looks at the clock between two engine steps
-            self.advance(WAIT_S, until_completion=until is None)
+            self.advance(WAIT_S, until_completion=not has_limit)
         self._active_s += time.perf_counter() - started
-        return self.take(with_metrics=until is None)
+        return self.take(with_metrics=not has_limit)
 
     def run_for(self, seconds: float) -> None:
         """Runs the groups for this time, or until one of them is complete."""

@@ -99,34 +99,41 @@ def _extra_columns(
         entry = column(name)
         width = response_length if entry.is_of_response else prompt_length + response_length
         shape = (len(responses), width, *size)
-        values = torch.full(shape, entry.absent or 0, dtype=getattr(torch, entry.dtype))
+        dtype = getattr(torch, entry.dtype)
+        values = torch.full(shape, entry.absent or 0, dtype=dtype)
         for row, prompt_start, response in zip(values, prompt_starts, responses, strict=True):
             # rows without a sampled token have no outputs
             if name not in response.extra:
                 continue
-            of_tokens = response.extra[name]
+            token_values = response.extra[name]
             if name == SAMPLING_CANDIDATES:
-                _check_candidates(of_tokens, response.token_ids)
+                _check_candidates(token_values, response.token_ids)
             # columns (B, P+R, ...) begin with the prompt, columns (B, R, ...) with the response
             first = 0 if entry.is_of_response else prompt_start
-            row[first : first + len(of_tokens)] = of_tokens
+            # `row` is a view of `values`
+            row[first : first + len(token_values)] = token_values
         columns[name] = values
     return columns
 
 
 def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Raises ValueError unless there is one set of candidates per token, which contains the token."""
+    """Raises ValueError unless there is one set of candidates per token, which contains the token.
+
+    Args:
+        candidates: (tokens, K) token ids, filled up with -1.
+        token_ids: The tokens of a response.
+    """
     if len(candidates) != len(token_ids):
         raise ValueError(f"rollout engine: {len(candidates)} sets of candidates for {len(token_ids)} tokens")
     tokens = torch.tensor(token_ids)
     is_member = (candidates == tokens[:, None]).any(1)
     # the token was sampled from the whole vocabulary
     has_no_set = (candidates < 0).all(1)
-    is_right = is_member | has_no_set
-    if is_right.all():
+    is_valid = is_member | has_no_set
+    if is_valid.all():
         return
-    # the position of the first wrong token: `argmin` of 0 and 1
-    position = int(is_right.int().argmin())
+    # `argmin` of 0 and 1 is the position of the first 0
+    position = int(is_valid.int().argmin())
     raise ValueError(
         f"rollout engine: token {token_ids[position]} at position {position} of a response is not among its "
         f"{SAMPLING_CANDIDATES} {candidates[position].tolist()[:8]}..., so its log-prob would be that of another "
@@ -135,7 +142,12 @@ def _check_candidates(candidates: torch.Tensor, token_ids: Sequence[int]) -> Non
 
 
 def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str, torch.Tensor]:
-    """Returns the values of the columns (B, R, ...), after those of `before` more tokens without a value."""
+    """Returns the extra outputs of a turn that are columns (B, R, ...), with one row per response token.
+
+    Args:
+        extra: Extra outputs of the turn; see `Completion.extra`.
+        before: Number of tokens without a value that precede the sampled ones in the response.
+    """
     columns = {}
     for name, values in extra.items():
         entry = column(name)
@@ -150,7 +162,7 @@ def of_response(extra: Mapping[str, torch.Tensor], before: int = 0) -> dict[str,
 def left_padded(
     prompts: Sequence[Sequence[int]], prompt_length: int, pad_token_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and mask of the prompts (B, prompt_length). Of a longer prompt, the end is kept."""
+    """Returns token ids and mask of the prompts, both (B, prompt_length). Of a longer prompt, the end is kept."""
     ids = torch.full((len(prompts), prompt_length), pad_token_id)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):

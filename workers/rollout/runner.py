@@ -19,6 +19,7 @@ from verl_lite.metrics import Metric
 from workers.engines.base import Completion, Request, RolloutEngine
 
 Owner = TypeVar("Owner")
+Value = TypeVar("Value")
 
 
 class _Calls(NamedTuple):
@@ -50,7 +51,7 @@ class Runner(Generic[Owner]):
         self._interrupts = interrupts
         self.leads = group is None or dist.get_rank(group) == 0
         self._owners: dict[str, Owner] = {}
-        # submitted and aborted here, and not yet sent to the other ranks
+        # calls of `submit` and `abort` that were not yet sent to the other ranks
         self._requests: list[Request] = []
         self._aborted: list[str] = []
         # stays True if an engine step fails
@@ -60,7 +61,7 @@ class Runner(Generic[Owner]):
     def _clear_metrics(self) -> None:
         self._busy_s = 0.0
         self._steps = 0
-        # running in each step, added up
+        # the number of running sequences, added up over the steps
         self._sequences = 0
         self._tokens = 0
 
@@ -77,22 +78,19 @@ class Runner(Generic[Owner]):
             finally:
                 # after a failed engine step the other ranks may not be waiting for calls
                 if not self._is_stepping:
-                    # the requests since the last step, and then the end of the block
+                    # the calls since the last step, and then the end of the block
                     self._send(steps=0)
                     self._broadcast(None)
             return
 
+        # the argument is the leader's, whatever this rank passes
         while (calls := self._broadcast(None)) is not None:
             self._repeat(calls)
         yield False
 
     def agree(self, value: bool) -> bool:
         """Returns the leader's value on all ranks of the engine. Collective, outside of `lead`."""
-        if self._group is None:
-            return value
-        sent = [value]
-        dist.broadcast_object_list(sent, group=self._group, group_src=0)
-        return sent[0]
+        return self._of_leader(value)
 
     def submit(self, request: Request, owner: Owner) -> None:
         """Submits a request. Raises ValueError as `RolloutEngine.submit`."""
@@ -136,7 +134,7 @@ class Runner(Generic[Owner]):
         return owned_completions
 
     def take_metrics(self, seconds: float) -> dict[str, Metric]:
-        """Returns the engine's metrics since the last call. seconds: duration of that period."""
+        """Returns the engine's metrics since the last call, `seconds` ago."""
         metrics = {
             "rollout/engine_busy_frac": Metric.mean(self._busy_s, seconds),
             "rollout/engine_sequences": Metric.mean(self._sequences, self._steps),
@@ -149,16 +147,16 @@ class Runner(Generic[Owner]):
         """Makes this number of engine steps; None = until a request finishes. Returns the finished requests and the
         number of steps."""
         completions: list[Completion] = []
-        made = 0
+        num_steps = 0
         with span("generate"):
-            while made != steps:
+            while num_steps != steps:
                 # without a running request, no further one can finish
                 is_done = bool(completions) or not self.is_decoding
                 if steps is None and is_done:
                     break
                 completions += self.engine.step()
-                made += 1
-        return completions, made
+                num_steps += 1
+        return completions, num_steps
 
     def _repeat(self, calls: _Calls) -> None:
         """Makes the calls of the leader on another rank."""
@@ -174,12 +172,16 @@ class Runner(Generic[Owner]):
         self._aborted = []
 
     def _broadcast(self, calls: _Calls | None) -> _Calls | None:
-        """Returns the leader's argument on all ranks. None ends the leader's block."""
+        """Returns the leader's calls on all ranks; None at the end of its block."""
+        return self._of_leader(calls)
+
+    def _of_leader(self, value: Value) -> Value:
+        """Returns the argument of the leader on all ranks of the engine. Collective."""
         if self._group is None:
-            return calls
-        sent = [calls]
-        dist.broadcast_object_list(sent, group=self._group, group_src=0)
-        return sent[0]
+            return value
+        broadcast = [value]
+        dist.broadcast_object_list(broadcast, group=self._group, group_src=0)
+        return broadcast[0]
 
 
 def group_of_engine(tensor_parallel: int) -> dist.ProcessGroup | None:

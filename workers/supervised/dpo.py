@@ -15,12 +15,12 @@ from verl_lite.algos.masked import masked_sum
 from verl_lite.algos.preference_losses import dpo_loss
 from verl_lite.config import SFTConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
-from verl_lite.metrics import Metric
+from verl_lite.core_algos import LossResult
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.policy.adapter import has_adapter
 from workers.policy.causal_lm import causal_lm
-from workers.supervised.pairs import texts_of, valid_pairs
+from workers.supervised.pairs import means_over_pairs, texts_of, valid_pairs
 from workers.supervised.worker import SupervisedWorker
 
 
@@ -29,7 +29,7 @@ def dpo_step_loss(
     outputs: dict[str, torch.Tensor],
     beta: float,
     label_smoothing: float,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> LossResult:
     """Returns the loss of a micro-batch and its metrics under TRL's names, which are means over pairs.
 
     Args:
@@ -58,10 +58,7 @@ def dpo_step_loss(
         "rewards/rejected": rewards[:, 1],
         "logps/rejected": logps[:, 1],
     }
-    metrics = {}
-    for name, values in values_by_name.items():
-        total = values.detach().sum()
-        metrics[name] = Metric.mean(float(total), len(losses))
+    metrics = means_over_pairs(values_by_name)
     # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 

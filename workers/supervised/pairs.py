@@ -1,7 +1,10 @@
 """Batches of pairs: each row is a pair, and the loss reads its two texts as two rows."""
 
+from collections.abc import Mapping
+
 import torch
 
+from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
 MARGIN = "margin"
@@ -29,3 +32,12 @@ def valid_pairs(data: DataProto) -> torch.Tensor:
     """Returns (n,) bool for the 2n sequences of `texts_of`: False for pairs that only pad the batch."""
     has_answer = data.batch["response_mask"].any(1)  # (2n,)
     return has_answer.view(-1, 2).all(1)
+
+
+def means_over_pairs(values_by_name: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """Returns the means of values (n,), one per pair of a micro-batch, as metrics."""
+    metrics = {}
+    for name, values in values_by_name.items():
+        total = values.detach().sum()
+        metrics[name] = Metric.mean(float(total), len(values))
+    return metrics

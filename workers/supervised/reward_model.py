@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from verl_lite.config import RewardTrainingConfig
-from verl_lite.metrics import Metric
+from verl_lite.core_algos import LossResult
 from verl_lite.protocol import DataProto
 from workers.policy.loading import load_model_config
 from workers.policy.sequence_score import new_sequence_score, scored_rows
-from workers.supervised.pairs import texts_of, valid_pairs
+from workers.supervised.pairs import means_over_pairs, texts_of, valid_pairs
 from workers.supervised.worker import SupervisedWorker
 
 
@@ -41,9 +41,7 @@ def bradley_terry(
     return comparison + center_coefficient * centering
 
 
-def pair_loss(
-    data: DataProto, outputs: dict[str, torch.Tensor], center_coefficient: float
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+def pair_loss(data: DataProto, outputs: dict[str, torch.Tensor], center_coefficient: float) -> LossResult:
     """Returns the loss of a micro-batch and its metrics, which are means over pairs.
 
     Metrics: loss; accuracy, the share of pairs whose chosen score is higher than the rejected score; margin, the chosen
@@ -64,15 +62,13 @@ def pair_loss(
     required_margins = data.batch["margin"].view(-1, 2)[is_valid]
     losses = bradley_terry(chosen, rejected, required_margins[:, 0], center_coefficient)
 
-    margins = (chosen - rejected).detach()
+    margins = chosen - rejected
     values_by_name = {
-        "loss": losses.detach(),
+        "loss": losses,
         "accuracy": margins > 0,
         "margin": margins,
     }
-    metrics = {}
-    for name, values in values_by_name.items():
-        metrics[name] = Metric.mean(float(values.sum()), len(margins))
+    metrics = means_over_pairs(values_by_name)
     # a sum over the micro-batch, because the divisor counts the pairs of the whole optimizer step
     return losses.sum() / data.meta_info["num_tokens"], metrics
 

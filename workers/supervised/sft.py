@@ -4,13 +4,14 @@ import torch
 
 from verl_lite.config import SFTConfig
 from verl_lite.config.supervised import LOG_PROB_CHUNK_TOKENS
+from verl_lite.core_algos import LossResult
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
 from workers.supervised.worker import SupervisedWorker
 
 
-def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> LossResult:
     """Returns the loss of a micro-batch and its metrics.
 
     The loss is the negative log-likelihood of the trained tokens, divided by their number in the optimizer step.

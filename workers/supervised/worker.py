@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from verl_lite.config import SupervisedConfig
-from verl_lite.machine.device import device_memory
-from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
 from workers.engine.network import NetworkBuilder
@@ -63,10 +61,7 @@ class SupervisedWorker(TrainingWorker):
         rows = self.rows(data)
         self.phases.enter(self.engine)
         metrics = self.engine.train(rows, self.loss, **self.options)
-        memory = device_memory(self.device)
-        for name, value in memory.items():
-            metrics[f"perf/{name}"] = Metric.max(value)
-        return DataProto(meta_info={"metrics": metrics})
+        return DataProto(meta_info={"metrics": metrics | self.memory_metrics("perf/")})
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def measure(self, data: DataProto) -> DataProto:

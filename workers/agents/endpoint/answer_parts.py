@@ -9,11 +9,13 @@ from workers.agents.conversation import CalledFunction, Message, MessageCall, To
 
 
 def split_thinking(text: str, is_open: bool = False) -> tuple[str, str]:
-    """Splits the text of an answer into its thinking and the rest; see `end_of_thinking`."""
+    """Splits the text of an answer into its thinking and the rest; for the arguments see `end_of_thinking`."""
     end = end_of_thinking(text, is_open)
     if not end:
         return "", text
-    thinking = text[:end].removesuffix("</think>").replace("<think>", "", 1)
+    thinking = text[:end].removesuffix("</think>")
+    # the tag is missing if the prompt ends with it
+    thinking = thinking.replace("<think>", "", 1)
     return thinking.strip(), text[end:].lstrip("\n")
 
 
@@ -39,8 +41,8 @@ def split_tool_calls(
         tools: tools of the request, whose schemas give the types of arguments.
     """
     parsed = notation(text)
-    is_valid = all(not call.problem and _is_text(call.name) for call in parsed.calls)
-    if not parsed.calls or not is_valid:
+    are_valid = all(not call.problem and _is_encodable(call.name) for call in parsed.calls)
+    if not parsed.calls or not are_valid:
         return SplitAnswer(text)
 
     schemas: dict[str, object] = {}
@@ -63,7 +65,7 @@ def _call_id(number: int, index: int) -> str:
     return f"c{number:05d}{index:03d}"
 
 
-def _is_text(name: str) -> bool:
+def _is_encodable(name: str) -> bool:
     """Returns False for a name with lone surrogates, which clients cannot send back."""
     encodable = name.encode(errors="replace").decode()
     return name == encodable

@@ -54,16 +54,18 @@ class Callers:
         return verdict
 
     def _verdict(self, key: str, client_port: int, server_port: int) -> Verdict:
-        """Returns the verdict on a connection. Only processes that a pool has started are looked at."""
+        """Returns the verdict on a connection; see `verdict`."""
+        # as the system names them among the open files of a process
         sockets = {f"socket:[{number}]" for number in socket_numbers(client_port, server_port)}
         if not sockets:
             return "unknown"
 
         table = list_processes()
         pools = set(self._pools())
-        # of several processes if they share the socket, such as forks
+        # several processes may share the socket, such as forks
         digests = set()
         for status in table.values():
+            # only processes below a pool: their keys can be found, and the files of others are not looked at
             limiter = _child_of(pools, status, table)
             if limiter is not None and not sockets.isdisjoint(_open_files(status.pid)):
                 digests.add(_digest_of(limiter.pid))
@@ -98,7 +100,13 @@ def _port(address: str) -> int:
 
 
 def _child_of(pools: set[int], status: Status, table: Table) -> Status | None:
-    """Returns the ancestor of a process that a pool's process started, or the process itself; None if there is none."""
+    """Returns the process that a pool has started: this one or its ancestor; None for a process outside of the pools.
+
+    Args:
+        pools: Process ids of the pools' processes.
+        status: The process.
+        table: All processes.
+    """
     current: Status | None = status
     # the table is not of one moment, so parents may form a circle
     for _ in range(len(table)):
@@ -120,7 +128,7 @@ def _digest_of(limiter: int) -> str:
 
 
 def _open_files(pid: int) -> set[str]:
-    """Returns the names of a process's open files and sockets; empty if they cannot be read."""
+    """Returns the names of the open files and sockets of a process; empty if they cannot be read."""
     files: set[str] = set()
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")

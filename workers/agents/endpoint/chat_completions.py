@@ -89,8 +89,8 @@ class ChatCompletions:
         return Conversation(
             messages,
             tools,
-            allows_calls(body),
-            max_tokens,
+            calls_tools=allows_calls(body),
+            max_tokens=max_tokens,
             stop=read_stops(body, "stop"),
             # clients may send negative seeds
             seed=read_integer(body, "seed", least=-(2**63)),
@@ -148,9 +148,15 @@ class ChatCompletions:
 
 
 def read_chat_message(value: object, number: int, settings: Settings) -> Message:
-    """Returns a message of a conversation. number: its place, for the message of an error.
+    """Returns a message of a conversation.
 
-    Raises Refusal for an unknown role or other content than text.
+    Args:
+        value: The message as the request has it.
+        number: Its place in the conversation, for the message of Refusal.
+        settings: Settings of the endpoint.
+
+    Raises:
+        Refusal: Its role is unknown, or its content is no text.
     """
     where = f"messages[{number}]"
     fields = as_object(value, where)

@@ -12,7 +12,7 @@ from typing import cast
 
 MAX_CONNECTIONS = 4096
 FILES_SHARE = 2
-"""The endpoint uses at most one of this many files that the process may open."""
+"""The connections of the endpoint use at most the files that the process may open, divided by this number."""
 MAX_CONNECTIONS_PER_EPISODE = 256
 ANONYMOUS_S = 30.0
 """Seconds within which a connection has to send a request with a valid key."""
@@ -34,21 +34,21 @@ class Connections:
     """The open connections of one endpoint. All methods are called in the thread of its event loop.
 
     Args:
-        refused: counts refused and closed connections by reason.
+        count_refusal: called with the reason for each connection that is refused or closed.
     """
 
-    def __init__(self, refused: Callable[[str], None]) -> None:
-        self._refused = refused
+    def __init__(self, count_refusal: Callable[[str], None]) -> None:
+        self._count_refusal = count_refusal
         self._limit = most_connections()
-        # in the order of their beginning; None while a connection belongs to nobody
+        # the owner of each connection, in the order in which they began; None while it belongs to nobody
         self._owners: dict[asyncio.Transport, Hashable | None] = {}
         # numbers of connections by owner
         self._counts: Counter[Hashable] = Counter()
 
     def admit(self, transport: asyncio.Transport) -> bool:
-        """Adds a new connection. Returns False if there is no place for it; it is then closed."""
+        """Adds a new connection. Closes it and returns False if there is no place for it."""
         if len(self._owners) >= self._limit:
-            self._refused("connections")
+            self._count_refusal("connections")
             oldest = self._oldest_without_owner()
             # all connections belong to episodes: their programs are served rather than a new client
             if oldest is None:
@@ -62,6 +62,7 @@ class Connections:
         return True
 
     def _oldest_without_owner(self) -> asyncio.Transport | None:
+        """Returns the connection that has belonged to nobody for longest; None if all have owners."""
         for transport, owner in self._owners.items():
             if owner is None:
                 return transport
@@ -95,6 +96,7 @@ class Connections:
             del self._owners[transport]
 
     def _take_from_owner(self, transport: asyncio.Transport) -> None:
+        """Subtracts a connection from the count of its owner."""
         owner = self._owners[transport]
         if owner is None:
             return
@@ -105,7 +107,7 @@ class Connections:
     def _expire(self, transport: asyncio.Transport) -> None:
         """Closes a connection that has not sent a valid key in time."""
         if transport in self._owners and self._owners[transport] is None:
-            self._refused("slow")
+            self._count_refusal("slow")
             self.remove(transport)
             transport.abort()
 

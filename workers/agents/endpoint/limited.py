@@ -33,7 +33,9 @@ KEPT += [RUN_MARK]
 of the run end their processes if the trainer is killed."""
 
 EXCEEDED = 125
+"""Exit status after a limit was exceeded."""
 _CHECK_S = 0.2
+"""Seconds between two looks at the limits."""
 
 
 class CommandLimits(TypedDict):
@@ -60,7 +62,7 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
         if name in os.environ:
             environment[name] = os.environ[name]
 
-    # the command runs in another folder
+    # relative folders would be those of another folder, in which the command runs
     if "PYTHONPATH" in environment:
         folders = environment["PYTHONPATH"].split(os.pathsep)
         absolute_folders = [os.path.abspath(folder) for folder in folders]
@@ -70,6 +72,7 @@ def base_environment(names: Iterable[str]) -> dict[str, str]:
 
 def main(limits: CommandLimits, command: list[str]) -> int:
     """Runs the command. Returns its exit status, or EXCEEDED after a limit was exceeded."""
+    # another parent later means that this one has ended
     parent = os.getppid()
     # descendants whose parent ends become children of this process
     process_tree.become_subreaper()
@@ -130,7 +133,7 @@ def usage() -> tuple[int, int]:
 
 
 def kill_all() -> int:
-    """Kills all descendants of this process. Returns an exit status."""
+    """Kills all descendants of this process. Returns EXCEEDED, the exit status after that."""
     process_tree.end_below(os.getpid())
     return EXCEEDED
 

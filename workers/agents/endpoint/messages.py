@@ -94,8 +94,13 @@ class Messages:
         for number, message in enumerate(read_list(body, "messages")):
             messages += _read_messages(message, f"messages.{number}", settings)
         tools = [_read_tool(tool) for tool in read_tools(body, settings, "custom")]
-        max_tokens = read_integer(body, "max_tokens")
-        return Conversation(messages, tools, allows_calls(body), max_tokens, read_stops(body, "stop_sequences"))
+        return Conversation(
+            messages,
+            tools,
+            calls_tools=allows_calls(body),
+            max_tokens=read_integer(body, "max_tokens"),
+            stop=read_stops(body, "stop_sequences"),
+        )
 
     def reply(self, answer: SampledAnswer, body: Body, name: str) -> MessageReply:
         stop_reason = STOP_REASONS.get(answer.finish_reason, "end_turn")
@@ -124,7 +129,7 @@ class Messages:
         }
         yield _event({"type": "message_start", "message": begun})
         for index, block in enumerate(reply["content"]):
-            yield _event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
+            yield _event({"type": "content_block_start", "index": index, "content_block": _without_content(block)})
             for delta in _deltas(block):
                 yield _event({"type": "content_block_delta", "index": index, "delta": delta})
             yield _event({"type": "content_block_stop", "index": index})
@@ -135,7 +140,7 @@ class Messages:
     def error(self, refusal: Refusal) -> Reply:
         other_kind = "invalid_request_error" if refusal.status < 500 else "api_error"
         error = {"type": ERROR_KINDS.get(refusal.status, other_kind), "message": refusal.message}
-        # clients recognize a prompt that is too long by words of this API
+        # clients recognize a prompt that is too long by the words of this API's message
         if isinstance(refusal, ContextOverflow):
             error["message"] = refusal.anthropic_message
         if refusal.code is not None:
@@ -147,7 +152,7 @@ class Messages:
 
 
 def _event(data: Reply) -> Event:
-    """Returns an event, which has the name of its type."""
+    """Returns an event. In this API, its name is the type in its data."""
     return Event(str(data["type"]), data)
 
 
@@ -162,7 +167,8 @@ def _read_tool(tool: Body) -> Tool:
 
 
 def _read_messages(value: object, where: str, settings: Settings) -> Iterator[Message]:
-    """Yields the messages of a message with content blocks: results of tools, and the message itself.
+    """Splits a message of this API, whose content blocks may contain results of tools. Yields the results as messages
+    of their own, and then the message with its text and its calls.
 
     Args:
         value: The message.
@@ -207,7 +213,7 @@ def _content_blocks(message: Body) -> list[object]:
 
 
 def _blocks(answer: SampledAnswer, name: str) -> Iterator[Block]:
-    """Yields the content blocks of an answer: thinking, text and tool calls. name: of the reply."""
+    """Yields the content blocks of an answer: thinking, text and tool calls. `name` is the name of the reply."""
     if answer.thinking:
         # clients expect a signature, which nobody checks here
         yield {"type": "thinking", "thinking": answer.thinking, "signature": name}
@@ -223,8 +229,8 @@ def _blocks(answer: SampledAnswer, name: str) -> Iterator[Block]:
         }
 
 
-def _empty(block: Block) -> Reply:
-    """Returns the block with which a stream announces this one, before its content."""
+def _without_content(block: Block) -> Reply:
+    """Returns the beginning of a block in a stream, which its content follows."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}
     if block["type"] == "thinking":

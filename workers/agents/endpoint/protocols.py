@@ -30,10 +30,10 @@ class Api(Protocol):
         """Reads a request. Raises Refusal for a body that the endpoint does not answer."""
 
     def reply(self, answer: SampledAnswer, body: Body, name: str) -> Reply:
-        """Returns the answer of a request with this body. name: unique name of the reply (`replies.new_name`)."""
+        """Returns the reply to a request with this body, under a unique name (`replies.new_name`)."""
 
     def events(self, answer: SampledAnswer, body: Body, name: str) -> Iterator[Event]:
-        """Yields the stream of the whole answer."""
+        """Yields the events of the reply to a request with `stream`. For the arguments see `reply`."""
 
     def error(self, refusal: Refusal) -> Reply:
         """Returns the body of a reply with an error."""

@@ -82,6 +82,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 """Fields that change how an answer is sampled, with the values that leave it as it is (in addition to null)."""
 _WITH_FORMAT = ("text", "output_config")
+"""Objects with a field `format`, of which `_UNSUPPORTED` has entries such as text.format."""
 TOOLS_OF_TYPE = "tools."
 """Beginning of entries of agentic.endpoint.ignored_fields that leave out tools of a type, as in tools.web_search."""
 
@@ -138,13 +139,13 @@ def check_ignored_fields(names: Iterable[str]) -> None:
 
 def check_fields(body: Body, settings: Settings) -> None:
     """Raises Refusal for a field that would change how the answer is sampled."""
-    values = dict(body)
+    fields = dict(body)
     for name in _WITH_FORMAT:
         outer = body.get(name)
         if isinstance(outer, dict):
-            values[f"{name}.format"] = outer.get("format")
+            fields[f"{name}.format"] = outer.get("format")
 
-    for name, value in values.items():
+    for name, value in fields.items():
         if name in settings.ignored_fields or value is None:
             continue
         expected = _expected_instead(name, value, settings.sampling)
@@ -157,7 +158,7 @@ def check_fields(body: Body, settings: Settings) -> None:
 
 
 def _expected_instead(name: str, value: object, sampling: SamplingParams) -> str | None:
-    """Returns what a field may have instead of this value, for the message; None if the value is accepted."""
+    """Returns a description of the values that a field may have; None if it may have this one."""
     if name in ("temperature", "top_p", "top_k", "min_p"):
         own_value = getattr(sampling, name)
         if value == own_value:
@@ -174,7 +175,7 @@ def _expected_instead(name: str, value: object, sampling: SamplingParams) -> str
 
 
 def as_object(value: object, where: str) -> Body:
-    """Returns a JSON object of a request. where: its place in the request, for the message of Refusal."""
+    """Returns a JSON object of a request. Raises Refusal, which names the place `where`, for another value."""
     if not isinstance(value, dict):
         raise Refusal(f"{where} is {shortened(value)}: expected an object", field=where)
     return value
@@ -187,7 +188,8 @@ def read_list(body: Body, name: str, needed: bool = True) -> list[object]:
         return []
     if not isinstance(value, list):
         raise Refusal(f"{name} is {shortened(value)}: expected a list", field=name)
-    check_length(value, name, MAX_TOOLS if name in ("tools", "tool_calls") else MAX_MESSAGES)
+    most = MAX_TOOLS if name in ("tools", "tool_calls") else MAX_MESSAGES
+    check_length(value, name, most)
     return value
 
 
@@ -211,7 +213,9 @@ def read_integer(body: Body, name: str, least: int = 1) -> int | None:
 def read_stops(body: Body, name: str) -> tuple[str, ...]:
     """Returns the different texts that end the answer, in their order; the request has a text or a list of texts."""
     value = body.get(name)
-    stops = [value] if isinstance(value, str) else value or []
+    stops = value or []
+    if isinstance(value, str):
+        stops = [value]
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise Refusal(f"{name}={shortened(value)}: expected a text or a list of texts", field=name)
     check_length(stops, name, MAX_STOPS)
@@ -236,18 +240,23 @@ def shortened(value: object) -> str:
 
 
 def read_text(content: object, where: str, settings: Settings, role: str = "system") -> str:
-    """Returns the text of a message's content. Blocks of a system message that begin with one of `removed_blocks` are
-    left out. Raises Refusal for content that is no text.
+    """Returns the text of a message's content.
 
     Args:
         content: A text, a list of parts, or None.
-        where: Place of the content in the request, for the message.
-        settings: Settings of the endpoint.
+        where: Place of the content in the request, for the message of Refusal.
+        settings: Settings of the endpoint. Blocks of a system message that begin with one of its `removed_blocks` are
+            left out.
         role: Role of the message.
+
+    Raises:
+        Refusal: The content is no text.
     """
     if content is None:
         return ""
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks = content
+    if isinstance(content, str):
+        blocks = [{"type": "text", "text": content}]
     if not isinstance(blocks, list):
         raise Refusal(f"{where}={shortened(content)}: expected text or a list of parts", field=where)
     check_length(blocks, where, MAX_MESSAGES)
@@ -271,7 +280,15 @@ def read_text(content: object, where: str, settings: Settings, role: str = "syst
 
 
 def tool_call(identifier: object, name: object, arguments: object, where: str) -> MessageCall:
-    """Returns a tool call in OpenAI's format. Raises Refusal for a name that is no text."""
+    """Returns a tool call in OpenAI's format.
+
+    Args:
+        identifier, name, arguments: Fields of the call, which no one has checked yet.
+        where: Place of the call in the request, for the message of Refusal.
+
+    Raises:
+        Refusal: The name is no text, or the identifier is too long.
+    """
     if not isinstance(name, str):
         raise Refusal(f"{where}: a tool call needs a name, found {shortened(name)}", field=where)
     # OpenAI's APIs send arguments as JSON text, Anthropic's as an object
@@ -323,7 +340,7 @@ def read_function(value: object) -> Tool:
     """Returns a tool in OpenAI's format. Raises Refusal for one that is not a function."""
     tool = as_object(value, "tools")
     function = as_object(tool.get("function"), "tools: functions are supported, and tools.function")
-    # valid JSON, but possibly too deep for the chat template
+    # a deep value is valid JSON, but the chat template could not print it
     if _is_deeper(function, MAX_DEPTH):
         raise Refusal(f"tools: a tool is nested deeper than {MAX_DEPTH} levels", field="tools", kind="size")
     name = function.get("name")

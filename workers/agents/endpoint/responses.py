@@ -117,11 +117,11 @@ class Responses:
             _add_item(messages, item, settings)
         tools = []
         for tool in read_tools(body, settings):
-            # this API has name and parameters beside the type, chat completions have them in an object `function`
+            # a tool of chat completions has these fields, except its type, in an object `function`
             function = {name: value for name, value in tool.items() if name != "type"}
             tools.append(read_function({"type": "function", "function": function}))
         max_tokens = read_integer(body, "max_output_tokens")
-        return Conversation(messages, tools, allows_calls(body), max_tokens)
+        return Conversation(messages, tools, calls_tools=allows_calls(body), max_tokens=max_tokens)
 
     def instructions(self, body: Body, settings: Settings) -> list[Message]:
         """Returns the system message of a request, if it has one."""
@@ -174,14 +174,16 @@ class Responses:
             "usage": None,
             "incomplete_details": None,
         }
-        entries: list[tuple[str, Reply]] = []
-        for kind in ("created", "in_progress"):
-            entries.append((kind, {"response": begun}))
+        # names without their prefix, and data
+        events: list[tuple[str, Reply]] = [
+            ("created", {"response": begun}),
+            ("in_progress", {"response": begun}),
+        ]
         for index, item in enumerate(response["output"]):
-            entries += _item_events(item, index)
-        entries.append((response["status"], {"response": response}))
+            events += _item_events(item, index)
+        events.append((response["status"], {"response": response}))
 
-        for number, (kind, fields) in enumerate(entries):
+        for number, (kind, fields) in enumerate(events):
             event_name = f"response.{kind}"
             yield Event(event_name, {"type": event_name, "sequence_number": number, **fields})
 
@@ -260,7 +262,7 @@ def _output_items(answer: SampledAnswer, name: str) -> Iterator[OutputItem]:
 
 def _item_events(item: OutputItem, index: int) -> Iterator[tuple[str, Reply]]:
     """Yields the events of one item of a streamed response: names without their prefix, and data."""
-    yield "output_item.added", {"output_index": index, "item": _empty(item)}
+    yield "output_item.added", {"output_index": index, "item": _without_content(item)}
     if item["type"] == "function_call":
         yield from _call_events(item, index)
     elif item["type"] == "message":
@@ -268,8 +270,8 @@ def _item_events(item: OutputItem, index: int) -> Iterator[tuple[str, Reply]]:
     yield "output_item.done", {"output_index": index, "item": item}
 
 
-def _empty(item: OutputItem) -> Reply:
-    """Returns the item with which a stream announces this one, before its content."""
+def _without_content(item: OutputItem) -> Reply:
+    """Returns the beginning of an item in a stream, which its content follows."""
     if item["type"] == "reasoning":
         return {**item, "content": []}
     if item["type"] == "function_call":

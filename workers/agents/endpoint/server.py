@@ -41,8 +41,10 @@ BODY_S = 60.0
 READERS = 8
 """Number of bodies of one episode that are in memory while they arrive."""
 KEEPALIVE_S = 75.0
+"""Seconds for which a connection without a request stays open."""
 ENDED_KEYS = 10_000
 """Number of closed episodes whose keys the server recognizes."""
+_ENDED = "the episode of this API key has ended, because its program returned"
 
 
 T = TypeVar("T")
@@ -80,7 +82,8 @@ class Episode:
         settings: how its requests are read.
         sampling: sampling parameters of its answers.
         seed: number from which the seeds of its requests are derived.
-        calls: its requests, by the digest of API and body.
+        calls: its requests, by the digest of API and body; a request that is made again may have several calls.
+        running: the calls without an answer.
         histories: conversations of the Responses API, by the id of the reply that ends them.
         is_open: False after its end.
         readers: lets only some of its bodies arrive at the same time.
@@ -267,8 +270,7 @@ class Endpoint:
         running = list(episode.running)
         for call in running:
             _fail(call, Refusal(_ENDED))
-        # the engine does not know the requests that it has not taken yet, so nobody has to abort them. Those whose
-        # client has left are no longer among the running ones
+        # the engine does not know the requests that it has not taken yet, so it has nothing to abort
         not_taken = [call for call in self._new if call.episode is episode]
         for call in not_taken:
             self._new.remove(call)
@@ -320,12 +322,13 @@ class Endpoint:
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         """Begins a request, or joins the call that an SDK repeats. Sends the answer when it is complete."""
-        read = await self._read(request)
-        episode = read.episode
-        body = read.body
+        read_request = await self._read(request)
+        episode = read_request.episode
+        body = read_request.body
         # an SDK repeats a request with the same body
-        content = api.path.encode() + read.raw
-        calls = episode.calls.setdefault(hashlib.blake2b(content).digest(), [])
+        content = api.path.encode() + read_request.raw
+        digest = hashlib.blake2b(content).digest()
+        calls = episode.calls.setdefault(digest, [])
         call = _repeated(calls) if _is_retry(request) else None
         if call is None:
             call = self._begin(episode, self._conversation(api, episode, body))
@@ -337,9 +340,9 @@ class Endpoint:
                 return await self._stream(request, api, call, body)
             # shielded: a client that leaves cancels its handler, but not the request of others that wait for it
             answer = await asyncio.shield(call.future)
-            reply = api.reply(answer, body, _named(api, call, body))
+            reply = api.reply(answer, body, _new_reply_name(api, call, body))
             response = web.json_response(reply)
-            with _delivered(call, request):
+            with _counted_delivery(call, request):
                 await response.prepare(request)
                 await response.write_eof()
             return response
@@ -349,8 +352,10 @@ class Endpoint:
                 self._loop.call_later(RETRY_S, self._abandon, call)
 
     async def _stream(self, request: web.Request, api: Api, call: Call, body: Body) -> web.StreamResponse:
-        """Sends the answer as server-sent events, and pings until it is complete. An error before the first ping has
-        its own status."""
+        """Sends the answer as server-sent events, and pings until it is complete.
+
+        The stream begins with the first ping. Until then, an error is a reply with its own status.
+        """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         while True:
             done, _ = await asyncio.wait([call.future], timeout=PING_S)
@@ -370,15 +375,16 @@ class Endpoint:
             assert isinstance(refusal, Refusal)
             await response.write(api.error_event(refusal).written())
             return response
-        with _delivered(call, request):
-            name = _named(api, call, body)
+        with _counted_delivery(call, request):
+            name = _new_reply_name(api, call, body)
             events = api.events(call.future.result(), body, name)
             await response.write(b"".join(event.written() for event in events))
             await response.write_eof()
         return response
 
     def _conversation(self, api: Api, episode: Episode, body: Body) -> Conversation:
-        """Returns the conversation of a request, which of a response includes the earlier ones that it continues."""
+        """Returns the conversation of a request. In the Responses API, a request may contain only the new messages and
+        name the response that it continues."""
         conversation = api.read(body, episode.settings)
         if not isinstance(api, Responses):
             return conversation
@@ -464,7 +470,7 @@ class Endpoint:
             raise Refusal("the API key was given to another episode", status=401, code="invalid_api_key", kind="key")
 
     async def _read(self, request: web.Request) -> "_ReadRequest":
-        """Checks a request and reads its body. Its key and its sender are checked before the body is in memory."""
+        """Checks the key and the sender of a request, and then reads its body into memory."""
         episode = self._authenticated(request)
         await self._check_caller(request, episode.key)
         if not self._connections.give(request.transport, episode):
@@ -492,9 +498,11 @@ class Endpoint:
             raise Refusal(f"the body cannot be read: {error}") from error
 
     async def _count_tokens(self, request: web.Request, api: Api) -> web.Response:
-        read = await self._read(request)
-        conversation = api.read(read.body, read.episode.settings)
-        num_tokens = read.episode.trace.count_tokens(conversation)
+        """Answers with the number of tokens of a prompt, which is not sampled from."""
+        read_request = await self._read(request)
+        episode = read_request.episode
+        conversation = api.read(read_request.body, episode.settings)
+        num_tokens = episode.trace.count_tokens(conversation)
         return web.json_response({"input_tokens": num_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -504,6 +512,7 @@ class Endpoint:
         return web.json_response(models)
 
     async def _unknown_route(self, request: web.Request) -> web.Response:
+        """Answers with the list of routes."""
         paths = [api.path for api in APIS]
         routes = ", ".join([*paths, f"{Messages.path}/count_tokens", "/v1/models"])
         refusal = Refusal(f"{request.method} {request.path}: the endpoint has the routes {routes}")
@@ -512,18 +521,16 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _ReadRequest:
-    """A request with a valid key. raw: its body as it was sent."""
+    """A request with a valid key, and its body as bytes (`raw`) and as an object."""
 
     episode: Episode
     raw: bytes
     body: Body
 
 
-_ENDED = "the episode of this API key has ended, because its program returned"
-
-
-def _named(api: Api, call: Call, body: Body) -> str:
-    """Returns a name for the reply, under which a response can be continued."""
+def _new_reply_name(api: Api, call: Call, body: Body) -> str:
+    """Returns a new name for the reply of a call. In the Responses API, stores the conversation under this name, so
+    that a later request can continue it."""
     name = new_name()
     if isinstance(api, Responses):
         # as in OpenAI's API, a continued response does not contain the instructions of the earlier one
@@ -535,8 +542,9 @@ def _named(api: Api, call: Call, body: Body) -> str:
 
 
 @contextlib.contextmanager
-def _delivered(call: Call, request: web.Request) -> Iterator[None]:
-    """Marks the answer as delivered, unless the client has left, sending it fails, or the episode has ended."""
+def _counted_delivery(call: Call, request: web.Request) -> Iterator[None]:
+    """Context manager in which the answer is sent. Counts it as delivered, unless the client has left, sending fails,
+    or the episode has ended."""
     is_connected = request.transport is not None and not request.transport.is_closing()
     # before sending, because the client may end the episode right after it
     _count_delivery(call, int(is_connected))
@@ -548,6 +556,7 @@ def _delivered(call: Call, request: web.Request) -> Iterator[None]:
 
 
 def _count_delivery(call: Call, change: int) -> None:
+    """Adds to the number of deliveries, and sets whether a client has the answer."""
     call.deliveries += change
     # the rows of an episode that has ended are decided
     if call.episode.is_open:
@@ -562,11 +571,14 @@ def _fail(call: Call, refusal: Refusal) -> None:
 
 
 def _repeated(calls: list[Call]) -> Call | None:
-    """Returns the call that a retry repeats: the oldest whose client has left before its answer, else the newest."""
+    """Returns the call that a retry repeats: the oldest whose client has left before its answer, else the newest.
+
+    None if all calls have failed: the request is then made again.
+    """
     newest: Call | None = None
     for call in calls:
-        # a failed request is made again
-        if call.future.done() and call.future.exception() is not None:
+        has_failed = call.future.done() and call.future.exception() is not None
+        if has_failed:
             continue
         if not call.waiters and not call.node.is_delivered:
             return call

@@ -33,6 +33,7 @@ from workers.engines.base import Completion
 from workers.rollout.rows import of_response
 
 TEXT_SHOWN = 2_000
+"""Number of characters of each text in the column `requests`."""
 PROMPT_END = 16
 """Number of tokens at the end of a prompt that are enough to recognize a <think> there."""
 _UNRENDERABLE = (UserError, TypeError)
@@ -220,46 +221,56 @@ class Trace:
     # ------------------------------------------------------------------------------------------------------- requests
 
     def add(self, conversation: Conversation, max_tokens: int) -> TraceNode:
-        """Adds a request. max_tokens: limit of the run for one answer. Raises Refusal if its messages cannot be
-        rendered or leave no room for an answer."""
+        """Adds a request.
+
+        Args:
+            conversation: Its content.
+            max_tokens: The run's limit on the tokens of one answer; the request may have a lower one.
+
+        Raises:
+            Refusal: Its messages cannot be rendered, or leave no room for an answer.
+        """
         messages = conversation.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise Refusal("the last message has to be one of the user or a tool", field="messages")
 
         keys = list(_keys(messages, conversation.tools))
-        start = self._continued_place(messages, keys)
+        num_continued = self._num_continued(messages, keys)
         parent: TraceNode | None = None
         ids: tuple[int, ...] | None = None
-        if start:
-            parent = self._answered[keys[start]]
-            ids = self._continued_ids(parent, messages, start)
+        if num_continued:
+            parent = self._answered[keys[num_continued]]
+            ids = self._continued_ids(parent, messages, num_continued)
         # it continues no answer, or only the whole conversation can be rendered
         if ids is None:
             parent = None
-            start = 0
+            num_continued = 0
             ids = self._first_prompt(conversation)
 
         number = len(self.nodes)
-        node = TraceNode(number, parent, conversation, messages[start:], ids, keys[-1])
-        # last, because a request without room is refused and leaves no node
+        added = messages[num_continued:]
+        node = TraceNode(number, parent, conversation, added, ids, keys[-1])
+        # before the node is added: a request without room is refused and leaves no node
         node.room = min(self._room(node), max_tokens, conversation.max_tokens or max_tokens)
         self.nodes.append(node)
         return node
 
-    def _continued_ids(self, parent: TraceNode, messages: Sequence[Message], start: int) -> tuple[int, ...] | None:
+    def _continued_ids(
+        self, parent: TraceNode, messages: Sequence[Message], num_continued: int
+    ) -> tuple[int, ...] | None:
         """Returns the token ids of the messages after an answer; None if the chat template cannot continue the answer
         with them, for example with a second message of the assistant.
 
         Args:
             parent: The answer.
             messages: The whole conversation.
-            start: Number of messages up to the answer.
+            num_continued: Number of messages up to the answer.
         """
         assert parent.answer is not None
         # as the client spells them: a template may print the id or the name of a call next to its result
-        calls = messages[start - 1].get("tool_calls") or ()
+        calls = messages[num_continued - 1].get("tool_calls") or ()
         try:
-            return self._joins.join(parent.answer.token_ids, *messages[start:], calls=calls)
+            return self._joins.join(parent.answer.token_ids, *messages[num_continued:], calls=calls)
         except _UNRENDERABLE:
             return None
 
@@ -272,10 +283,12 @@ class Trace:
         self.first_prompts.append(len(ids))
         return ids
 
-    def _continued_place(self, messages: Sequence[Message], keys: Sequence[bytes]) -> int:
+    def _num_continued(self, messages: Sequence[Message], keys: Sequence[bytes]) -> int:
         """Returns the number of messages up to the last answer of this episode; 0 if the conversation continues none.
 
-        keys: digests of the beginnings of the messages.
+        Args:
+            messages: The whole conversation.
+            keys: Digests of its beginnings; `keys[n]` is that of the first n messages.
         """
         # from the end, so that the longest sampled beginning is continued
         for number in range(len(messages), 0, -1):
@@ -288,9 +301,9 @@ class Trace:
         """Returns the number of tokens of the prompt, without adding the request. Raises Refusal as `add`."""
         num_first_prompts = len(self.first_prompts)
         try:
-            node = self.add(conversation, 1)
+            node = self.add(conversation, max_tokens=1)
         finally:
-            # `add` counts the first prompt of a request that it refuses, too
+            # `add` also counts the first prompt of a request that it refuses
             del self.first_prompts[num_first_prompts:]
         self.nodes.pop()
         return len(node.context())
@@ -394,8 +407,9 @@ class Trace:
         Args:
             reward: Score of the episode, which the last turn of every row gets.
         """
-        # answers whose row continues with another request
+        # nodes whose row continues with a request after their answer
         continued: set[TraceNode] = set()
+        # the last node of each row so far
         last_nodes: list[TraceNode] = []
         for node in self.nodes:
             if node.answer is None:
@@ -423,7 +437,7 @@ class Trace:
         """Returns the turns of the row that ends with this node. The prompt of the first turn contains the turns before
         it that belong to another row."""
         turns: list[Turn] = []
-        # since the last turn of this row
+        # what follows the last turn of this row and is not sampled in it: the prompt of its next turn
         ids: list[int] = []
         messages: list[Message] = []
         for node in end.path():
@@ -436,8 +450,10 @@ class Trace:
                 messages.append(node.answer.message)
                 continue
 
-            # values of the whole context are those of the last turn
-            extra = node.completion.extra if node is end else of_response(node.completion.extra)
+            # the last turn has the values of the whole context, and of the others only those of their responses remain
+            extra = node.completion.extra
+            if node is not end:
+                extra = of_response(extra)
             num_answered = len(node.answer.token_ids)
             turn = Turn(
                 messages=messages,
@@ -457,7 +473,7 @@ class Trace:
         return turns
 
     def described(self) -> list[DescribedRequest]:
-        """Returns the column `requests` (verl_lite/schema.py). Call `rows` before."""
+        """Returns the column `requests` (verl_lite/schema.py). Called after `rows`, which sets the row of each node."""
         return [_described(node) for node in self.nodes]
 
 

@@ -602,12 +602,12 @@ def test_an_answer_is_delivered_if_one_of_its_clients_received_it() -> None:
     gone: Any = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: True))
     node, episode = SimpleNamespace(is_delivered=False), SimpleNamespace(is_open=True)
     call: Any = SimpleNamespace(node=node, episode=episode, deliveries=0)
-    with server._delivered(call, gone):
+    with server._counted_delivery(call, gone):
         assert not node.is_delivered
     for succeeds in (False, True):
-        with pytest.raises(ConnectionError), server._delivered(call, here):
+        with pytest.raises(ConnectionError), server._counted_delivery(call, here):
             if succeeds:
-                with server._delivered(call, here):
+                with server._counted_delivery(call, here):
                     assert node.is_delivered
             raise ConnectionError
         assert node.is_delivered == succeeds
