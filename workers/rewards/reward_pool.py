@@ -288,9 +288,8 @@ class RewardPool:
             # the pool ends its wait when a process becomes ready
             if not process.is_loaded:
                 break
-            # a cancelled sample is not scored
-            if items[0].key not in self._expected:
-                items.popleft()
+            self._drop_cancelled(items)
+            if not items:
                 continue
 
             # an even share, so that the last samples do not wait for one process while others are idle
@@ -302,13 +301,29 @@ class RewardPool:
             if num_calls <= 0:
                 break
             for _ in range(num_calls):
+                self._drop_cancelled(items)
+                if not items:
+                    break
                 if not self._rate.take():
                     return self._rate.next_call
                 number = next(self._numbers)
-                called_items = [items.popleft() for _ in range(items_per_call)]
+                called_items = self._take_items(items, items_per_call)
                 self._sent[number] = called_items
                 pool.submit(number, called_items, process)
         return math.inf
+
+    def _drop_cancelled(self, items: deque[RewardItem]) -> None:
+        """Removes cancelled samples from the front of a queue."""
+        while items and items[0].key not in self._expected:
+            items.popleft()
+
+    def _take_items(self, items: deque[RewardItem], count: int) -> list[RewardItem]:
+        """Removes up to `count` samples from the front of a queue, without cancelled ones, and returns them."""
+        taken: list[RewardItem] = []
+        while items and len(taken) < count:
+            taken.append(items.popleft())
+            self._drop_cancelled(items)
+        return taken
 
     def _allowed_calls(self, style: str | None, in_flight: int, share: int) -> int:
         """Returns the number of calls that a process may receive now; 0 or less if it has to wait.

@@ -210,6 +210,16 @@ def test_lists_are_no_longer_than_asked_and_longer_than_one(make_pool: MakePool)
     assert max(lengths) == 8 and sum(1 / length for length in lengths) == pytest.approx(7)
 
 
+def test_a_list_has_no_cancelled_samples(make_pool: MakePool) -> None:
+    """Cancelled while the process starts, so that all four wait together."""
+    pool = make_pool(LISTS, batch_size=4)
+    pool.submit(items("fine", "exit", "fine", "fine"))
+    pool.cancel([1])
+    results = pool.collect([0, 2, 3])
+    assert [result.extra["calls"] for result in results.values()] == [3, 3, 3]
+    assert pool.processes_replaced() == 0
+
+
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
