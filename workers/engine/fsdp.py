@@ -81,6 +81,7 @@ class FSDPEngine:
         seed_random_state(seed)
 
         self.policy = self._build_policy(build_network)
+        # the result of `whole_params`, as long as the parameters stay where they are
         self._whole: WholeWeights | None = None
         self.parameters = self._sharded_parameters()
         self.optimizer = None
@@ -113,6 +114,8 @@ class FSDPEngine:
         if not trains:
             policy.requires_grad_(False)
 
+        # before sharding: `fully_shard` changes the names of the classes, by which a network finds its blocks
+        self._blocks = policy.blocks()
         # before sharding, which replaces the parameters; those of the other ranks are not initialised
         full_parameters = {}
         if is_first_rank:
@@ -138,14 +141,14 @@ class FSDPEngine:
             cast_dtype = self.param_dtype
         mixed_precision = self.fsdp_config.mixed_precision
         reduce_dtype: torch.dtype | None = compute_dtype(mixed_precision.reduce_dtype, self.device)
+        # None: gradients are reduced in the dtype in which the backward pass computes them
         if reduce_dtype == self.param_dtype:
             reduce_dtype = None
         precision = MixedPrecisionPolicy(param_dtype=cast_dtype, reduce_dtype=reduce_dtype)
         reshards = self.fsdp_config.reshard_after_forward
 
+        # at least 1: a block without parameters has nothing to shard
         min_num_params = max(1, self.fsdp_config.wrap_policy.min_num_params)
-        # before sharding: fully_shard changes the names of their classes
-        self._blocks = policy.blocks()
         # the network after its blocks: FSDP puts the parameters that are left into the group of the outer module
         for block in self._blocks:
             num_params = sum(parameter.numel() for parameter in block.parameters())
@@ -173,10 +176,13 @@ class FSDPEngine:
         return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
-        """Returns the sharded parameters by the network's own names. A tied parameter appears once."""
+        """Returns the sharded parameters by the network's own names. A tied parameter appears once.
+
+        Called again after a move, which replaces the tensors that `_whole` refers to.
+        """
+        self._whole = None
         # gathered weights take the place of the shards until the network is resharded
         self._reshard()
-        self._whole = None
         parameters: dict[str, DTensor] = {}
         for name, parameter in self.policy.named_parameters():
             assert isinstance(parameter, DTensor)
