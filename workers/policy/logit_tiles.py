@@ -58,15 +58,15 @@ class LogitTiles:
         chunk_tokens: int,
         tile_bytes: int,
     ) -> tuple[int, int]:
-        """Returns the number of tokens and the number of vocabulary entries of a tile."""
+        """Returns the number of tokens and the number of vocabulary entries of a tile, both at least 1."""
         if self.keep:
-            num_parts = 1
-            height = max(1, num_tokens)
-        else:
-            # blocks of equal size: a small last block would use the device badly
-            num_blocks = -(-num_tokens // chunk_tokens)
-            height = max(1, -(-num_tokens // num_blocks))
-            num_parts = -(-vocab * height * itemsize // tile_bytes)
+            return max(1, num_tokens), vocab
+
+        # blocks of equal size: a small last block would use the device badly
+        num_blocks = -(-num_tokens // chunk_tokens)
+        height = -(-num_tokens // num_blocks)
+        num_parts = -(-vocab * height * itemsize // tile_bytes)
+        # parts of fewer than 8 entries: one by one
         if num_parts * 8 > vocab:
             return height, 1
         # a multiple of 8 for fast kernels
