@@ -41,7 +41,8 @@ class LogitTiles:
         self._targets = targets
         self._width = width
 
-        # with one target, for all tiles at once: that needs fewer kernels, but with more targets M times the memory
+        # the columns of single targets, in all tiles at once: that needs fewer kernels, but with M targets M times the
+        # memory
         self.inside: torch.Tensor | None = None
         if targets.shape[1] == 1:
             first_columns = torch.arange(0, vocab, width, device=targets.device)
