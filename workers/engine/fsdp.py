@@ -313,8 +313,7 @@ class FSDPEngine:
         return self.optim_config.lr * factor
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, ...) of one micro-batch, and True if any of their entries counts (see
-        `workers.engine.update`)."""
+        """Computes the policy's outputs of one micro-batch, see `TrainableEngine.forward`."""
         inputs, is_counting = self.policy.prepare_inputs(micro_batch, self.device)
         # in place and only now: inputs are arranged on the host, and the loss needs the columns on the device
         micro_batch.to(self.device)

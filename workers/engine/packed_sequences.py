@@ -147,7 +147,8 @@ class PackedSequences:
 
     @cached_property
     def row(self) -> list[SequenceRows]:
-        """All sequences concatenated in one row, as the only entry of a list like `groups`: (1, U) and (U,)."""
+        """All sequences concatenated in one row, with positions (1, U) and real (U,), as the only entry of a list like
+        `groups`."""
         expanded = torch.arange(self._num_expanded_tokens, device=self.cu_seqlens.device)
         packed = self._in_packed_row(expanded)
         only_row = SequenceRows(packed.unsqueeze(0), expanded)
@@ -161,9 +162,11 @@ class PackedSequences:
 
     @cached_property
     def borders(self) -> dict[str, torch.Tensor]:
-        """Keyword arguments with the sequence boundaries of `row`, as in transformers' `DataCollatorWithFlattening`:
-        seq_idx (1, U) int32, the sequence number of each token, and cu_seq_lens_q, the cumulative lengths, which
-        flash-linear-attention names cu_seqlens."""
+        """Keyword arguments with the sequence boundaries of `row`, under the names that stateful layers know.
+
+        seq_idx (1, U) int32 has the sequence number of each token, and cu_seq_lens_q the cumulative lengths, both as in
+        transformers' `DataCollatorWithFlattening`. cu_seqlens are the same lengths, for flash-linear-attention.
+        """
         [only_row] = self.row
         expanded_positions = only_row.real
         bounds = self.cu_seqlens

@@ -45,7 +45,8 @@ class WholeWeights:
 
 
 def shard_rows(parameter: DTensor, group_size: int) -> int:
-    """Rows of dimension 0 on each rank, as `torch.chunk` and FSDP2 split them; the last ranks may have fewer."""
+    """Returns the rows of dimension 0 on each rank, as `torch.chunk` and FSDP2 split them; the last ranks may have
+    fewer."""
     return -(-parameter.shape[0] // group_size)
 
 
