@@ -100,7 +100,7 @@ def _target_modules(network: PreTrainedModel, model: ModelConfig) -> list[str]:
     Raises:
         UserError: a name matches no linear layer.
     """
-    # the names that the user gave are checked here, because peft ignores a name that matches nothing beside others
+    # the names that the user gave are checked here: peft ignores a name that matches no layer if another one does
     targets = list(model.target_modules)
     layers = linear_layers(network)
     if targets != [ALL_LINEAR]:

@@ -42,9 +42,12 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
 
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ()
-    # transformers implements other kinds, such as chunked attention, only in the mask, which a packed row lacks
-    unknown_types = [name for name in layer_types if name not in KNOWN_LAYER_TYPES]
-    mixing = [name for name in unknown_types if "attention" in name]
+    # transformers implements other kinds of attention, such as chunked attention, only in the mask, which a packed row
+    # lacks
+    mixing = []
+    for name in layer_types:
+        if "attention" in name and name not in KNOWN_LAYER_TYPES:
+            mixing.append(name)
     mixing += family.mixing_layers
     has_window = "sliding_attention" in layer_types
     if not layer_types:
