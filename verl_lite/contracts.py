@@ -124,10 +124,10 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
         _require_empty_part(case, mode, batch)
 
     # extreme log-ratios of both signs, for tokens with positive and for tokens with negative advantages: a clip bounds
-    # only one of them; `compute` requires finite results
+    # only one of them; `compute` requires finite results, and exp(1400) is infinite in fp64, the dtype of the batch
     for sign in (1, -1):
         keeps_log_prob = batch["advantages"] * sign > 0
-        extreme = torch.where(keeps_log_prob, batch["log_prob"], -700.0)
+        extreme = torch.where(keeps_log_prob, batch["log_prob"], -1400.0)
         for name in ("log_prob", "old_log_prob"):
             compute(**batch | {name: extreme})
     _require_own_device(lambda: compute(**batch)[:1], (loss,))
