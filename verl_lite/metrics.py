@@ -18,6 +18,7 @@ import torch
 
 Part = float | torch.Tensor
 Reduction = Literal["mean", "sum", "max", "min", "last"]
+# how the totals of two parts of a metric are combined
 _JOIN: dict[Reduction, Callable[[float, float], float]] = {
     "mean": operator.add,
     "sum": operator.add,
@@ -26,6 +27,7 @@ _JOIN: dict[Reduction, Callable[[float, float], float]] = {
     "min": np.minimum,
     "last": lambda first, last: last,
 }
+# how lists of plain numbers are reduced
 _REDUCERS: dict[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 

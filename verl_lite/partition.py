@@ -19,7 +19,7 @@ class _PartialPartition(NamedTuple):
     """A partition of some of the items, in the heap of `balanced_partition`.
 
     Attributes:
-        negative_gap: lightest minus heaviest set, so that the partition with the largest gap is the first in the heap.
+        negative_gap: lightest minus heaviest set, by which the partition with the largest gap is the first in the heap.
         number: order of creation, which decides between equal gaps.
         sums: (parts,) costs of the sets, descending.
         sets: (parts, items) indices of the items.
@@ -57,8 +57,8 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     heap = []
     for number, items in enumerate(descending_items.reshape(size, parts)):
         sums = costs_with_fillers[items]
-        partition = _PartialPartition(sums[-1] - sums[0], number, sums, items[:, None])
-        heap.append(partition)
+        gap = sums[0] - sums[-1]
+        heap.append(_PartialPartition(-gap, number, sums, sets=items[:, None]))
     heapq.heapify(heap)
 
     # each step joins the two partitions with the largest gaps, until one is left
@@ -71,7 +71,8 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
         descending = np.argsort(-joined_sums, kind="stable")
         sums = joined_sums[descending]
         sets = joined_sets[descending]
-        heapq.heappush(heap, _PartialPartition(sums[-1] - sums[0], number, sums, sets))
+        gap = sums[0] - sums[-1]
+        heapq.heappush(heap, _PartialPartition(-gap, number, sums, sets))
     return _swap(heap[0].sets, costs_with_fillers, num_items)
 
 
@@ -100,8 +101,9 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
         size = len(light_costs)
         by_cost = np.argsort(light_costs)
         ideal_costs = heavy_costs - gap / 2
-        above = np.searchsorted(light_costs[by_cost], ideal_costs).clip(1, max(1, size - 1))
-        # `% size` only for sets of one item, which have a single partner
+        above = np.searchsorted(light_costs[by_cost], ideal_costs)
+        # at least 1 and below `size`, so that both exist; a set of one item has only one of them, twice: `% size`
+        above = above.clip(1, max(1, size - 1))
         partners = np.concatenate([by_cost[above - 1], by_cost[above % size]])
         items = np.tile(np.arange(size), 2)
         moved = heavy_costs[items] - light_costs[partners]
