@@ -158,10 +158,10 @@ class FSDPEngine:
 
         # the losses are divided by the counts over all ranks, so that their gradients are added and not averaged
         for module in self._fsdp_modules(policy):
-            # a single rank has no mean to replace, but would divide a copy by 1
+            # not on a single rank, which has no mean to replace: FSDP would divide a copy of its gradients by 1
             if dist.get_world_size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            # gloo has no scaled sum
+            # otherwise FSDP implements the factor by a scaled sum (PREMUL_SUM), which gloo does not have
             module.set_force_sum_reduction_for_comms(True)
 
     def _build_optimizer(self, config: OptimConfig) -> ShardedAdamW:
@@ -181,7 +181,7 @@ class FSDPEngine:
         Called again after a move, which replaces the tensors that `_whole` refers to.
         """
         self._whole = None
-        # gathered weights take the place of the shards until the network is resharded
+        # until then, gathered weights take the place of the shards among the network's parameters
         self._reshard()
         parameters: dict[str, DTensor] = {}
         for name, parameter in self.policy.named_parameters():

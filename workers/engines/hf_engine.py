@@ -552,7 +552,7 @@ class HFEngine:
         self._asleep = {"weights", "kv_cache"}
         self._version = None
         self._cache = None
-        # buffers stay
+        # without the buffers, some of which are in no weight update, such as rotary frequencies
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(0)
 
