@@ -182,8 +182,14 @@ def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tens
 def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
     """Computes x_t = values_t + factors_t x_(t+1) from the last column (where x_(t+1) = 0) to the first.
 
-    values: (B, T). factors: (B, T), or () for a common factor. Not differentiable. The scan runs over contiguous
-    columns, with one multiply-add over all rows per step.
+    The scan runs over contiguous columns, with one multiply-add over all rows per step. It is not differentiable.
+
+    Args:
+        factors: (B, T), or () for a common factor.
+        values: (B, T).
+
+    Returns:
+        x, (B, T).
     """
     constants = at_least_fp32(values.detach())
     # always a copy, because the scan writes into it
@@ -349,7 +355,7 @@ def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor
 
     best_rows = rows[starts]
     best_scores = valid_scores[best_rows]
-    # the last group may have one row only, and no row follows it
+    # the row after the best one; no row follows a last group of one row
     next_positions = (starts + 1).clamp(max=len(rows) - 1)
     next_scores = valid_scores[rows[next_positions]]
     second_scores = torch.where(sizes > 1, next_scores, -math.inf)

@@ -297,9 +297,10 @@ class KeptSlots:
             if free_slots:
                 destination = free_slots.pop()
             else:
+                # in place of the oldest kept sequence, if that is older
                 later_slots = [slot for slot in self._kept if slot >= end]
                 destination = min(later_slots, key=self._kept.__getitem__, default=-1)
-                # the other leaving sequences are even older than the oldest kept one, and dropped
+                # the leaving sequences that come next are even older: they are dropped, too
                 if destination < 0 or self._kept[destination] > sequence:
                     break
             self._kept[destination] = sequence
