@@ -44,7 +44,7 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
     layer_types = getattr(config, "layer_types", None) or ()
     # transformers implements other kinds of attention, such as chunked attention, only in the mask, which a packed row
     # lacks
-    mixing = []
+    mixing: list[str] = []
     for name in layer_types:
         if "attention" in name and name not in KNOWN_LAYER_TYPES:
             mixing.append(name)
