@@ -112,6 +112,7 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
     num_sequences = int(mask.any(dim=1).sum())
     counts = (num_tokens, num_sequences)
 
+    # with the mode that the checks without a mode of their own use
     def compute(**columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return case.compute("token-mean", counts, columns)
 
@@ -122,10 +123,11 @@ def check_policy_loss(function: PolicyLossFn, config: LossConfig | None = None, 
         _require_additive(case, mode, counts, batch)
         _require_empty_part(case, mode, batch)
 
-    # log-ratios of +-700, whose exponential overflows, with advantages of both signs: a clip bounds only one of them
+    # extreme log-ratios of both signs, for tokens with positive and for tokens with negative advantages: a clip bounds
+    # only one of them; `compute` requires finite results, and exp(1400) is infinite in fp64, the dtype of the batch
     for sign in (1, -1):
-        has_sign = batch["advantages"] * sign > 0
-        extreme = torch.where(has_sign, batch["log_prob"], -700.0)
+        keeps_log_prob = batch["advantages"] * sign > 0
+        extreme = torch.where(keeps_log_prob, batch["log_prob"], -1400.0)
         for name in ("log_prob", "old_log_prob"):
             compute(**batch | {name: extreme})
     _require_own_device(lambda: compute(**batch)[:1], (loss,))
@@ -237,10 +239,12 @@ def estimator_batch(seed: int = 0, groups_of_one: bool = True) -> Columns:
     rewards = draw() * mask
     values = draw()
     old_log_probs = -draw().abs()
-    # the square of the sampled token's probability, and a share of the largest sum that the others can have
+    # the square of the sampled token's probability, and a random share of the largest sum of squares that the other
+    # tokens can have
     probs = old_log_probs.exp()
     sum_pi_squared = probs**2 + draw().sigmoid() * (1 - probs) ** 2
 
+    # five groups of rows, two episodes for each of them, three states
     tasks = [f"task-{row % 5}" for row in range(ROWS)]
     if groups_of_one:
         tasks[-1] = "task-alone"

@@ -18,6 +18,7 @@ import torch
 
 Part = float | torch.Tensor
 Reduction = Literal["mean", "sum", "max", "min", "last"]
+# how the totals of two parts of a metric are combined
 _JOIN: dict[Reduction, Callable[[float, float], float]] = {
     "mean": operator.add,
     "sum": operator.add,
@@ -26,6 +27,7 @@ _JOIN: dict[Reduction, Callable[[float, float], float]] = {
     "min": np.minimum,
     "last": lambda first, last: last,
 }
+# how lists of plain numbers are reduced
 _REDUCERS: dict[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
@@ -128,13 +130,13 @@ def declared(metrics: Mapping[str, Metric | Part], tokens: torch.Tensor, num_tok
     """Converts the metrics that a loss returned for one micro-batch to `Metric`s.
 
     A plain number is a mean over the `tokens` of the micro-batch unless its name has one of ROLL's suffixes, which are
-    removed: `@sum` (parts add up over a mini-batch of num_tokens, and the mean over mini-batches is reported; None =
-    this micro-batch is the whole mini-batch), `@max`, `@min` or `@mean`. Names that end in _max or _min need no suffix.
+    removed: `@sum`, `@max`, `@min` or `@mean`. Names that end in _max or _min need no suffix. With `@sum` the numbers
+    of the micro-batches of a mini-batch are added, and the mean over mini-batches is reported.
 
     Args:
         metrics: the returned metrics, numbers or `Metric`s.
         tokens: number of valid tokens of the micro-batch.
-        num_tokens: number of valid tokens of the mini-batch, for `@sum`.
+        num_tokens: number of valid tokens of the mini-batch, for `@sum`. None = this micro-batch is all of it.
 
     Raises:
         ValueError: a name has another suffix.
@@ -142,7 +144,7 @@ def declared(metrics: Mapping[str, Metric | Part], tokens: torch.Tensor, num_tok
     tokens_of_mini_batch: Part = tokens.clamp(min=1)
     if num_tokens is not None:
         tokens_of_mini_batch = max(1, float(num_tokens))
-    # the parts of `@sum` have these counts, which add up to 1 in each mini-batch
+    # the count of a part of `@sum`: counts add up to 1 in each mini-batch, so that the mean is over mini-batches
     share = tokens / tokens_of_mini_batch
     result: dict[str, Metric] = {}
     for name, value in metrics.items():

@@ -19,7 +19,7 @@ class _PartialPartition(NamedTuple):
     """A partition of some of the items, in the heap of `balanced_partition`.
 
     Attributes:
-        negative_gap: lightest minus heaviest set, so that the partition with the largest gap is the first in the heap.
+        negative_gap: lightest minus heaviest set, by which the partition with the largest gap is the first in the heap.
         number: order of creation, which decides between equal gaps.
         sums: (parts,) costs of the sets, descending.
         sets: (parts, items) indices of the items.
@@ -32,10 +32,18 @@ class _PartialPartition(NamedTuple):
 
 
 def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
-    """Splits items into `parts` sets of equal size and nearly equal cost: (parts, k) indices, k = ceil(B / parts).
+    """Splits items into `parts` sets of equal size and nearly equal cost.
 
     Uses the largest differencing method of Karmarkar and Karp (1982), starting from chunks of `parts` items with one
-    item for each set, and then swaps items. Indices from len(costs) on are fillers of cost 0, at most one per set.
+    item for each set, and then swaps items.
+
+    Args:
+        costs: (B,).
+        parts: number of sets.
+
+    Returns:
+        (parts, k) indices of the items of each set, with k = B / parts, rounded up. Indices from B on are fillers of
+        cost 0, at most one per set.
     """
     item_costs = np.asarray(costs, dtype=np.float64)
     num_items = len(item_costs)
@@ -45,14 +53,15 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
     costs_with_fillers = np.concatenate([item_costs, fillers])
     descending_items = np.argsort(-costs_with_fillers, kind="stable")
 
+    # a partition for each `parts` items of similar cost, one item in each set
     heap = []
     for number, items in enumerate(descending_items.reshape(size, parts)):
         sums = costs_with_fillers[items]
-        partition = _PartialPartition(sums[-1] - sums[0], number, sums, items[:, None])
-        heap.append(partition)
+        gap = sums[0] - sums[-1]
+        heap.append(_PartialPartition(-gap, number, sums, sets=items[:, None]))
     heapq.heapify(heap)
 
-    # each step joins two partitions, until one is left
+    # each step joins the two partitions with the largest gaps, until one is left
     for number in range(size, 2 * size - 1):
         first = heapq.heappop(heap)
         second = heapq.heappop(heap)
@@ -62,12 +71,19 @@ def balanced_partition(costs: ArrayLike, parts: int) -> Ints:
         descending = np.argsort(-joined_sums, kind="stable")
         sums = joined_sums[descending]
         sets = joined_sets[descending]
-        heapq.heappush(heap, _PartialPartition(sums[-1] - sums[0], number, sums, sets))
+        gap = sums[0] - sums[-1]
+        heapq.heappush(heap, _PartialPartition(-gap, number, sums, sets))
     return _swap(heap[0].sets, costs_with_fillers, num_items)
 
 
 def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
-    """Swaps items between the heaviest and the lightest set while that reduces their gap; fillers do not move."""
+    """Swaps items between the heaviest and the lightest set while that reduces their gap; fillers do not move.
+
+    Args:
+        sets: (parts, k) indices of the items of each set.
+        costs: (parts * k,) costs of the items and fillers.
+        num_items: number of items; fillers have the indices from this number on.
+    """
     sets = sets.copy()
     sums = costs[sets].sum(axis=1)
     enough = sums.mean() * BALANCE_TOLERANCE
@@ -80,13 +96,15 @@ def _swap(sets: Ints, costs: NDArray[np.float64], num_items: int) -> Ints:
         heavy_costs = costs[sets[heavy]]
         light_costs = costs[sets[light]]
 
-        # for each item of the heavy set, the two items of the light set whose swap moves closest to half of the gap
+        # A swap is best if it moves half of the gap. For each item of the heavy set, there are two candidates: the
+        # items of the light set whose costs are next below and next above the cost of the ideal partner.
         size = len(light_costs)
         by_cost = np.argsort(light_costs)
         ideal_costs = heavy_costs - gap / 2
-        right = np.searchsorted(light_costs[by_cost], ideal_costs).clip(1, max(1, size - 1))
-        # `% size` only for sets of one item, which have no second partner
-        partners = np.concatenate([by_cost[right - 1], by_cost[right % size]])
+        above = np.searchsorted(light_costs[by_cost], ideal_costs)
+        # at least 1 and below `size`, so that both exist; a set of one item has only one of them, twice: `% size`
+        above = above.clip(1, max(1, size - 1))
+        partners = np.concatenate([by_cost[above - 1], by_cost[above % size]])
         items = np.tile(np.arange(size), 2)
         moved = heavy_costs[items] - light_costs[partners]
 

@@ -393,7 +393,8 @@ class DataProto:
         """
         options = dataloader_kwargs or {}
         unknown_options = options.keys() - {"shuffle"}
-        if unknown_options or len(self) % mini_batch_size:
+        is_divisible = len(self) % mini_batch_size == 0
+        if unknown_options or not is_divisible:
             raise BatchError(
                 f"dataloader_kwargs={options}, mini_batch_size={mini_batch_size}: only shuffle is known, and the size "
                 f"must divide {len(self)} rows"
@@ -402,7 +403,10 @@ class DataProto:
         if options.get("shuffle", False):
             # a generator of its own, because a draw from torch's default would change the caller's next numbers
             generator = torch.Generator()
-            generator.seed() if seed is None else generator.manual_seed(seed)
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed)
         # the generator is a method of its own, so that a wrong argument raises here and not at the first batch
         return self._mini_batches(mini_batch_size, epochs, generator)
 
@@ -500,6 +504,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     has_short_shape = any(len(shape) < batch_dims for shape in leading_shapes)
     if batch_dims < 1 or len(leading_shapes) > 1 or has_short_shape:
         raise BatchError(f"all columns must agree in their first {batch_dims} dimensions, found {shapes}")
+    # without a column, the number of rows stays
     rows = len(data)
     if leading_shapes:
         [leading_shape] = leading_shapes
@@ -556,7 +561,7 @@ def _require_same_columns(parts: Sequence[DataProto]) -> None:
 
 
 def _reshaped(data: DataProto, old_dims: int, leading: tuple[int, ...]) -> DataProto:
-    """Replaces the first `old_dims` dimensions of every column by `leading`."""
+    """Returns the batch with the first `old_dims` dimensions of every column replaced by `leading`."""
     arrays = {}
     for name, array in data.non_tensor_batch.items():
         shape = (*leading, *array.shape[old_dims:])

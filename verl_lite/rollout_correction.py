@@ -92,7 +92,7 @@ def correct_rollout(
     }
     is_kept = is_valid
     for rejection in correction.rejections:
-        # each criterion is measured on all valid tokens, not on those that earlier criteria keep
+        # each criterion is measured on all valid tokens, not only on those that earlier criteria keep
         statistic = _over(measures[rejection.measure], is_valid, rejection.level)
         passes = _passes(statistic, is_valid, rejection)
         metrics |= _rejection_metrics(statistic, passes, is_valid, rejection)
@@ -170,7 +170,13 @@ def keep_rewards(rewards: Tensor, response_mask: Tensor, kept_mask: Tensor) -> T
 def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
     """Aggregates values (B, T) by `level`: the token itself, or the mean, sum or maximum of its segment or row.
 
-    values: 0 at invalid tokens. Returns the aggregate at each valid token, 0 elsewhere.
+    Args:
+        values: (B, T), 0 at invalid tokens.
+        is_valid: (B, T) bool.
+        level: token, segment, seq_mean, seq_sum, seq_max or batch.
+
+    Returns:
+        (B, T): at each valid token the aggregate of its token, segment or row; 0 elsewhere.
     """
     match level:
         case "token" | "batch":
@@ -182,7 +188,7 @@ def _over(values: Tensor, is_valid: Tensor, level: str) -> Tensor:
             rows = torch.where(is_valid, values, -torch.inf).amax(dim=-1, keepdim=True)
         case "seq_sum":
             rows = values.sum(dim=-1, keepdim=True)
-        case _:
+        case _:  # seq_mean
             lengths = is_valid.sum(dim=-1, keepdim=True)
             rows = values.sum(dim=-1, keepdim=True) / lengths.clamp(min=1)
     return torch.where(is_valid, rows, 0)
@@ -204,7 +210,7 @@ def _smallest_with_mean(values: Tensor, is_valid: Tensor, bound: float) -> Tenso
 
 
 def _unit_shares(is_valid: Tensor, level: str) -> Tensor:
-    """Returns the share of each token (B, T), such that the shares of each token, segment or row sum to 1."""
+    """Returns weights of the tokens (B, T) with which a mean counts each token, segment or row, by `level`, once."""
     if level in ("token", "batch"):
         return is_valid
     if level == "segment":

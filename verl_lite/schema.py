@@ -38,6 +38,7 @@ class Column(NamedTuple):
         return self.dims[1:2] == ("R",)
 
 
+# the files that write columns
 _PROMPTS = "trainer/data/prompts.py"
 _DRIVER = "trainer/ray_trainer.py"
 _GROUPS = "trainer/rollout/group_sources.py"
@@ -46,17 +47,17 @@ _REWARD = "trainer/rewards/scores.py"
 _ACTOR = "workers/roles/actor_rollout.py"
 _ADVANTAGE = "trainer/ppo/advantage.py"
 _EPISODES = "workers/agents/trajectories.py"
-_AGENTS = (_EPISODES,)
+_AGENTS = (_EPISODES,)  # as `others`
 _LOSS = "trainer/ppo/roles.py"
 _TEACHERS = "trainer/ppo/teachers.py"
-_FROZEN = ("workers/roles/frozen_models.py",)
+_FROZEN = "workers/roles/frozen_models.py"
 _PLANNER = "verl_lite/seqlen_balance.py"
 _CLIPS = "trainer/diffusion/clips/dataset.py"
 _PATHS = "recipes/flow_grpo/trainer.py"
 _SDE = "workers/diffusion/sde_policy.py"
 _FLOW = "workers/diffusion/reward_flow_worker.py"
-_AGENTIC = "trainer/agentic/agentic_advantage.py"
-_AGENT = ("trainer/agentic/agent_trainer.py",)
+_AGENT_ADVANTAGE = "trainer/agentic/agentic_advantage.py"
+_AGENT_TRAINER = "trainer/agentic/agent_trainer.py"
 
 COLUMNS: tuple[Column, ...] = (
     Column("uid", ("B",), "object", "identifier of the prompt; a group's rows share it", _PROMPTS, others=_AGENTS),
@@ -78,22 +79,22 @@ COLUMNS: tuple[Column, ...] = (
     Column("attention_mask", ("B", "P+R"), "int64", "1 on tokens that are not padding", _ROLLOUT),
     Column("position_ids", ("B", "P+R"), "int64", "position of each token in its sequence, from 0", _ROLLOUT),
     Column("rollout_log_probs", ("B", "R"), "float32", "log-probs of sampled tokens, by the rollout engine", _ROLLOUT),
-    Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts that the rollout selected", _ROLLOUT, -1),
-    Column("sampling_candidates", ("B", "R", "C"), "int32", "tokens that could be sampled, or -1", _ROLLOUT, -1),
+    Column("routed_experts", ("B", "P+R", "L", "K"), "int16", "experts that the rollout selected", _ROLLOUT, absent=-1),
+    Column("sampling_candidates", ("B", "R", "C"), "int32", "tokens that could be sampled, or -1", _ROLLOUT, absent=-1),
     Column("rollout_versions", ("B", "R"), "int32", "weight update whose policy sampled the token; else -1", _ROLLOUT),
     Column("policy_version", ("B",), "int64", "the smallest rollout_versions of the response", _ROLLOUT),
     Column("finish_reason", ("B",), "object", "reason for the end of the response: stop, length or abort", _ROLLOUT),
     Column("token_level_scores", ("B", "R"), "float32", "score, on each turn's last token", _REWARD, others=_AGENTS),
     Column("outcomes", ("B",), "float32", "score before the overlong penalty; absent = no penalty", _REWARD),
-    Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", *_FROZEN),
+    Column("rm_scores", ("B",), "float32", "score of the reward model, before its weight", _FROZEN),
     Column("reward_failed", ("B",), "object", "True where the reward returned no number", _REWARD, others=_AGENTS),
     Column("reward_timed_out", ("B",), "object", "True where the reward function exceeded its time limit", _REWARD),
     Column("old_log_probs", ("B", "R"), "float32", "log-probs before the update", _ACTOR, others=(_DRIVER, _SDE)),
     Column("entropys", ("B", "R"), "float32", "entropy of the policy at each response token", _ACTOR),
     Column("sum_pi_squared", ("B", "R"), "float32", "sum of squared probabilities over the vocabulary", _ACTOR),
-    Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", *_FROZEN),
+    Column("ref_log_prob", ("B", "R"), "float32", "log-probs by the reference model", _FROZEN),
     Column(
-        "teacher_log_probs", ("B", "R"), "float32", "teacher's log-probs of the response", _TEACHERS, others=_FROZEN
+        "teacher_log_probs", ("B", "R"), "float32", "teacher's log-probs of the response", _TEACHERS, others=(_FROZEN,)
     ),
     Column(
         "teacher_topk_log_probs",
@@ -101,9 +102,9 @@ COLUMNS: tuple[Column, ...] = (
         "float32",
         "of teacher_ids, by the teacher",
         _TEACHERS,
-        others=_FROZEN,
+        others=(_FROZEN,),
     ),
-    Column("teacher_ids", ("B", "R", "K"), "int32", "tokens to compare", _TEACHERS, others=(*_FROZEN, _ACTOR)),
+    Column("teacher_ids", ("B", "R", "K"), "int32", "tokens to compare", _TEACHERS, others=(_FROZEN, _ACTOR)),
     Column("has_teacher", ("B",), "bool", "True for rows in the distillation loss", _TEACHERS),
     Column("values", ("B", "R"), "float32", "expected return from each response token on", "workers/roles/critic.py"),
     Column("reward_baselines", ("B",), "float32", "score of the greedy response to the row's prompt", _REWARD),
@@ -129,11 +130,27 @@ COLUMNS: tuple[Column, ...] = (
         "program's requests, see workers/agents/endpoint/trace.py",
         _EPISODES,
     ),
-    Column("response_level_rewards", ("B",), "float32", "normalized score", _ADVANTAGE, others=(_AGENTIC, *_AGENT)),
+    Column(
+        "response_level_rewards",
+        ("B",),
+        "float32",
+        "normalized score",
+        _ADVANTAGE,
+        others=(_AGENT_ADVANTAGE, _AGENT_TRAINER),
+    ),
     Column("token_level_rewards", ("B", "R"), "float32", "response rewards on tokens, less the KL penalty", _ADVANTAGE),
-    Column("raw_advantages", ("B", "R"), "float32", "advantages before whitening", _ADVANTAGE, others=_AGENT),
-    Column("advantages", ("B", "R"), "float32", "advantages that the policy loss reads", _ADVANTAGE, others=_AGENT),
-    Column("returns", ("B", "R"), "float32", "targets of the critic", _ADVANTAGE, others=_AGENT),
+    Column(
+        "raw_advantages", ("B", "R"), "float32", "advantages before whitening", _ADVANTAGE, others=(_AGENT_TRAINER,)
+    ),
+    Column(
+        "advantages",
+        ("B", "R"),
+        "float32",
+        "advantages that the policy loss reads",
+        _ADVANTAGE,
+        others=(_AGENT_TRAINER,),
+    ),
+    Column("returns", ("B", "R"), "float32", "targets of the critic", _ADVANTAGE, others=(_AGENT_TRAINER,)),
     Column("selected", ("B", "R"), "bool", "True for tokens that the policy loss treats specially", _LOSS),
     Column("staleness", ("B", "R"), "int32", "weight updates since the token was sampled", _LOSS),
     Column("scores", ("B",), "float32", "outcome score of the response, for losses that read it", _LOSS),

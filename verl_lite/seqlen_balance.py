@@ -87,7 +87,7 @@ class BatchPlan:
             "is_padding": torch.from_numpy(self.is_padding).clone(),
         }
         if "is_padding" in planned:
-            # rows that were padding before the plan stay padding
+            # rows that were padding before the plan remain padding
             columns["is_padding"] |= torch.as_tensor(planned.batch.pop("is_padding").cpu())
         if "response_mask" in planned:
             mask = planned.batch["response_mask"]
@@ -253,11 +253,21 @@ def _assign_ranks(lengths: Ints, steps: Ints, world_size: int, balance: bool) ->
 
 
 def _fill_ranks(lengths: Ints, owner: Ints, steps: Ints, world_size: int, bounds: _Bounds) -> tuple[Ints, Ints]:
-    """Returns the rows of each rank (W, n / W), padded with -1, and their mini-batches (W, n / W, epochs).
+    """Gives each rank as many slots as its forward passes need.
 
-    Each rank gets the slots that its forward passes need. If all epochs have the same mini-batches, every rank gets
-    equally many slots of each mini-batch. Otherwise the ranks' row counts in a mini-batch differ: a rank gets padding
-    only where it has fewer rows than forward passes, and its unused padding slots are excluded (-1) from that epoch.
+    If all epochs have the same mini-batches, every rank gets equally many slots of each mini-batch. Otherwise the
+    ranks' row counts in a mini-batch differ: a rank gets padding only where it has fewer rows than forward passes, and
+    its unused padding slots are excluded (-1) from that epoch.
+
+    Args:
+        lengths: (B,) tokens of each row.
+        owner: (B,) rank of each row.
+        steps: (B, epochs) optimizer step of each row.
+        world_size: W, the number of ranks.
+        bounds: bounds of a micro-batch.
+
+    Returns:
+        The rows of each rank (W, n / W), padded with -1, and their mini-batches (W, n / W, epochs).
     """
     epochs = steps.shape[1]
     num_steps = int(steps.max()) + 1
@@ -291,10 +301,12 @@ def _slot_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: 
             own_steps = steps[own_rows, epoch]
             row_counts[epoch, rank] = np.bincount(own_steps, minlength=num_steps)
 
+    # equal mini-batches in all epochs
     steps_of_first_epoch = steps[:, :1]
     if (steps == steps_of_first_epoch).all():
         most_rows = row_counts.max(axis=1, keepdims=True)
         return np.broadcast_to(most_rows, row_counts.shape), row_counts
+    # each forward pass of any rank needs a row on every rank
     pass_counts = _pass_counts(lengths, rows_of_ranks, steps, bounds)
     most_passes = pass_counts.max(axis=1, keepdims=True)
     return np.maximum(row_counts, most_passes), row_counts
@@ -317,8 +329,13 @@ def _pass_counts(lengths: Ints, rows_of_ranks: list[Ints], steps: Ints, bounds: 
 
 
 def _slots_by_micro_batch(mini_batch: Ints, micro_batch: Ints) -> tuple[Ints, Ints]:
-    """Returns an index that orders the slots of each rank by their micro-batch in the first epoch, so that a rank reads
-    contiguous rows. mini_batch, micro_batch: (W, n / W, epochs)."""
+    """Returns an index that orders the slots of each rank by mini-batch and micro-batch of the first epoch, so that a
+    rank reads contiguous rows.
+
+    Args:
+        mini_batch: (W, n / W, epochs).
+        micro_batch: (W, n / W, epochs).
+    """
     world_size = len(mini_batch)
     ranks = np.arange(world_size)[:, None]
     first_mini_batch = mini_batch[..., 0]
@@ -372,27 +389,36 @@ def _positions_by_value(values: Ints, number: int) -> list[Ints]:
 
 
 def _split_into_micro_batches(lengths: Ints, mini_batch: Ints, bounds: _Bounds) -> tuple[Ints, list[list[int]]]:
-    """Returns the micro-batch of each slot (W, n / W, epochs), and the number of micro-batches by epoch and mini-batch.
+    """Splits the mini-batches of each rank into micro-batches, of which all ranks have the same number.
 
-    The number is the same on all ranks. lengths: (W, n / W); mini_batch: (W, n / W, epochs).
+    Args:
+        lengths: (W, n / W) tokens of each slot.
+        mini_batch: (W, n / W, epochs) mini-batch of each slot.
+        bounds: bounds of a micro-batch.
+
+    Returns:
+        The micro-batch of each slot (W, n / W, epochs), and the number of micro-batches by epoch and mini-batch.
     """
     micro_batch = np.where(mini_batch < 0, -1, 0)
     numbers: list[list[int]] = []
     for epoch in range(mini_batch.shape[2]):
         mini_batch_of_epoch = mini_batch[..., epoch]
         num_steps = int(mini_batch_of_epoch.max()) + 1
-        slots_of_ranks = [_positions_by_value(steps, num_steps) for steps in mini_batch_of_epoch]
+        # by rank and step
+        slots = [_positions_by_value(steps, num_steps) for steps in mini_batch_of_epoch]
         numbers_of_epoch = []
         for step in range(num_steps):
-            slots = [slots_by_step[step] for slots_by_step in slots_of_ranks]
-            lengths_of_ranks = [lengths[rank, own_slots].tolist() for rank, own_slots in enumerate(slots)]
+            lengths_of_ranks = []
+            for rank, slots_by_step in enumerate(slots):
+                own_lengths = lengths[rank, slots_by_step[step]]
+                lengths_of_ranks.append(own_lengths.tolist())
             bins_of_ranks = _split_mini_batch(lengths_of_ranks, bounds)
             numbers_of_epoch.append(len(bins_of_ranks[0]))
 
             for rank, bins in enumerate(bins_of_ranks):
                 for number, members in enumerate(bins):
-                    own_slots = slots[rank][members]
-                    micro_batch[rank, own_slots, epoch] = number
+                    slots_of_bin = slots[rank][step][members]
+                    micro_batch[rank, slots_of_bin, epoch] = number
         numbers.append(numbers_of_epoch)
     return micro_batch, numbers
 
@@ -403,16 +429,16 @@ def _split_mini_batch(lengths: list[list[int]], bounds: _Bounds) -> list[list[li
     The first micro-batch of each rank is its heaviest, so that ranks wait little for each other and a token bound that
     is too large for the device fails immediately.
     """
-    packed = [_pack(own, bounds) for own in lengths]
+    packed = [_pack(own_lengths, bounds) for own_lengths in lengths]
     # a rank with fewer forward passes than the others would hang in FSDP's collectives
     number = max(len(bins) for bins in packed)
     if number == 1:
         return packed
     result = []
-    for own, bins in zip(lengths, packed, strict=True):
+    for own_lengths, bins in zip(lengths, packed, strict=True):
         # an even split may violate the token bound where the tight packing does not
-        micro_batches = _pack_evenly(own, number, bounds) or _split(bins, number)
-        micro_batches.sort(key=lambda members: -sum(own[position] for position in members))
+        micro_batches = _pack_evenly(own_lengths, number, bounds) or _split(bins, number)
+        micro_batches.sort(key=lambda members: -sum(own_lengths[position] for position in members))
         result.append(micro_batches)
     return result
 
@@ -423,15 +449,16 @@ def _pack(lengths: list[int], bounds: _Bounds) -> list[list[int]]:
     if num_items <= bounds.max_rows and sum(lengths) <= bounds.max_tokens:
         return [list(range(num_items))]
     bins: list[list[int]] = []
-    # (free tokens, bin), ascending, of the bins with room for another row
+    # (free tokens, bin) of the bins with room for another row, ascending, so that the fullest comes first
     room: list[tuple[int, int]] = []
     for item in _longest_first(lengths):
-        # the first bin with enough free tokens; -1 comes before every bin's number
-        fullest = bisect_left(room, (lengths[item], -1))
-        if fullest == len(room):
+        # the first entry with enough free tokens; -1 comes before every bin's number
+        entry = bisect_left(room, (lengths[item], -1))
+        # none: a new bin, whose entry is the last, because no bin has more free tokens
+        if entry == len(room):
             bins.append([])
             room.append((bounds.max_tokens, len(bins) - 1))
-        free, number = room.pop(fullest)
+        free, number = room.pop(entry)
         bins[number].append(item)
         if len(bins[number]) < bounds.max_rows:
             insort(room, (free - lengths[item], number))

@@ -201,6 +201,12 @@ WRONG_LOSSES: dict[str, tuple[Any, str]] = {
         lambda o, n, a, m, mode, counts: agg_loss(unbounded(o, n, a, m), m, mode, **counts),
         "the loss is finite.*clamp",
     ),
+    "does not bound the ratio": (
+        lambda o, n, a, m, mode, counts: agg_loss(
+            -torch.where(m != 0, a, 0) * torch.where(m != 0, n - o, 0).exp(), m, mode, **counts
+        ),
+        "the loss is finite.*clamp",
+    ),
     "clips in place": (
         lambda o, n, a, m, mode, counts: agg_loss(losses_of(o, n, a.clamp_(-0.5, 0.5), m), m, mode, **counts),
         "does not modify its arguments",

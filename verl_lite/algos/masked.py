@@ -182,8 +182,14 @@ def masked_log_ratio(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tens
 def backward_scan(factors: Tensor, values: Tensor) -> Tensor:
     """Computes x_t = values_t + factors_t x_(t+1) from the last column (where x_(t+1) = 0) to the first.
 
-    values: (B, T). factors: (B, T), or () for a common factor. Not differentiable. The scan runs over contiguous
-    columns, with one multiply-add over all rows per step.
+    The scan runs over contiguous columns, with one multiply-add over all rows per step. It is not differentiable.
+
+    Args:
+        factors: (B, T), or () for a common factor.
+        values: (B, T).
+
+    Returns:
+        x, (B, T).
     """
     constants = at_least_fp32(values.detach())
     # always a copy, because the scan writes into it
@@ -252,12 +258,12 @@ def compute_segment_masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     length-normalised log-ratio per turn (ROLL's name and semantics).
     """
     is_valid = mask.bool()
-    # number of the run, 0 before the first one; tokens between two runs add 0 to the preceding one
+    # number of the run of each token, 0 before the first run; tokens between two runs add 0 to the run before them
     runs = run_starts(is_valid).cumsum(dim=-1)
     valid_values = masked_values(values, is_valid)
     ones = is_valid.to(valid_values.dtype)
 
-    # one column for each run that a row can have, and column 0
+    # (B, T + 1): a column for each run that a row can have, and column 0
     batch_size, width = values.shape
     zeros = valid_values.new_zeros(batch_size, width + 1)
     totals = zeros.scatter_add(1, runs, valid_values)
@@ -349,7 +355,7 @@ def group_top_two(scores: Tensor, groups: Tensor, num_groups: int, valid: Tensor
 
     best_rows = rows[starts]
     best_scores = valid_scores[best_rows]
-    # the last group may have one row only, and no row follows it
+    # the row after the best one; no row follows a last group of one row
     next_positions = (starts + 1).clamp(max=len(rows) - 1)
     next_scores = valid_scores[rows[next_positions]]
     second_scores = torch.where(sizes > 1, next_scores, -math.inf)
@@ -385,17 +391,17 @@ class RunningMoments:
         if batch_count > 1:
             batch_std = math.sqrt(batch_var * batch_count / (batch_count - 1))
 
-        # sum of squared distances from the new mean: those of both parts, and of their means
+        # sum of squared distances from the common mean: within both parts, and between their means
         count = self.count + batch_count
         delta = batch_mean - self.mean
-        of_means = delta**2 * self.count * batch_count / count
-        squares = self.var * self.count + of_means + batch_var * batch_count
+        between_means = delta**2 * self.count * batch_count / count
+        sum_of_squares = self.var * self.count + between_means + batch_var * batch_count
         self.mean += delta * batch_count / count
-        self.var = squares / count
+        self.var = sum_of_squares / count
         self.count = count
         self.std = 1.0
         if count > 1:
-            self.std = math.sqrt(squares / (count - 1))
+            self.std = math.sqrt(sum_of_squares / (count - 1))
         return batch_mean, batch_std
 
     def state_dict(self) -> dict[str, float]:

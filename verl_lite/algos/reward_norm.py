@@ -45,21 +45,13 @@ def normalise_scores(
     Raises:
         ValueError: a type is unknown, or what it needs is missing.
     """
-    is_available = {
-        "batch": True,
-        "group": groups is not None,
-        "running": running is not None and domains is not None,
-    }
     for name, kind in (("norm_mean_type", norm_mean_type), ("norm_std_type", norm_std_type)):
-        if kind is None:
-            continue
-        if kind not in NORM_TYPES:
+        if kind is not None and kind not in NORM_TYPES:
             raise ValueError(f"{name}={kind!r}: expected one of {', '.join(NORM_TYPES)}, or null.")
-        if not is_available[kind]:
-            needed = "running and domains"
-            if kind == "group":
-                needed = "groups"
-            raise ValueError(f"{name}={kind!r} needs {needed}, found None.")
+        if kind == "group" and groups is None:
+            raise ValueError(f"{name}={kind!r} needs groups, found None.")
+        if kind == "running" and (running is None or domains is None):
+            raise ValueError(f"{name}={kind!r} needs running and domains, found None.")
 
     valid_scores = torch.where(valid, scores.double(), 0)
     result = valid_scores

@@ -175,7 +175,12 @@ class Packed:
         return tensors
 
     def _unpack_column(self, column: WireColumn, indices: dict[int, np.ndarray]) -> np.ndarray:
-        """Returns the bits of a column. indices: `_indices` by span, which the call adds to."""
+        """Returns the bits of a column.
+
+        Args:
+            column: its encoding.
+            indices: `_indices` of the spans so far, by section; the call adds to them.
+        """
         if column.span < 0:
             # arrays from Ray's object store are read-only
             return self.arrays[column.values].copy()
@@ -188,7 +193,7 @@ class Packed:
             is_fill = np.unpackbits(self.arrays[column.filled], axis=1, count=width)
             bits[is_fill == 0] = 0
 
-        # most columns have the same span
+        # shared, because most columns have the same span
         if column.span not in indices:
             indices[column.span] = _indices(self.arrays[column.span], width)
         inside: int | np.ndarray = column.constant
@@ -249,7 +254,16 @@ def concat(parts: list[Packed]) -> Packed | None:
 
 
 class _Packer:
-    """Chooses the encoding of each column. It tries the spans of the masks first."""
+    """Chooses the encoding of each column.
+
+    Attributes:
+        tensors: the columns.
+        rows: number of rows.
+        bits: their bits, see `_bits`.
+        sections, arrays: see `Packed`.
+        spans: width of the columns of each span, by its section.
+        indices: `_indices` of each span, by its section.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor], rows: int) -> None:
         self.tensors = tensors
@@ -257,7 +271,7 @@ class _Packer:
         self.bits = {name: _bits(tensor) for name, tensor in tensors.items()}
         self.sections: list[Section] = []
         self.arrays: list[np.ndarray] = []
-        self.spans: dict[int, int] = {}  # section number of a span -> width of its columns
+        self.spans: dict[int, int] = {}
         self.indices: dict[int, np.ndarray] = {}
         # first the spans of the masks: the real tokens of most other columns are the same
         for name in tensors:
@@ -290,6 +304,7 @@ class _Packer:
             span = self._add_span(_span_of(steps), width)
             return self._fit(column._replace(is_steps=True, span=span), steps)
 
+        # a span of another column, such as a mask, costs nothing
         for span, span_width in self.spans.items():
             if span_width != width:
                 continue
@@ -297,6 +312,7 @@ class _Packer:
             if encoded is not None:
                 return encoded
 
+        # a span of its own, from its first to its last entry that is not zero
         entries = bits
         if dtype in _FLOATS:
             # 0.0 and -0.0 are both zero as floats, but not as bits
@@ -356,7 +372,6 @@ class _Packer:
         if column.span not in self.indices:
             self.indices[column.span] = _indices(span, bits.shape[1])
         inside = bits.reshape(-1).take(self.indices[column.span])
-        # bits are compared, not values, so that the received column is the same bit for bit
         with_fill = self._fit_outside(column, bits, inside)
         if with_fill is None:
             return None
@@ -367,17 +382,26 @@ class _Packer:
             highest = int(inside.max())
         if lowest == highest:
             return with_fill._replace(constant=lowest)
+        # such as token ids, which need four bytes
         if column.dtype == "int64":
             inside = inside.astype(_smallest_int(lowest, highest))
         return with_fill._replace(values=self._add(inside, column.span))
 
     def _fit_outside(self, column: WireColumn, bits: np.ndarray, inside: np.ndarray) -> WireColumn | None:
-        """Encodes the entries outside the span; returns None if they are not one value and zeros."""
+        """Encodes the entries outside the span; returns None if they are not one value and zeros.
+
+        They are not collected, but counted, as those of the whole matrix less those inside.
+
+        Args:
+            column: the encoding so far.
+            bits: (rows, width). Bits are compared, not values, so that the received column is the same bit for bit.
+            inside: the entries inside the span.
+        """
         num_nonzero = np.count_nonzero(bits) - np.count_nonzero(inside)
         if num_nonzero == 0:
             return column
 
-        # one entry outside the span: before or after it, in the first row that it does not fill
+        # the value of one entry outside the span: before or after it, in the first row that it does not fill
         span = self.arrays[column.span]
         row = int(np.argmax(span[:, 1] < bits.shape[1]))
         start, length = span[row]
@@ -389,22 +413,26 @@ class _Packer:
             fill = -1 << (8 * bits.itemsize - 1)
         is_fill = bits == fill
         num_fill = np.count_nonzero(is_fill) - np.count_nonzero(inside == fill)
+        # a third value
         if num_fill != num_nonzero:
             return None
+
         num_outside = bits.size - inside.size
         filled = -1
+        # some of them are 0
         if num_fill != num_outside:
-            # the other entries outside the span are 0
             filled = self._add(np.packbits(is_fill, axis=1))
         return column._replace(fill=fill, filled=filled)
 
 
 def _torch_dtype(column: WireColumn) -> torch.dtype:
+    """Returns the dtype of a column's tensor."""
     dtype: torch.dtype = getattr(torch, column.dtype)
     return dtype
 
 
 def _smallest_int(lowest: int, highest: int) -> type[np.signedinteger]:
+    """Returns the smallest of three types that holds these values."""
     for dtype in (np.int8, np.int32):
         limits = np.iinfo(dtype)
         if limits.min <= lowest and highest <= limits.max:
@@ -460,7 +488,7 @@ def _indices(span: np.ndarray, width: int) -> np.ndarray:
     """Returns the positions of all real tokens in the flattened (rows, width) matrix, row by row."""
     # the 16 bits of a span are too few for these positions
     start, length = span.astype(np.int64).T
-    # without a loop over rows: the count over all tokens, plus a difference that is constant in each row
+    # without a loop over rows: the number of each token, plus a difference that is the same for all tokens of a row
     first_index = np.arange(len(span)) * width + start
     num_earlier_tokens = np.cumsum(length) - length
     differences = np.repeat(first_index - num_earlier_tokens, length)

@@ -152,6 +152,7 @@ def _read(
 
 
 def _damaged(path: str | Path, cause: str) -> UserError:
+    """Returns the error for a checkpoint that cannot be read, with the way to resume from another one."""
     return UserError(
         f"checkpoint {path}: its files are damaged or incomplete ({cause}); resume from an older one with "
         "trainer.resume_mode=resume_path trainer.resume_from_path=RUN/global_step_N"

@@ -81,6 +81,7 @@ class FSDPEngine:
         seed_random_state(seed)
 
         self.policy = self._build_policy(build_network)
+        # the result of `whole_params`, as long as the parameters stay where they are
         self._whole: WholeWeights | None = None
         self.parameters = self._sharded_parameters()
         self.optimizer = None
@@ -113,6 +114,8 @@ class FSDPEngine:
         if not trains:
             policy.requires_grad_(False)
 
+        # before sharding: `fully_shard` changes the names of the classes, by which a network finds its blocks
+        self._blocks = policy.blocks()
         # before sharding, which replaces the parameters; those of the other ranks are not initialised
         full_parameters = {}
         if is_first_rank:
@@ -138,14 +141,14 @@ class FSDPEngine:
             cast_dtype = self.param_dtype
         mixed_precision = self.fsdp_config.mixed_precision
         reduce_dtype: torch.dtype | None = compute_dtype(mixed_precision.reduce_dtype, self.device)
+        # None: gradients are reduced in the dtype in which the backward pass computes them
         if reduce_dtype == self.param_dtype:
             reduce_dtype = None
         precision = MixedPrecisionPolicy(param_dtype=cast_dtype, reduce_dtype=reduce_dtype)
         reshards = self.fsdp_config.reshard_after_forward
 
+        # at least 1: a block without parameters has nothing to shard
         min_num_params = max(1, self.fsdp_config.wrap_policy.min_num_params)
-        # before sharding: fully_shard changes the names of their classes
-        self._blocks = policy.blocks()
         # the network after its blocks: FSDP puts the parameters that are left into the group of the outer module
         for block in self._blocks:
             num_params = sum(parameter.numel() for parameter in block.parameters())
@@ -155,10 +158,10 @@ class FSDPEngine:
 
         # the losses are divided by the counts over all ranks, so that their gradients are added and not averaged
         for module in self._fsdp_modules(policy):
-            # a single rank has no mean to replace, but would divide a copy by 1
+            # not on a single rank, which has no mean to replace: FSDP would divide a copy of its gradients by 1
             if dist.get_world_size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            # gloo has no scaled sum
+            # otherwise FSDP implements the factor by a scaled sum (PREMUL_SUM), which gloo does not have
             module.set_force_sum_reduction_for_comms(True)
 
     def _build_optimizer(self, config: OptimConfig) -> ShardedAdamW:
@@ -173,10 +176,13 @@ class FSDPEngine:
         return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
     def _sharded_parameters(self) -> dict[str, DTensor]:
-        """Returns the sharded parameters by the network's own names. A tied parameter appears once."""
-        # gathered weights take the place of the shards until the network is resharded
-        self._reshard()
+        """Returns the sharded parameters by the network's own names. A tied parameter appears once.
+
+        Called again after a move, which replaces the tensors that `_whole` refers to.
+        """
         self._whole = None
+        # until then, gathered weights take the place of the shards among the network's parameters
+        self._reshard()
         parameters: dict[str, DTensor] = {}
         for name, parameter in self.policy.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -307,8 +313,7 @@ class FSDPEngine:
         return self.optim_config.lr * factor
 
     def forward(self, micro_batch: DataProto) -> tuple[dict[str, torch.Tensor], bool]:
-        """Outputs (b, ...) of one micro-batch, and True if any of their entries counts (see
-        `workers.engine.update`)."""
+        """Computes the policy's outputs of one micro-batch, see `TrainableEngine.forward`."""
         inputs, is_counting = self.policy.prepare_inputs(micro_batch, self.device)
         # in place and only now: inputs are arranged on the host, and the loss needs the columns on the device
         micro_batch.to(self.device)

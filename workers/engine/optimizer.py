@@ -63,8 +63,8 @@ class ShardedAdamW:
             ValueError: a parameter has no gradient.
         """
         gradients = []
-        # an error of the network's forward: leaving the parameter out would hide that it is not trained
         for name, parameter in self.parameters.items():
+            # an error of the network's forward: leaving the parameter out would hide that it is not trained
             if not isinstance(parameter.grad, DTensor):
                 raise ValueError(f"parameter {name} got no gradient; the forward must use every trained parameter")
             gradients.append(parameter.grad.to_local())
@@ -206,9 +206,9 @@ class ShardedMuon(ShardedAdamW):
 
     def _update_parameters(self, gradients: list[torch.Tensor], lr: float) -> None:
         super()._update_parameters(gradients, lr)
-        # one matrix at a time, because the whole matrices of a model do not fit on one rank
         momentum = self.config.muon_momentum
         decay = 1.0 - lr * self.config.weight_decay
+        # one matrix at a time, because the whole matrices of a model do not fit on one rank
         for index, (name, parameter) in enumerate(self.parameters.items()):
             if name not in self.matrices:
                 continue
@@ -218,7 +218,8 @@ class ShardedMuon(ShardedAdamW):
             nesterov_momentum = self._as_dtensor(name, nesterov_shard).full_tensor()
             change = _muon_change(nesterov_momentum, lr)
 
-            # every rank has the whole change, of which it keeps its rows; this sends nothing
+            # every rank has the whole change, of which it keeps its rows: a DTensor without placements is replicated,
+            # and its redistribution sends nothing
             replicated = DTensor.from_local(change, parameter.device_mesh, run_check=False)
             own_change = replicated.redistribute(placements=parameter.placements)
             shard = self.shards[index]
@@ -270,13 +271,13 @@ def hidden_matrices(blocks: Collection[nn.Module], parameters: Mapping[str, DTen
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
     """Returns the learning rate of a step, divided by the peak learning rate.
 
+    The schedule is a linear warm-up that reaches the peak at its last step (verl's warm-up starts with a step of
+    learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.
+
     Args:
         step: number of training steps completed before this one.
         config: options of the schedule.
         total_steps: number of training steps of the run.
-
-    The schedule is a linear warm-up that reaches the peak at its last step (verl's warm-up starts with a step of
-    learning rate 0), followed by a constant rate or by a cosine that ends with min_lr_ratio at total_steps.
     """
     warmup = config.lr_warmup_steps
     # verl's default is negative and leaves the number to the ratio

@@ -22,7 +22,7 @@ from verl_lite.errors import UserError
 from workers.engine.packed_sequences import PackedSequences, PromptTrees
 
 PACKED_ATTENTION = "verl_lite_packed"
-HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)  # the dtypes of flash attention
 LayerOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
@@ -181,8 +181,8 @@ def by_sequences(
     num_tokens = sequences.num_tokens
     row_groups = sequences.groups if borders is None else sequences.row
     outputs = []
-    num_results = 1
-    returns_tuple = False
+    # entries of the layer's results after the output, all None
+    others: list[None] | None = None
     for positions, real in row_groups:
         arguments = [_in_rows(value, positions, num_tokens) for value in args]
         keywords = {name: _in_rows(value, positions, num_tokens) for name, value in kwargs.items()}
@@ -190,9 +190,8 @@ def by_sequences(
             keywords |= borders
         result = forward(*arguments, **keywords)
         if isinstance(result, tuple):
-            returns_tuple = True
-            num_results = len(result)
             output = result[0]
+            others = [None] * (len(result) - 1)
         else:
             output = result
         # without the repetitions of last tokens
@@ -200,12 +199,13 @@ def by_sequences(
         outputs.append(flat_output.index_select(0, real))
 
     packed_output = torch.cat(outputs)
+    # of the copies of a shared prompt, one
     if sequences.collapse is not None:
         packed_output = packed_output.index_select(0, sequences.collapse)
     packed_output = packed_output.unsqueeze(0)
-    if not returns_tuple:
+    # the layer returns no tuple
+    if others is None:
         return packed_output
-    others = [None] * (num_results - 1)
     return packed_output, *others
 
 
@@ -321,7 +321,7 @@ def _causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 
 def _has_groups(heads: int, key_value_heads: int) -> bool:
     """Returns True if several query heads share a key/value head."""
-    # a branch, because torch.compile keeps the comparison itself as a symbol
+    # a branch, because torch.compile would pass on the comparison as a symbol instead of True or False
     if heads != key_value_heads:
         return True
     return False

@@ -114,8 +114,7 @@ class PackedSequences:
 
         groups = []
         start = 0
-        # of the group, in the expanded row
-        first_token = 0
+        first_token = 0  # of the group, in the expanded row
         while start < len(lengths):
             end = _end_of_group(lengths, start)
             group_lengths = lengths[start:end]
@@ -126,24 +125,30 @@ class PackedSequences:
         return groups
 
     def _rows_of(self, group_lengths: list[int], first_token: int) -> SequenceRows:
-        """Arranges the sequences of these ascending lengths, which begin at a position of the expanded row."""
+        """Arranges neighbouring sequences in rows.
+
+        Args:
+            group_lengths: their lengths, ascending.
+            first_token: position of their first token in the expanded row.
+        """
         # (n, 1) and (longest,)
         lengths = torch.tensor(group_lengths).unsqueeze(1)
         columns = torch.arange(group_lengths[-1])
         first_tokens = first_token + lengths.cumsum(0) - lengths
         # a causal layer does not see the repetitions of the last token when it computes the tokens before them
-        index = first_tokens + torch.minimum(columns, lengths - 1)
+        expanded_positions = first_tokens + torch.minimum(columns, lengths - 1)
         is_real = columns < lengths
         real = is_real.flatten().nonzero().squeeze(1)
 
         # the lengths are on the host, so that nothing waits for the device
         device = self.cu_seqlens.device
-        positions = self._in_packed_row(index.to(device))
+        positions = self._in_packed_row(expanded_positions.to(device))
         return SequenceRows(positions, real.to(device))
 
     @cached_property
     def row(self) -> list[SequenceRows]:
-        """All sequences concatenated in one row, as the only entry of a list like `groups`: (1, U) and (U,)."""
+        """All sequences concatenated in one row, with positions (1, U) and real (U,), as the only entry of a list like
+        `groups`."""
         expanded = torch.arange(self._num_expanded_tokens, device=self.cu_seqlens.device)
         packed = self._in_packed_row(expanded)
         only_row = SequenceRows(packed.unsqueeze(0), expanded)
@@ -157,14 +162,17 @@ class PackedSequences:
 
     @cached_property
     def borders(self) -> dict[str, torch.Tensor]:
-        """Keyword arguments with the sequence boundaries of `row`, as in transformers' `DataCollatorWithFlattening`:
-        seq_idx (1, U) int32, the sequence number of each token, and cu_seq_lens_q, the cumulative lengths, which
-        flash-linear-attention names cu_seqlens."""
-        [(_, positions)] = self.row
+        """Keyword arguments with the sequence boundaries of `row`, under the names that stateful layers know.
+
+        seq_idx (1, U) int32 has the sequence number of each token, and cu_seq_lens_q the cumulative lengths, both as in
+        transformers' `DataCollatorWithFlattening`. cu_seqlens are the same lengths, for flash-linear-attention.
+        """
+        [only_row] = self.row
+        expanded_positions = only_row.real
         bounds = self.cu_seqlens
         ends = bounds[1:]
-        # a token at the end of a sequence is the first token of the next one: right=True
-        sequence_numbers = torch.bucketize(positions.int(), ends, right=True, out_int32=True)
+        # right=True: the position that is the end of a sequence belongs to the next one
+        sequence_numbers = torch.bucketize(expanded_positions.int(), ends, right=True, out_int32=True)
         return {
             "seq_idx": sequence_numbers.unsqueeze(0),
             "cu_seq_lens_q": bounds,

@@ -23,7 +23,8 @@ from workers.engine.sequence_parallel import SequenceGroup
 
 MIN_SHARED = 0.05  # minimum share of tokens saved for which sharing prompts pays for the extra gathers in attention
 MAX_TREE = 1024  # maximum tokens of a row of `PromptTrees`, whose mask takes the square of this number
-# In place of the number of a token's sequence: for tokens of a prompt, and for what fills a row after its last token.
+# The branch of a token in `PromptTrees` is the number of its sequence, or one of these: for tokens of a prompt, and for
+# what fills a row after its last token.
 _PROMPT = -1
 _FILLING = -2
 
@@ -100,7 +101,7 @@ class ModelInputs:
         no_row = len(positions)
         num_inputs = self.input_ids.numel()
         origin = torch.full((num_inputs,), no_row)
-        # the minimum, so that the order in which the rows of a shared prompt are written does not matter
+        # the smallest index is that of the first row with the token
         return origin.scatter_reduce(0, positions[used], used, "amin")
 
     def with_column(self, name: str, values: torch.Tensor) -> ModelInputs:
@@ -153,7 +154,7 @@ class ModelInputs:
         belong to no sequence.
         """
         assert self.sequences is not None
-        start, size = group.bounds(self.sequences.num_tokens)
+        start, size = group.own_shard(self.sequences.num_tokens)
         end = start + size
 
         def own_tokens(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
@@ -321,6 +322,7 @@ def _prompt_trees(
         prompt_width: P.
         position: (n, P+R) position of each token in the packed row.
     """
+    # a tree for each prompt, with the tokens that its sequences own
     owners, tree_of_sequence = owner.unique(return_inverse=True)
     num_trees = len(owners)
     sizes = torch.zeros(num_trees, dtype=torch.long)
@@ -343,7 +345,7 @@ def _prompt_trees(
     branch = branch_of_token[order]
     packed_position = position_of_token[order]
 
-    # where each of them is in the rows of the trees
+    # the column of each token in the row of its tree
     first_of_tree = sizes.cumsum(0) - sizes
     column = torch.arange(len(tree)) - first_of_tree[tree]
     index = torch.zeros(num_trees, longest, dtype=torch.long)
@@ -366,7 +368,7 @@ def _used_tokens(attention_mask: torch.Tensor, response_mask: torch.Tensor) -> t
     width = attention_mask.shape[1]
     response_width = response_mask.shape[1]
     prompt_width = width - response_width
-    # response column after the last token that counts
+    # the response column after the last token that counts; 0 for a row without any
     next_columns = torch.arange(1, response_width + 1)
     after_last = (next_columns * response_mask).amax(dim=1, keepdim=True)
     # without the last predicted token itself, which predicts nothing
@@ -433,13 +435,13 @@ def align(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     used_of_batch = _used_tokens(columns["attention_mask"], mask)
     used = used_of_batch[active]
     num_rows = len(active)
-    # the used tokens of a row move to its beginning
+    # the used tokens of a row move to its beginning; columns of other tokens have no meaning
     new_column = used.cumsum(dim=1) - 1
     longest = int(new_column.max()) + 1
     first_of_row = torch.arange(num_rows).unsqueeze(1) * longest
     position = first_of_row + new_column
 
-    # in the flattened input
+    # of the used tokens alone, in the flattened input
     new_positions = position[used]
     ids_of_rows = columns["input_ids"][active]
     input_ids = ids_of_rows.new_zeros(num_rows, longest)

@@ -5,7 +5,7 @@ more time than the number of bytes.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, eq=False)
 class WholeWeights:
-    """The weights of `FSDPEngine.full_params` if this rank holds them whole; iterating yields the same.
+    """The weights of `FSDPEngine.full_params` on a rank that holds all of them; iterating yields the same.
+
+    The tensors are those that training changes, not copies, so that a receiver can keep this object.
 
     Attributes:
-        buffers: buffers by name, which follow training.
-        parameters: parameters by name, which follow training.
+        buffers: buffers by name.
+        parameters: parameters by name.
         dtype: the dtype in which parameters are yielded.
         nbytes: size of all yielded tensors.
     """
@@ -43,7 +45,8 @@ class WholeWeights:
 
 
 def shard_rows(parameter: DTensor, group_size: int) -> int:
-    """Rows of dimension 0 on each rank, as `torch.chunk` and FSDP2 split them; the last ranks may have fewer."""
+    """Returns the rows of dimension 0 on each rank, as `torch.chunk` and FSDP2 split them; the last ranks may have
+    fewer."""
     return -(-parameter.shape[0] // group_size)
 
 
@@ -97,8 +100,14 @@ def gather_full(
     group: dist.ProcessGroup,
     bucket_bytes: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every full parameter, detached and in `dtype`. Gathers at most bucket_bytes at one time, or one tensor if
-    it is larger."""
+    """Yields every full parameter, detached and in `dtype`. Collective.
+
+    Args:
+        parameters: the sharded parameters by name.
+        dtype: dtype of the yielded tensors.
+        group: the ranks that together hold one copy of the parameters.
+        bucket_bytes: largest number of bytes gathered at one time, unless a single tensor is larger.
+    """
     if dist.get_world_size(group) == 1:
         for name, parameter in parameters.items():
             yield name, parameter.to_local().detach().to(dtype)
@@ -122,34 +131,41 @@ def gather_full(
 def _gather_bucket(
     bucket: Mapping[str, DTensor], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gathers the parameters of one bucket with one all-gather; shards are padded to the size of the first rank's.
+    """Gathers the parameters of one bucket with one all-gather.
 
     Yields copies, one at a time: a receiver that keeps none of them needs memory for the bucket and one parameter.
     """
     ranks = dist.get_world_size(group)
-    parameters = list(bucket.values())
+    # of the first rank's shards, to which those of the other ranks are padded: an all-gather needs equal sizes
     padded_sizes = []
-    for parameter in parameters:
+    for parameter in bucket.values():
         row_size = math.prod(parameter.shape[1:])
         num_rows = shard_rows(parameter, ranks)
         padded_sizes.append(num_rows * row_size)
 
-    own_shards = torch.zeros(sum(padded_sizes), dtype=dtype, device=parameters[0].device)
-    for padded_shard, parameter in zip(own_shards.split(padded_sizes), parameters, strict=True):
+    own_shards = _padded_shards(list(bucket.values()), padded_sizes, dtype)
+    all_shards = own_shards.new_empty(ranks * len(own_shards))
+    dist.all_gather_into_tensor(all_shards, own_shards, group=group)
+    # frees this rank's shards, which are in `all_shards` now
+    del own_shards
+
+    # (ranks, padded size) for each parameter
+    shards_by_rank = all_shards.view(ranks, -1)
+    shards_by_parameter = shards_by_rank.split(padded_sizes, dim=1)
+    for shards, (name, parameter) in zip(shards_by_parameter, bucket.items(), strict=True):
+        # joins the parameter's shards, which are apart in memory
+        padded_values = shards.reshape(-1)
+        # only the last ranks have padding, so that the parameter comes first
+        values = padded_values[: parameter.numel()]
+        yield name, values.view(parameter.shape)
+
+
+def _padded_shards(parameters: Sequence[DTensor], sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns this rank's shards in one row, each filled up with zeros to its size."""
+    row = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
+    for padded_shard, parameter in zip(row.split(sizes), parameters, strict=True):
         # rows are split, as `shard_rows` assumes
         assert parameter.placements[-1] == Shard(0)
         shard = parameter.to_local().flatten()
         padded_shard[: len(shard)].copy_(shard)
-    all_shards = own_shards.new_empty(ranks * len(own_shards))
-    dist.all_gather_into_tensor(all_shards, own_shards, group=group)
-    # all of them views of the memory that is no longer needed
-    del own_shards, padded_shard, shard
-
-    # (ranks, padded size) each
-    shards_by_rank = all_shards.view(ranks, -1)
-    shards_by_parameter = shards_by_rank.split(padded_sizes, dim=1)
-    for shards, (name, parameter) in zip(shards_by_parameter, bucket.items(), strict=True):
-        # only the last ranks have padding, so that the parameter comes first
-        padded_values = shards.reshape(-1)
-        values = padded_values[: parameter.numel()]
-        yield name, values.view(parameter.shape)
+    return row

@@ -24,10 +24,10 @@ class SequenceGroup:
     rank: int
     size: int
 
-    def bounds(self, tokens: int) -> tuple[int, int]:
+    def own_shard(self, tokens: int) -> tuple[int, int]:
         """Returns the first position of this rank's shard of a row of `tokens`, and the size of a shard. The last
         shards can extend beyond the row."""
-        # rounded up, as all shards have the same size
+        # rounded up: all shards have the same size, which the all-to-all needs
         tokens_per_rank = -(-tokens // self.size)
         first_token = self.rank * tokens_per_rank
         return first_token, tokens_per_rank
@@ -64,8 +64,7 @@ class SequenceGroup:
         n = self.size
         heads = query.shape[1]
         key_value_heads = key.shape[1]
-        divides_keys = key_value_heads % n == 0 or n % key_value_heads == 0
-        if heads % n > 0 or not divides_keys:
+        if not _fits(n, heads, key_value_heads):
             raise ValueError(
                 f"ulysses_sequence_parallel_size={n}: an attention layer has {heads} query heads and {key_value_heads} "
                 f"key/value heads; set one of {valid_sizes(heads, key_value_heads)}"
@@ -76,10 +75,11 @@ class SequenceGroup:
             key = key.repeat_interleave(copies, dim=1)
             value = value.repeat_interleave(copies, dim=1)
 
-        # all three in one exchange; entry i of (n, T / n, values) goes to rank i
+        # all three in one exchange: (T / n, n, own heads, D) each, joined to (T / n, n, values)
         heads_by_rank = [tensor.unflatten(1, (n, -1)) for tensor in (query, key, value)]
-        # `flatten` copies, and a name would keep the copies in memory during the exchange
+        # the flattened tensors are copies: they have no name, which would keep them in memory during the exchange
         values_by_rank = torch.cat([tensor.flatten(2) for tensor in heads_by_rank], dim=2)
+        # entry i goes to rank i; entry i of what arrives has the tokens of rank i
         sent = values_by_rank.transpose(0, 1).contiguous()
         shards = all_to_all_single_autograd(sent, None, None, self.group)
         # without the tokens that fill up the last shards
@@ -89,16 +89,13 @@ class SequenceGroup:
         own_shapes = [tensor.shape[2:] for tensor in heads_by_rank]
         sizes_of_parts = [shape.numel() for shape in own_shapes]
         parts = received.split(sizes_of_parts, dim=1)
-        own_tensors = []
-        for part, shape in zip(parts, own_shapes, strict=True):
-            own_tensors.append(part.unflatten(1, shape))
-        return own_tensors
+        return [part.unflatten(1, shape) for part, shape in zip(parts, own_shapes, strict=True)]
 
     def shards_of_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Exchanges all tokens of this rank's heads for its tokens of all heads: (tokens, H / n, D) to (T / n, H, D).
         Tokens beyond the row are 0."""
         num_tokens, _, head_size = output.shape
-        _, tokens_per_rank = self.bounds(num_tokens)
+        _, tokens_per_rank = self.own_shard(num_tokens)
         num_filling = tokens_per_rank * self.size - num_tokens
         flat_output = output.flatten(1)
         padded = F.pad(flat_output, (0, 0, 0, num_filling))
@@ -135,10 +132,12 @@ def sequence_group(size: int) -> SequenceGroup:
 
 
 def valid_sizes(heads: int, key_value_heads: int) -> list[int]:
-    """Returns the sizes of a group among which attention of these heads can be distributed."""
-    sizes = []
-    for size in range(1, heads + 1):
-        divides_keys = key_value_heads % size == 0 or size % key_value_heads == 0
-        if heads % size == 0 and divides_keys:
-            sizes.append(size)
-    return sizes
+    """Returns the sizes of a group over which attention of these heads can be distributed."""
+    return [size for size in range(1, heads + 1) if _fits(size, heads, key_value_heads)]
+
+
+def _fits(size: int, heads: int, key_value_heads: int) -> bool:
+    """Returns True if `size` ranks can share these heads equally, each with the key/value heads of its query heads."""
+    # several key/value heads for each rank, or one that several ranks need
+    is_multiple = key_value_heads % size == 0 or size % key_value_heads == 0
+    return heads % size == 0 and is_multiple

@@ -149,9 +149,10 @@ class HFEngine:
         self.extra_outputs = routed | candidates_of(config)
         self._slots = slots_that_fit(model_config, config, max_model_len, device, dtype)
         self._version: int | None = None
-        # the weights whose order `_targets` has; a reference would keep their tensors after the trainer has moved
-        self._mapped: Callable[[], WholeWeights | None] = lambda: None
+        # the parameters to which the tensors of `_mapped` are copied, in the order of these
         self._targets: list[torch.Tensor] = []
+        # weak: a reference would keep the tensors of the trainer after it has moved them
+        self._mapped: Callable[[], WholeWeights | None] = lambda: None
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._ids: set[str] = set()
@@ -170,7 +171,7 @@ class HFEngine:
             dtype=self._dtype,
         )
         self._kept = KeptSlots(slots)
-        # last token, its number in the sequence, its position minus this number, seed, top_k
+        # by row: last token, its number in the sequence, its position minus this number, seed, top_k
         self._integers = torch.zeros(5, slots, dtype=torch.long, device=device)
         self._floats = torch.zeros(3, slots, device=device)  # temperature, top_p, min_p
 
@@ -307,20 +308,18 @@ class HFEngine:
     def _admit(self) -> None:
         """Moves waiting sequences into free slots and encodes them, once enough slots are free to justify a prefill."""
         num_waiting = len(self._waiting)
-        num_free = self._slots - len(self._running)
-        refill = max(1, int(self._slots * _REFILL_SHARE))
-        worthwhile = min(num_waiting, refill)
         if num_waiting == 0:
             return
+        num_free = self._slots - len(self._running)
+        refill = max(1, int(self._slots * _REFILL_SHARE))
         # with nothing to decode there is nothing to wait for
-        if self._running and num_free < worthwhile:
+        if self._running and num_free < min(num_waiting, refill):
             return
 
         first = len(self._running)
         num_admitted = min(num_free, num_waiting)
-        fresh = [self._waiting.popleft() for _ in range(num_admitted)]
-        # `_claim_kept` takes the continued rows out of `fresh`
-        continued = self._claim_kept(fresh, first)
+        admitted = [self._waiting.popleft() for _ in range(num_admitted)]
+        continued, fresh = self._claim_kept(admitted, first)
         rows = [continuation.row for continuation in continued] + fresh
         self._running += rows
         for row in rows:
@@ -353,7 +352,7 @@ class HFEngine:
         )
 
     def _set_truncation(self) -> None:
-        """Decides whether the running sequences need `Truncation`, and with how many of the most probable tokens."""
+        """Sets `_truncates`, whether a running sequence needs `Truncation`, and `_limit`, see `Truncation.limit`."""
         self._truncates = False
         top_ks = []
         for row in self._running:
@@ -364,41 +363,41 @@ class HFEngine:
             top_ks.append(option.top_k)
             if option.top_p < 1 or option.top_k > 0 or option.min_p > 0:
                 self._truncates = True
-        # a single sequence without top_k needs all tokens
+        # one sequence without top_k is enough to need all tokens
         self._limit = max(top_ks) if min(top_ks, default=-1) > 0 else None
 
-    def _claim_kept(self, rows: list[_Sequence], first: int) -> list[_Continued]:
-        """Removes the rows that continue a kept sequence from `rows`, and moves their kept sequences into slots.
+    def _claim_kept(self, rows: list[_Sequence], first: int) -> tuple[list[_Continued], list[_Sequence]]:
+        """Divides `rows` into those that continue a kept sequence, which is moved into their slot, and the others.
 
-        The continued rows, which are returned, get the slots from `first` on; the remaining rows get the slots after
-        those, which are empty afterwards.
+        The continued rows get the slots from `first` on. The others get the slots after those, which are empty
+        afterwards.
         """
         assert self._cache is not None
-        continued: list[_Continued] = []
         if not len(self._kept):
-            return continued
-        end = first + len(rows)
-        for row in list(rows):
-            # kept sequences have no images, and the tokens of a prompt do not tell its images
-            if row.request.images is not None:
-                continue
+            return [], rows
+        continued: list[_Continued] = []
+        fresh: list[_Sequence] = []
+        for row in rows:
             target = first + len(continued)
-            claim = self._kept.claim(row.encoded(), target)
+            claim = None
+            # kept sequences have no images, and the tokens of a prompt do not tell its images
+            if row.request.images is None:
+                claim = self._kept.claim(row.encoded(), target)
             if claim is None:
+                fresh.append(row)
                 continue
+            # another kept sequence in this slot stays for later rows
             if claim.displaced:
                 length = max(claim.displaced, claim.length)
                 self._cache.swap(target, claim.slot, length)
             elif claim.slot != target:
                 self._cache.move(target, claim.slot, claim.length)
-            rows.remove(row)
-            continuation = _Continued(row, claim.length)
-            continued.append(continuation)
+            continued.append(_Continued(row, claim.length))
 
-        moves = self._kept.vacate(first + len(continued), end)
+        moves = self._kept.vacate(first + len(continued), first + len(rows))
         for move in moves:
             self._cache.move(move.destination, move.source, move.length)
-        return continued
+        return continued, fresh
 
     def _extend(self, rows: list[_Continued], first: int) -> None:
         """Encodes the missing tokens, except the last, of sequences whose slots already hold their first tokens.
@@ -497,14 +496,15 @@ class HFEngine:
         self.reset_cache()
 
     def _is_mapped(self, weights: WholeWeights) -> bool:
-        """Prepares one copy of all tensors for this and later calls with `weights`. Returns False if a copy would not
-        round the parameters as iterating over `weights` does."""
+        """Finds the targets of all tensors of `weights`, once for all calls with this object. Returns False if they
+        cannot be copied directly: iterating over `weights` would round the parameters in another way."""
         if weights is self._mapped():
             return True
 
         named_tensors = weights.buffers | weights.parameters
         self._targets = [target for target, _ in self._with_targets(named_tensors.items())]
         for target, tensor in zip(self._targets, weights.tensors, strict=True):
+            # iterating rounds to `weights.dtype` first, and then to the target's dtype
             if weights.dtype not in (target.dtype, tensor.dtype):
                 return False
         self._mapped = weakref.ref(weights)
@@ -552,7 +552,7 @@ class HFEngine:
         self._asleep = {"weights", "kv_cache"}
         self._version = None
         self._cache = None
-        # buffers stay
+        # without the buffers, some of which are in no weight update, such as rotary frequencies
         for tensor in self._model.parameters():
             tensor.untyped_storage().resize_(0)
 

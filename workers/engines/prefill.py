@@ -66,8 +66,9 @@ def _image_positions(numbers: torch.Tensor, images: Sequence[ImageInputs | None]
     for row, inputs in enumerate(images):
         if inputs is None:
             continue
-        # tokens of the response
+        # the positions of the response's tokens; those of the prompt are replaced
         positions[:, row] += inputs.shift
+        # cut, because the last token of a prompt without a response is not encoded
         of_prompt = inputs.position_ids[:, : positions.shape[2]]
         num_tokens = of_prompt.shape[1]
         positions[:, row, :num_tokens] = of_prompt

@@ -78,15 +78,15 @@ def sample(
         (B, num_candidates) int32: the kept tokens of the rows with this top_k, most probable first, followed by -1;
         -1 in other rows; None if num_candidates is 0.
     """
-    greedy = temperature == 0
+    is_greedy = temperature == 0
     # greedy rows divide by 1 and not by 0
-    divisor = torch.where(greedy, 1.0, temperature)[:, None]
+    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
     log_probs = torch.log_softmax(logits.float() / divisor, dim=-1)
     probs = log_probs.exp()
     if truncation is not None:
         is_kept = _kept_tokens(probs, truncation)
         probs = probs * is_kept
-        is_removed = ~(is_kept | greedy[:, None])
+        is_removed = ~(is_kept | is_greedy[:, None])
         # one name for all of them, because each needs the memory of the logits
         log_probs = log_probs.masked_fill(is_removed, -torch.inf)
         log_probs = log_probs.log_softmax(dim=-1)
@@ -100,12 +100,12 @@ def sample(
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
     vocab_size = logits.shape[1]
     drawn = drawn.clamp_(max=vocab_size - 1)
-    tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)
+    tokens = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
 
     candidates = None
     if num_candidates and truncation is not None:
         best = log_probs.topk(num_candidates, dim=-1)
-        has_candidates = (truncation.top_k == num_candidates) & ~greedy
+        has_candidates = (truncation.top_k == num_candidates) & ~is_greedy
         # removed tokens have -inf
         is_returned = has_candidates[:, None] & best.values.isfinite()
         candidates = best.indices.where(is_returned, -1).int()

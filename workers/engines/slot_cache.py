@@ -46,7 +46,7 @@ class SlotCache(Cache):
         self._head_offsets = torch.arange(heads, device=device) * max_length
         self._slot_offsets = torch.arange(slots, device=device) * positions_of_slot
         self._arange = torch.arange(max_length, device=device)
-        # the slots and positions below these numbers may have been written since `clear`
+        # only the slots and positions below these numbers may have been written since `clear`
         self._dirty_slots = 0
         self._dirty_length = 0
         # slots and sources of a prefill, None in a decode step
@@ -217,7 +217,7 @@ class _KeptSequence(NamedTuple):
     """A kept sequence.
 
     Attributes:
-        number: Grows with each sequence, so that the order is that of age.
+        number: Grows with each sequence. As the first field, it decides comparisons: the oldest sequence is the least.
         encoded: Its tokens, whose keys and values its slot holds.
     """
 
@@ -272,6 +272,7 @@ class KeptSlots:
             return None
 
         del self._kept[best_slot]
+        # the sequence that was kept in the target gets the slot that becomes free
         displaced_length = 0
         if best_slot != target and target in self._kept:
             displaced = self._kept.pop(target)
@@ -285,20 +286,21 @@ class KeptSlots:
         Returns the moves of the kept sequences to other slots. If not all of them fit, the newest are kept.
         """
         leaving_slots = [slot for slot in range(start, end) if slot in self._kept]
-        leaving = sorted((self._kept.pop(slot), slot) for slot in leaving_slots)
+        leaving = [(self._kept.pop(slot), slot) for slot in leaving_slots]
         if not leaving:
             return []
 
         moves: list[Move] = []
         free_slots = [slot for slot in range(end, self._slots) if slot not in self._kept]
-        for sequence, source in reversed(leaving):
+        # the newest first; sequences compare by their age
+        for sequence, source in sorted(leaving, reverse=True):
             if free_slots:
                 destination = free_slots.pop()
             else:
+                # in place of the oldest kept sequence, if that is older
                 later_slots = [slot for slot in self._kept if slot >= end]
-                # the oldest kept sequence
                 destination = min(later_slots, key=self._kept.__getitem__, default=-1)
-                # the remaining sequences are older than all kept ones
+                # the leaving sequences that come next are even older: they are dropped, too
                 if destination < 0 or self._kept[destination] > sequence:
                     break
             self._kept[destination] = sequence

@@ -102,7 +102,7 @@ class WeightChannel:
         self._limit = timedelta(seconds=timeout_s)
         self._number = 0  # buckets and ends of weights so far
         store.set_timeout(self._limit)
-        # the keys of torch's group get a prefix, and those of the channel stay apart from them
+        # torch's group keeps its keys in the same store, apart from those of the channel by this prefix
         connections = dist.PrefixStore("group", store)
         self._group: Any  # torch's types of both groups lack `broadcast`
         try:
@@ -142,6 +142,7 @@ class WeightChannel:
         return sent
 
     def _send_header(self, content: str) -> None:
+        """Announces the next bucket, or with "null" the end of the weights."""
         self._store.set(f"header/{self._number}", content)
         self._number += 1
 
@@ -209,14 +210,14 @@ def _loaded(rank: int, number: int) -> str:
     return f"loaded/{rank}/{number}"
 
 
-def _buckets(weights: Weights, most: int, device: torch.device) -> Iterator[tuple[_Header, torch.Tensor]]:
-    """Yields buckets of at most this number of bytes as a header and their bytes."""
+def _buckets(weights: Weights, bucket_bytes: int, device: torch.device) -> Iterator[tuple[_Header, torch.Tensor]]:
+    """Yields buckets of at most `bucket_bytes`, each as a header and its bytes."""
     tensors: list[torch.Tensor] = []
     entries: list[_Entry] = []
     size = 0
     for name, tensor in weights:
         # a tensor above the limit is a bucket of its own
-        if tensors and size + tensor.nbytes > most:
+        if tensors and size + tensor.nbytes > bucket_bytes:
             header = _Header(size, entries)
             yield header, _packed(tensors, header, device)
             tensors = []

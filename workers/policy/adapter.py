@@ -100,7 +100,7 @@ def _target_modules(network: PreTrainedModel, model: ModelConfig) -> list[str]:
     Raises:
         UserError: a name matches no linear layer.
     """
-    # the names that the user gave are checked here, because peft ignores a name that matches nothing beside others
+    # the names that the user gave are checked here: peft ignores a name that matches no layer if another one does
     targets = list(model.target_modules)
     layers = linear_layers(network)
     if targets != [ALL_LINEAR]:
@@ -187,7 +187,7 @@ def _require_same_layers(
     """
     # an adapted layer is a module with the former layer in `base_layer`
     adapted = {name.removesuffix(".base_layer") for name in linear_layers(network)}
-    layers = {name: network.get_submodule(name) for name in adapted}
+    modules = dict(network.named_modules())
     for name, tensor in tensors.items():
         layer, _, part = name.removeprefix(_PREFIX_IN_FILE).rpartition(".lora_")
         if part not in ("A.weight", "B.weight"):
@@ -195,26 +195,22 @@ def _require_same_layers(
         # such as an adapter of a run that diverged: every log-prob would be NaN
         if not bool(torch.isfinite(tensor).all()):
             raise UserError(f"model.lora_adapter_path={folder}: {name} in {WEIGHTS_FILE} has values NaN or infinite")
+        if layer in modules and layer not in adapted:
+            raise refused_tensor(name, folder, f"and {layer} is no layer that can have an adapter here")
+
+        own = "no such layer"
         shape = tuple(tensor.shape)
-        if layer in layers:
-            rows, columns = layers[layer].weight.shape
+        if layer in adapted:
+            rows, columns = modules[layer].weight.shape
             expected = (model.lora_rank, columns) if part == "A.weight" else (rows, model.lora_rank)
             if shape == expected:
                 continue
-            difference = f"has the shape {shape}, and {model.path} has {expected} there"
-        elif _has_module(network, layer):
-            raise refused_tensor(name, folder, f"and {layer} is no layer that can have an adapter here")
-        else:
-            difference = f"has the shape {shape}, and {model.path} has no such layer"
-
+            own = f"{expected} there"
+        difference = f"has the shape {shape}, and {model.path} has {own}"
         advice = f"Set model.path={base}, or train {model.path} without this adapter"
         if not base or base == str(model.path):
             advice = f"Give the adapter of the model that is now at {model.path}, or train that model without one"
         raise UserError(f"model.lora_adapter_path={folder}: an adapter of another model: {name} {difference}. {advice}")
-
-
-def _has_module(network: PreTrainedModel, name: str) -> bool:
-    return any(name == module_name for module_name, _ in network.named_modules())
 
 
 def _require_same_targets(

@@ -295,7 +295,14 @@ def top_log_probs(
 
 
 def _top_of_rows(logits: _Logits, rows: slice, tiles: list[slice], k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the k most probable tokens (n, k) of some rows, and their log-probs. `tiles`: parts of the vocabulary."""
+    """Returns the k most probable tokens (n, k) of some rows, most probable first, and their log-probs.
+
+    Args:
+        logits: the logits of all rows.
+        rows: the rows.
+        tiles: parts that make up the vocabulary.
+        k: number of tokens; all tokens if the vocabulary has fewer.
+    """
     dtype = torch.promote_types(logits.hidden.dtype, torch.float32)
     num_rows = rows.stop - rows.start
     best_logits = logits.hidden.new_empty(num_rows, 0, dtype=dtype)
@@ -315,9 +322,8 @@ def _top_of_rows(logits: _Logits, rows: slice, tiles: list[slice], k: int) -> tu
         best_logits, order = merged_logits.topk(num_best, dim=1)
         best_ids = merged_ids.gather(1, order)
 
-    # of the vocabulary, from those of the tiles
-    normalizer = torch.stack(normalizers).logsumexp(dim=0)
-    return best_ids, best_logits - normalizer.unsqueeze(1)
+    normalizer_of_vocabulary = torch.stack(normalizers).logsumexp(dim=0)
+    return best_ids, best_logits - normalizer_of_vocabulary.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -399,7 +405,8 @@ class _TileResults(NamedTuple):
 
     Attributes:
         at_targets: (M, N) logits of the targets.
-        statistics: (1 to 3, tiles of the vocabulary, N) the statistics of `tile_statistics` after the targets' logits.
+        statistics: (1 to 3, tiles of the vocabulary, N) what `tile_statistics` returns after the targets' logits: the
+            normalizers, and with their options the mean logits and the sums of squares.
         last_tile: the logits of the last tile.
     """
 
@@ -414,27 +421,29 @@ def _results_of_tiles(logits: _Logits, targets: torch.Tensor, tiles: LogitTiles,
     hidden = logits.hidden
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     calculated = (options.calculate_entropy, options.calculate_sum_pi_squared)
+    num_statistics = 1 + sum(calculated)
 
-    # Results of each tile: its statistics, and before them, with one target per token, the logit at the target's column
-    # in the tile. Several targets are added up at once instead, so that the memory does not grow with them.
-    stored_targets = int(tiles.inside is not None)
-    num_results = stored_targets + 1 + sum(calculated)
-    results = hidden.new_empty(num_results, len(tiles.columns), num_tokens, dtype=dtype)
+    # The logit of a target is needed from the one tile that contains it. Of single targets, `values` of all tiles is
+    # stored, and the right one selected at the end in one step. Of several targets, which would need more memory, the
+    # right one is added up tile by tile.
+    has_single_targets = tiles.inside is not None
+    num_stored = num_statistics + int(has_single_targets)
+    stored = hidden.new_empty(num_stored, len(tiles.columns), num_tokens, dtype=dtype)
     at_targets = hidden.new_zeros(num_targets, num_tokens, dtype=dtype)
     tile = hidden.new_empty(0, dtype=dtype)
     for number, columns in enumerate(tiles.columns):
         for rows in tiles.rows:
             tile = logits.tile(rows, columns)
             index, inside = tiles.targets_in(number, rows)
+            # the logits at the targets' columns, and the statistics after them
             values = options.functions["tile_statistics"](tile, index, *calculated)
-            results[:, number, rows] = values[num_targets - stored_targets :]
-            if not stored_targets:
+            stored[:, number, rows] = values[-num_stored:]
+            if not has_single_targets:
                 at_targets[:, rows] += values[:num_targets].where(inside.t(), 0)
     if tiles.inside is not None:
-        # each target is in one tile, so that the sum over the tiles is its logit
-        in_tiles = results[:1].where(tiles.inside.squeeze(2), 0)
+        in_tiles = stored[:1].where(tiles.inside.squeeze(2), 0)
         at_targets = in_tiles.sum(dim=1)
-    return _TileResults(at_targets, results[stored_targets:], tile)
+    return _TileResults(at_targets, stored[-num_statistics:], tile)
 
 
 @dataclass(frozen=True)
@@ -547,17 +556,19 @@ class _TokenLogProbs(torch.autograd.Function):
         logits = _Logits(hidden, weight, bias, options.transform, candidates)
         at_targets, statistics, last_tile = _results_of_tiles(logits, targets, tiles, options)
 
-        # the statistics of softmax over the vocabulary from those over the tiles
+        # the statistics of softmax over the vocabulary from those over the tiles, in place
         tile_normalizers, *others = statistics
         normalizers = tile_normalizers.logsumexp(dim=0)
-        # of each tile in the probability
+        # share of each tile in the probability
         tile_shares = (tile_normalizers - normalizers).exp_()
         log_probs = (at_targets - normalizers).t().contiguous()
         empty = log_probs.new_empty(0)
         entropys = empty
         squares = empty
         if options.calculate_entropy:
-            entropys = normalizers - others[0].mul_(tile_shares).sum(dim=0)
+            mean_logits = others[0].mul_(tile_shares).sum(dim=0)
+            entropys = normalizers - mean_logits
+        # last, because it overwrites the shares
         if options.calculate_sum_pi_squared:
             squares = others[-1].mul_(tile_shares.square_()).sum(dim=0)
 
@@ -572,7 +583,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, normalizers, entropys, kept_logits, candidates = ctx.saved_tensors
         grad_log_probs, grad_entropys, _ = grad_outputs
-        # False for a model with an adapter
+        # False for a model with an adapter, whose output layer is frozen
         _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
         options: _Options = ctx.options
         tiles: LogitTiles = ctx.tiles

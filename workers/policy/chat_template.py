@@ -344,7 +344,13 @@ def _written_call(call: JsonMapping) -> str:
     return f"<tool_call>{written}</tool_call>"
 
 
-_CALL_FORMS = (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True))
+# in the order in which they are tried
+_CALL_FORMS = (
+    CallForm(content=None, arguments_are_text=False),
+    CallForm(content="", arguments_are_text=False),
+    CallForm(content=None, arguments_are_text=True),
+    CallForm(content="", arguments_are_text=True),
+)
 # names that no template contains
 _PROBE_NAME = "verlliteprobe"
 _PROBE_KEY = "verllitekey"

@@ -183,7 +183,7 @@ def _write_weights(network: PreTrainedModel, folder: Path) -> None:
     for earlier in folder.glob("model*.safetensors*"):
         earlier.unlink()
     for name, tensor_names in files.filename_to_tensors.items():
-        # experts are views of one tensor, which safetensors writes as they are
+        # as safetensors requires; experts, which are contiguous views of one tensor, are not copied
         tensors = {tensor_name: weights[tensor_name].contiguous() for tensor_name in tensor_names}
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if files.is_sharded:

@@ -33,7 +33,7 @@ def generation_config(path: str) -> JsonObject:
     """Returns the entries of a model's generation config; empty if the model has none.
 
     Raises:
-        UserError: transformers could not read the file, and neither its copy in an export.
+        UserError: transformers could read neither this file nor its copy in an export.
     """
     file = model_file(path, GENERATION_CONFIG)
     if file is None:

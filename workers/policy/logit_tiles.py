@@ -41,7 +41,8 @@ class LogitTiles:
         self._targets = targets
         self._width = width
 
-        # with one target, for all tiles at once: that needs fewer kernels, but with more targets M times the memory
+        # the columns of single targets, in all tiles at once: that needs fewer kernels, but with M targets M times the
+        # memory
         self.inside: torch.Tensor | None = None
         if targets.shape[1] == 1:
             first_columns = torch.arange(0, vocab, width, device=targets.device)
@@ -58,15 +59,15 @@ class LogitTiles:
         chunk_tokens: int,
         tile_bytes: int,
     ) -> tuple[int, int]:
-        """Returns the number of tokens and the number of vocabulary entries of a tile."""
+        """Returns the number of tokens and the number of vocabulary entries of a tile, both at least 1."""
         if self.keep:
-            num_parts = 1
-            height = max(1, num_tokens)
-        else:
-            # blocks of equal size: a small last block would use the device badly
-            num_blocks = -(-num_tokens // chunk_tokens)
-            height = max(1, -(-num_tokens // num_blocks))
-            num_parts = -(-vocab * height * itemsize // tile_bytes)
+            return max(1, num_tokens), vocab
+
+        # blocks of equal size: a small last block would use the device badly
+        num_blocks = -(-num_tokens // chunk_tokens)
+        height = -(-num_tokens // num_blocks)
+        num_parts = -(-vocab * height * itemsize // tile_bytes)
+        # parts of fewer than 8 entries: one by one
         if num_parts * 8 > vocab:
             return height, 1
         # a multiple of 8 for fast kernels

@@ -278,16 +278,16 @@ def load_balancing_loss(routes: Sequence[Routes], inputs: ModelInputs) -> torch.
             scores = scores / scores.sum(-1, keepdim=True)
         is_selected = torch.zeros_like(scores).scatter_(1, layer.experts, 1.0)
 
-        # (b, E): sums over the tokens of each sequence; only the second one has a gradient
+        # (b, E): sums over this rank's tokens of each sequence; only the second one has a gradient
         num_experts = scores.shape[1]
         zeros = scores.new_zeros(len(token_index), num_experts)
         load = zeros.index_add(0, rows, is_selected[tokens])
         probability = zeros.index_add(0, rows, scores[tokens])
-        # the sums over the whole sequence before their product, which is not a sum over its tokens
+        # summed over the ranks that share a sequence before the product, which is not a sum over tokens
         products = inputs.total(load) * inputs.total(probability)
         num_selected = layer.experts.shape[1]
         total = total + products.sum(-1) * num_experts / num_selected
-    # both sums become means; with E / k, a sequence with an even load has the loss 1
+    # divided by the length twice, because both sums become means
     lengths = inputs.total(is_token.sum(-1))
     # a sequence without tokens has the sums 0
     squared_lengths = lengths.clamp(min=1).square()

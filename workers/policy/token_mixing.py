@@ -42,9 +42,12 @@ def mixing_layers(model: PreTrainedModel) -> list[str]:
 
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ()
-    # transformers implements other kinds, such as chunked attention, only in the mask, which a packed row lacks
-    unknown_types = [name for name in layer_types if name not in KNOWN_LAYER_TYPES]
-    mixing = [name for name in unknown_types if "attention" in name]
+    # transformers implements other kinds of attention, such as chunked attention, only in the mask, which a packed row
+    # lacks
+    mixing: list[str] = []
+    for name in layer_types:
+        if "attention" in name and name not in KNOWN_LAYER_TYPES:
+            mixing.append(name)
     mixing += family.mixing_layers
     has_window = "sliding_attention" in layer_types
     if not layer_types:
@@ -71,7 +74,7 @@ def unpacked_note(model: PreTrainedModel) -> str:
 
 
 def state_layers(model: PreTrainedModel) -> set[str]:
-    """Class names of the stateful layers of a network that can be packed."""
+    """Returns the class names of the stateful layers of a network that can be packed."""
     return {type(layer).__name__ for _, layer in _state_layers(model)}
 
 
@@ -138,7 +141,9 @@ def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangemen
         printed: set[str] = set()
         for owner, layer in _state_layers(model):
             border_names = family.state_layers[type(layer).__name__]
-            _pack_layer(owner, layer, border_names, printed)
+            packed_layer = _PackedLayer(layer, border_names, printed)
+            owner.register_forward_pre_hook(packed_layer.receive_sequences, with_kwargs=True)
+            vars(layer)["forward"] = packed_layer.forward
         return pack
 
     # transformers' own call of SDPA silently ignores soft-capping
@@ -150,58 +155,67 @@ def arrangement_of(model: PreTrainedModel, network: NetworkConfig) -> Arrangemen
     return align if mixing else pad
 
 
-def _pack_layer(owner: nn.Module, layer: nn.Module, border_names: Sequence[str], printed: set[str]) -> None:
-    """Wraps a stateful layer so that it respects the boundaries of packed sequences, which its owner receives.
+class _PackedLayer:
+    """The forward of a stateful layer on packed rows, which respects the boundaries of the sequences.
 
     Args:
-        owner: the module that calls the layer.
         layer: the layer.
         border_names: names of the boundaries that its kernels take.
         printed: the notes that were already printed for this network.
     """
-    forward = layer.forward
-    received: list[PackedSequences | None] = [None]
-    # by layer.training, on which the choice of a kernel depends
-    respects: dict[bool, bool] = {}
 
-    # transformers passes the sequences to the layer's owner, which does not pass them on to a stateful layer
-    def store_sequences(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, PackedSequences]) -> None:
-        received[0] = kwargs.get("packed_sequences")
+    def __init__(self, layer: nn.Module, border_names: Sequence[str], printed: set[str]) -> None:
+        self._layer = layer
+        self._name = type(layer).__name__
+        self._original_forward = layer.forward
+        self._border_names = border_names
+        self._printed = printed
+        self._sequences: PackedSequences | None = None
+        # by layer.training, on which the choice of a kernel depends
+        self._respects_borders: dict[bool, bool] = {}
 
-    def packed_forward(*args: object, **kwargs: object) -> LayerOutput:
-        name = type(layer).__name__
-        sequences = received[0]
+    def receive_sequences(self, owner: nn.Module, args: tuple[object, ...], kwargs: dict[str, PackedSequences]) -> None:
+        """Takes the sequences from the arguments of the module that calls the layer.
+
+        A hook of that module: transformers passes the sequences to it, but it does not pass them on to this layer.
+        """
+        self._sequences = kwargs.get("packed_sequences")
+
+    def forward(self, *args: object, **kwargs: object) -> LayerOutput:
+        """Computes the layer's output for a packed row."""
+        sequences = self._sequences
         if sequences is None:
-            raise ValueError(f"{name} received no `packed_sequences`; set model.use_remove_padding=false")
+            raise ValueError(f"{self._name} received no `packed_sequences`; set model.use_remove_padding=false")
         # some families pass the hidden states by keyword
         hidden, *rest = args or (kwargs.pop("hidden_states"),)
         assert isinstance(hidden, torch.Tensor)
 
         def call(hidden: torch.Tensor, borders: dict[str, torch.Tensor] | None) -> LayerOutput:
-            return by_sequences(forward, sequences, (hidden, *rest), kwargs, borders)
+            return by_sequences(self._original_forward, sequences, (hidden, *rest), kwargs, borders)
 
         # a single sequence has no boundaries to respect
         if len(sequences.cu_seqlens) == 2:
             return call(hidden, None)
 
-        borders = {border: sequences.borders[border] for border in border_names}
+        borders = {border: sequences.borders[border] for border in self._border_names}
+        is_training = self._layer.training
         # decided once, so that activation checkpointing repeats the same call
-        if layer.training not in respects:
+        if is_training not in self._respects_borders:
             respects_borders, result = _test_borders(call, hidden, borders)
-            respects[layer.training] = respects_borders
-            way = "once for a packed row" if respects_borders else "by sequence"
-            note = f"{name} is called {way}"
-            # one line for all layers of a class, from one rank
-            prints = not dist.is_initialized() or dist.get_rank() == 0
-            if prints and note not in printed:
-                print(f"{note}: with the sequence boundaries, it {result}", flush=True)
-            printed.add(note)
-        if respects[layer.training]:
+            self._respects_borders[is_training] = respects_borders
+            self._print_note(respects_borders, result)
+        if self._respects_borders[is_training]:
             return call(hidden, borders)
         return call(hidden, None)
 
-    owner.register_forward_pre_hook(store_sequences, with_kwargs=True)
-    vars(layer)["forward"] = packed_forward
+    def _print_note(self, respects_borders: bool, result: str) -> None:
+        """Prints how the layer is called: one line for all layers of a class, from one rank."""
+        way = "once for a packed row" if respects_borders else "by sequence"
+        note = f"{self._name} is called {way}"
+        prints = not dist.is_initialized() or dist.get_rank() == 0
+        if prints and note not in self._printed:
+            print(f"{note}: with the sequence boundaries, it {result}", flush=True)
+        self._printed.add(note)
 
 
 def _test_borders(
@@ -223,7 +237,7 @@ def _test_borders(
         result = call(hidden, borders)
         output = result[0] if isinstance(result, tuple) else result
         assert output is not None
-        # the gradient of a sum of outputs with different weights, for which the hidden states serve
+        # of a weighted sum of the outputs, with the hidden states as weights
         weights = hidden.detach().to(output.dtype)
         [gradient] = torch.autograd.grad(output, hidden, weights)
         return output.detach(), gradient

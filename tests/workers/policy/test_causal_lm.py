@@ -98,6 +98,23 @@ def test_equals_naive_in_fp64(
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+def test_a_vocabulary_of_few_tokens() -> None:
+    """Logits that are kept are one tile, also of a vocabulary that is narrower than other tiles."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 0])
+    found = token_log_probs(
+        hidden, weight, None, targets, temperature=1.0, chunk_tokens=4, calculate_entropy=False
+    ).log_probs
+    expected, _ = naive(hidden, weight, None, targets, temperature=1.0)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+    expected_gradients = torch.autograd.grad(expected.sum(), (hidden, weight))
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("tile_bytes", [1, 300])
 @pytest.mark.parametrize(("with_bias", "cap"), [(False, None), (True, None), (False, 2.0)])
