@@ -35,13 +35,14 @@ class DynamicSampling(GroupFilter):
         self.score = score
 
     def judge(self, groups: Sequence[Group]) -> None:
+        """Sets `kind` of the groups to an entry of KINDS, and adds the scores to their rows."""
         rows = self.score(assembled(groups))
         outcomes = groups_of(rows, self.config.algorithm.filter_groups.metric)
-        for kind in KINDS:
-            for number in outcomes.kinds[kind].nonzero().flatten().tolist():
+        for kind, is_of_kind in outcomes.kinds.items():
+            for number in is_of_kind.nonzero().flatten().tolist():
                 groups[number].kind = kind
 
-        # the rows of a group are adjacent
+        # the rows are in the order of the groups, and scoring does not change their number
         sizes = outcomes.of_row.bincount(minlength=len(groups)).tolist()
         start = 0
         for group, size in zip(groups, sizes, strict=True):
@@ -90,8 +91,8 @@ class DynamicSampling(GroupFilter):
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
         """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/* in rows."""
         num_groups = len(chosen) + len(dropped)
-        chosen_tokens = sum(map(_tokens, chosen))
-        dropped_tokens = sum(map(_tokens, dropped))
+        chosen_tokens = sum(map(_num_response_tokens, chosen))
+        dropped_tokens = sum(map(_num_response_tokens, dropped))
         dropped_rows = sum(len(group.rows) for group in dropped)
         return {
             "groups/generated": Metric.last(num_groups),
@@ -103,7 +104,7 @@ class DynamicSampling(GroupFilter):
         }
 
 
-def _tokens(group: Group) -> int:
+def _num_response_tokens(group: Group) -> int:
     """Returns the number of response tokens of a group."""
     columns = group.rows.batch
     width = columns["responses"].shape[1]

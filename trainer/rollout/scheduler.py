@@ -47,18 +47,17 @@ from workers.engines.base import SamplingParams
 from workers.rollout.specs import EpisodeCounts, GroupPlan
 
 SLICE_S = 0.1
-"""Seconds between two checks of the scores of complete groups while other groups are running."""
+"""Seconds between two checks of the complete groups while other groups are running."""
 
 # the metrics since the last batch are part of a checkpoint
 torch.serialization.add_safe_globals([Metric])
-
 
 SavedGroup: TypeAlias = tuple[GroupPlan, int, int, EpisodeCounts | None, str | None, SavedRows | None]
 """A group in a checkpoint: plan, version, step, counts and kind of `Group`, and its rows."""
 
 
 class Snapshot(TypedDict):
-    """The state of a scheduler in memory; see its attributes."""
+    """The state of a scheduler in memory: that of its source, and its attributes of these names."""
 
     source: SourceState
     groups: list[Group]
@@ -205,19 +204,20 @@ class RolloutScheduler:
     def _sample_batch(self, step: int) -> list[Group]:
         """Runs and replaces groups until the batch of this step is complete. Returns its groups."""
         size = self.sizes[step]
-        most: float = size
+        max_groups: float = size
         if self.filter is not None:
-            most = self.filter.most(size)
-        # groups of this batch that an earlier step dropped without a replacement are replaced in addition
-        budget = most - size + max(0, self._missing(step))
+            max_groups = self.filter.most(size)
+        # the groups that this step may still draw; those that an earlier step dropped without a replacement do not
+        # count against the limit of this batch
+        budget = max_groups - size + max(0, self._missing(step))
 
         chosen = self._chosen(step)
         while chosen is None:
             self._run_and_judge()
             budget -= self._replace_dropped(step, budget)
             chosen = self._chosen(step)
-        if self._is_sliced:
-            # calls with a time limit return no metrics
+        if self._judges_while_running:
+            # the calls above have a time limit, and such calls return no metrics of the engines
             self._collect((), self.groups)
         return chosen
 
@@ -227,18 +227,18 @@ class RolloutScheduler:
         kept_groups = [group for group in self._candidates(step) if group.is_kept]
         if len(kept_groups) < size:
             return None
-        # the oldest, in the order of the source
+        # the groups are in the order of the source, so these are the oldest
         chosen = kept_groups[:size]
-        if self._aborts:
+        if self._aborts_surplus:
             return chosen
 
         rest = [group for group in self._others(chosen) if not group.is_dropped]
         if all(group.is_kept for group in rest):
             return chosen
-        # if younger groups overtake a running one, a later step must still be able to train on it: no group is dropped
-        # for its age
+        # no group is dropped for its age: younger groups may overtake a running one only if it will not be too old in
+        # the step that can train on it
         for earliest, group in zip(self._earliest_steps(step, len(rest)), rest, strict=True):
-            if earliest > self._last_step_of(group):
+            if self.staleness(earliest, group) > self.threshold:
                 return None
         return chosen
 
@@ -249,7 +249,7 @@ class RolloutScheduler:
 
     def _surplus(self, step: int, chosen: Sequence[Group]) -> list[Group]:
         """Returns the groups that are aborted now that the batch of this step is complete."""
-        if not self._aborts:
+        if not self._aborts_surplus:
             return []
         surplus = []
         for group in self._others(chosen):
@@ -272,29 +272,24 @@ class RolloutScheduler:
             steps.append(last + 1 + number // self.sizes[last])
         return steps[:count]
 
-    def _last_step_of(self, group: Group) -> int:
-        """Returns the last step in which the staleness of a group does not exceed the threshold."""
-        # the step for which `staleness` equals the threshold
-        return max(group.version, self.warmup) + self.threshold + 1
-
     def staleness(self, step: int, group: Group) -> int:
         """Returns the number of weight updates between the start of a group and the update of this step."""
         return max(step - 1, self.warmup) - max(group.version, self.warmup)
 
     @property
-    def _aborts(self) -> bool:
+    def _aborts_surplus(self) -> bool:
         """True if the surplus groups of a batch are aborted when the batch is complete."""
         return self.oversample > 1 and not self.spans_updates
 
     def _candidates(self, step: int) -> list[Group]:
         """Returns the groups that the batch of this step may consist of."""
-        if not self._aborts:
+        if not self._aborts_surplus:
             return self.groups
         return [group for group in self.groups if group.step <= step]
 
     def _missing(self, step: int) -> int:
         """Returns the number of groups that the begun batches lack because of dropped ones; negative for a surplus."""
-        if self._aborts:
+        if self._aborts_surplus:
             num_wanted = self.sizes[step]
         else:
             num_wanted = sum(self.sizes.values())
@@ -302,8 +297,9 @@ class RolloutScheduler:
         return num_wanted - len(usable)
 
     @property
-    def _is_sliced(self) -> bool:
-        """True if the driver checks complete groups while others are running."""
+    def _judges_while_running(self) -> bool:
+        """True if the driver judges complete groups while others are running, because that can start, end or carry
+        over some of them."""
         drops = self.filter is not None and self.filter.drops
         return drops or self.spans_updates or self.oversample > 1
 
@@ -346,7 +342,7 @@ class RolloutScheduler:
         running_keys = self._running()
         if running_keys:
             limit_s: float | None = None
-            if self._is_sliced:
+            if self._judges_while_running:
                 # so that dropped groups are replaced while others are running
                 limit_s = SLICE_S
             self._collect(running_keys, self.groups, limit_s)
@@ -400,15 +396,15 @@ class RolloutScheduler:
         """Starts the batch of `step`, and with rollout.oversample more groups than it needs."""
         groups = self.source.draw_batch(step, start_step)
         size = len(groups)
-        self.sizes[step] = size
 
         surplus = 0
         # no step after the last one could train on groups that are carried over
-        if step < self.last_step or self._aborts:
+        if step < self.last_step or self._aborts_surplus:
             surplus = math.ceil(size * (self.oversample - 1))
         if self.spans_updates:
-            # the surplus that earlier batches left over counts
-            surplus += self._missing(step) - size
+            # earlier batches may have left a surplus, which counts here, or lack groups
+            surplus += self._missing(step)
+        self.sizes[step] = size
         if surplus > 0:
             groups = groups + self.source.draw(surplus, step)
         self._begin(groups, step)
@@ -449,11 +445,12 @@ class RolloutScheduler:
     # -------------------------------------------------------------------------------------------- numbers and state
 
     def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
-        """Checks that every started group is trained on, dropped, aborted or still here, and that none is too old."""
+        """Counts the groups of this step. Raises RuntimeError if a started group is neither resolved nor in `groups`,
+        or if a group of the batch is too old."""
         self.counts.update(trained=len(chosen), dropped=len(dropped))
         started = self.counts["started"]
         resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
-        # a fault of the scheduler would otherwise lose groups without a message
+        # otherwise a fault of the scheduler would lose groups unnoticed
         if started != resolved + len(self.groups):
             raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
 
@@ -475,7 +472,7 @@ class RolloutScheduler:
         return metrics
 
     def _async_metrics(
-        self, step: int, chosen: Sequence[Group], waited: float, engines: dict[str, Metric]
+        self, step: int, chosen: Sequence[Group], waited: float, engine_metrics: dict[str, Metric]
     ) -> dict[str, Metric]:
         """Returns the metrics of staleness and waiting.
 
@@ -483,7 +480,7 @@ class RolloutScheduler:
             step: the step of the batch.
             chosen: its groups.
             waited: seconds that the trainer waited for the batch.
-            engines: metrics of the engines.
+            engine_metrics: metrics of the engines since the last batch.
         """
         ages = [self.staleness(step, group) for group in chosen]
         metrics = {
@@ -496,10 +493,12 @@ class RolloutScheduler:
             "async/dropped_for_staleness": Metric.last(0),
             "async/trainer_wait_seconds": Metric.last(waited),
         }
-        busy = engines.get("rollout/engine_busy_frac")
+        busy = engine_metrics.get("rollout/engine_busy_frac")
         if self._ended_at is not None and busy is not None:
             period = time.perf_counter() - self._ended_at
-            idle = max(0.0, period - float(busy.total) / self.engines.num_engines)
+            # the numerator of the fraction: busy seconds, added over the engines
+            busy_seconds = float(busy.total)
+            idle = max(0.0, period - busy_seconds / self.engines.num_engines)
             metrics["async/engine_wait_seconds"] = Metric.last(idle)
             metrics["async/engine_idle_frac"] = Metric.last(idle / period)
             metrics["async/trainer_idle_frac"] = Metric.last(min(1.0, waited / period))
@@ -540,7 +539,7 @@ class RolloutScheduler:
 
         groups: list[SavedGroup] = []
         for group in self.groups:
-            # of a complete group its rows are saved, and of a running one what continues it
+            # a complete group needs only its rows; a running one continues from its plan and the source's columns
             if group.sampled is not None:
                 plan = GroupPlan(group.plan.key, ())
                 rows: Rows | None = group.sampled
