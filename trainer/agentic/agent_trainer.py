@@ -41,6 +41,7 @@ from workers.pool.process_pool import ProcessPool
 from workers.rollout.specs import EpisodeCounts
 
 EPISODES_SHOWN = 2
+"""Number of training episodes that are shown every agentic.logging_steps steps."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -123,8 +124,8 @@ class EpisodeFilter(GroupFilter):
         self.warmup = config.trainer.critic_warmup
         self._filter = make_group_filter(config.agentic, self.manager, "train")
         self._options = config.algorithm.filter_groups
-        self._compares = config.algorithm.filter_groups.enable
-        self.drops = self._filter is not None or self._compares
+        self._drops_equal_scores = self._options.enable
+        self.drops = self._filter is not None or self._drops_equal_scores
         self._kept_though_dropped = 0
 
     def judge(self, groups: Sequence[Group]) -> None:
@@ -134,14 +135,15 @@ class EpisodeFilter(GroupFilter):
                 group.kind = "dropped"
 
     def _is_dropped(self, group: Group) -> bool:
-        """Returns True if the group is not trained on unless too few others are left."""
+        """Returns True if the group is trained on only if too few others are left."""
         if not self.drops:
             return False
         rows = group.rows
-        if self._compares:
+        if self._drops_equal_scores:
             is_scored = ~rows.non_tensor_batch["reward_failed"].astype(bool)
             scores = rows.batch["episode_scores"][torch.from_numpy(is_scored)]
             return not len(scores) or bool(scores.min() == scores.max())
+
         assert self._filter is not None
         # the key is purpose/tag_group_episode_seed, and a tag may contain the separator
         _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
@@ -149,23 +151,27 @@ class EpisodeFilter(GroupFilter):
         return bool(self._filter.filter(int(group_id), int(episode_id), episodes))
 
     def most(self, wanted: int) -> float:
-        if self._compares:
+        if self._drops_equal_scores:
             max_batches = self._options.max_num_gen_batches
             # 0 = no limit
             if not max_batches:
                 return math.inf
             return max_batches * wanted
+
         num_groups = self.manager.num_env_groups
-        most_replaced = self.manager.max_replaced_groups
-        if most_replaced < 0:
-            most_replaced = 4 * num_groups
-        most = wanted + most_replaced
+        max_replaced = self.manager.max_replaced_groups
+        if max_replaced < 0:
+            # the default that the option documents
+            max_replaced = 4 * num_groups
+        max_drawn = wanted + max_replaced
         episodes_of_env = self.manager.max_traj_per_env
         if episodes_of_env >= 0:
-            most = max(wanted, min(most, episodes_of_env * num_groups))
-        return most
+            # a group has one episode of each of its environments
+            max_drawn = max(wanted, min(max_drawn, episodes_of_env * num_groups))
+        return max_drawn
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        """Keeps the oldest dropped groups."""
         dropped = [group for group in groups if group.is_dropped]
         for group in dropped[:missing]:
             group.kind = "kept"
@@ -227,9 +233,10 @@ class AgentTrainer(RayPPOTrainer):
             return super().estimate_advantages(batch)
         algorithm = self.config.algorithm
         batch, row_metrics = compute_token_reward(batch, algorithm)
-        # before the episodes are chosen, because the correction can reject all tokens of a row
+        # before the rows that stand for episodes are chosen, because the correction can reject all tokens of a row
         batch = self.correct_rollout(batch)
 
+        # the estimator compares episodes: one row of each stands for it
         mask = batch.batch["response_mask"] != 0
         episode_names = batch.non_tensor_batch["traj_id"].astype(str)
         _, episode_of_row = np.unique(episode_names, return_inverse=True)
@@ -241,7 +248,8 @@ class AgentTrainer(RayPPOTrainer):
         episodes, advantage_metrics = estimate_advantages(episodes, algorithm, self.token_estimator)
         self.add_scalars(row_metrics | score_metrics | token_metrics | advantage_metrics)
 
-        # the advantage is equal on all tokens of a row, so that their mean is the advantage of the episode
+        # The advantage is equal on all tokens of a row, so that their mean is the advantage of the episode. All rows of
+        # the episode receive it.
         num_tokens = (episodes.batch["response_mask"] != 0).sum(-1).clamp(min=1)
         for name in ("raw_advantages", "advantages", "returns"):
             value_of_episode = episodes.batch[name].sum(-1) / num_tokens
@@ -337,8 +345,16 @@ def _representative_rows(episode_of_row: np.ndarray, is_valid: np.ndarray) -> np
 def try_environments(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print
 ) -> None:
-    """Creates, resets and steps every used environment, and tests the chat template on two turns. Raises UserError
-    with tag, key and remedy. tell: receives a note on environments that do not follow their seed."""
+    """Creates, resets and steps every used environment, and tests the chat template on two turns.
+
+    Args:
+        config: the options of the run.
+        tokenizer: has the chat template.
+        tell: receives a note on environments whose first observation does not follow from the seed.
+
+    Raises:
+        UserError: an environment or the template fails. Names the tag, the option and a remedy.
+    """
     agentic = config.agentic
     templates = env_templates(agentic.custom_envs)
     has_system = any(template.agent_system_template for template in templates.values())
@@ -359,16 +375,20 @@ def try_environments(
         )
 
 
-def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print) -> None:
+def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Loads the program in a process of its pool, starts each MCP server once, and tests the chat template on two
-    turns. Raises UserError."""
+    turns. Replaces the relative file names in agentic.program and agentic.mcp_servers by absolute ones.
+
+    Raises:
+        UserError: one of them fails.
+    """
     agentic = config.agentic
     check_ignored_fields(agentic.endpoint.ignored_fields)
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
     if agentic.program is not None and is_command(agentic.program):
         words = []
         for word in shlex.split(agentic.program):
-            # with absolute file names, because commands run in folders of their own
+            # because the command runs in a folder of its own
             if os.path.isfile(word):
                 word = os.path.abspath(word)
             words.append(word)
