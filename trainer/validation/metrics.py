@@ -27,9 +27,13 @@ from trainer.validation.sample import PREDICTION, Sample, is_prediction
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
-INTERVAL = "/ci95"  # suffix of the metric with the half width of a mean's 95% interval
+"""Confidence level of the intervals."""
+INTERVAL = "/ci95"
+"""Suffix of the metric with the half width of a mean's interval."""
 RESAMPLES = 1000
+"""Number of draws of maj@n, as in verl."""
 SEED = 42
+"""Seed of the draws of maj@n, as in verl."""
 
 
 def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str, float]:
@@ -110,10 +114,10 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
 
 def _headlines(metrics: Collection[str]) -> set[str]:
     """Returns those of a variable's metrics that are mean, best or maj of the largest number of answers."""
-    largest = max(map(_samples_of, metrics), default=0)
+    largest = max(map(_number_of_answers, metrics), default=0)
     headlines = set()
     for metric in metrics:
-        if metric.endswith(INTERVAL) or _samples_of(metric) < largest:
+        if metric.endswith(INTERVAL) or _number_of_answers(metric) < largest:
             continue
         if metric.startswith(("mean", "best", "maj")):
             headlines.add(metric)
@@ -322,17 +326,17 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
     # as text, because numpy cannot sort votes of several types
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
-    num_answers = np.bincount(vote_of_answer)  # with each vote
-    sizes = tuple(num_answers.tolist())
+    answers_by_vote = np.bincount(vote_of_answer)
+    sizes = tuple(answers_by_vote.tolist())
     winner_shares = _winner_shares(sizes, n, seed)  # (draws, votes)
 
     # only the winner is drawn; the value of a random answer with its vote is averaged exactly
-    mean_by_vote = np.bincount(vote_of_answer, weights=values) / num_answers
+    mean_by_vote = np.bincount(vote_of_answer, weights=values) / answers_by_vote
     mean_by_draw = winner_shares @ mean_by_vote
     mean = float(mean_by_draw.mean())
 
     squares = (values - mean) ** 2
-    square_by_vote = np.bincount(vote_of_answer, weights=squares) / num_answers
+    square_by_vote = np.bincount(vote_of_answer, weights=squares) / answers_by_vote
     variance = (winner_shares @ square_by_vote).mean()
     return mean, float(np.sqrt(variance))
 
@@ -361,7 +365,7 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
     return most_frequent / num_tied
 
 
-def _samples_of(metric: str) -> int:
+def _number_of_answers(metric: str) -> int:
     """Returns n of a metric NAME@n or NAME@n/..."""
     _, _, after_name = metric.partition("@")
     return int(after_name.partition("/")[0])

@@ -15,7 +15,7 @@ from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
 
 _SETTINGS = "settings.json"
-# files of up to 256 x 256 KiB = 64 MiB are hashed completely
+# the pieces of a file that `content_of` hashes: files of up to 256 x 256 KiB = 64 MiB completely
 _PIECES = 256
 _PIECE_BYTES = 1 << 18
 
@@ -131,7 +131,8 @@ def content_of(path: str | Path) -> str:
     num_pieces = min(_PIECES, -(-size // _PIECE_BYTES))
     digest.update(str(size).encode())
     with path.open("rb") as opened:
-        # the last piece ends at the end of the file, and the others are evenly spaced before it
+        # The last piece ends at the end of the file, and the others are evenly spaced before it. A file of one piece is
+        # read from its beginning.
         last_start = size - _PIECE_BYTES
         gaps = max(1, num_pieces - 1)
         for piece in range(num_pieces):
