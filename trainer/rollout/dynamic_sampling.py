@@ -89,7 +89,8 @@ class DynamicSampling(GroupFilter):
         )
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/* in rows."""
+        """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/*, which count
+        rows."""
         num_groups = len(chosen) + len(dropped)
         chosen_tokens = sum(map(_num_response_tokens, chosen))
         dropped_tokens = sum(map(_num_response_tokens, dropped))

@@ -96,7 +96,7 @@ class EnginePool:
         return self.gather({engine: start(group) for engine, group in enumerate(self.groups)})
 
     def gather(self, calls: Mapping[int, EngineCall[T]]) -> CallResults[T]:
-        """Waits for calls of engines, by engine; see `call`."""
+        """Waits for calls that have started, by index of the engine, and replaces engines like `call`."""
         results: list[T] = []
         deaths: dict[int, WorkerDiedError] = {}
         for engine, call in calls.items():

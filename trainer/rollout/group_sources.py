@@ -75,8 +75,8 @@ class PromptState(TypedDict):
 
     Attributes:
         epoch, loader: its position in the data.
-        waiting: tensors and other columns of the prompts that were drawn and not used.
-        asked: the prompts of the batches being filled. `waiting` and `asked` exist only where batches are cut.
+        waiting: the prompts that were drawn and not used.
+        asked: `PromptSource._drawn`. `waiting` and `asked` exist only if the source cuts batches.
     """
 
     epoch: int

@@ -115,7 +115,7 @@ class GroupSource(Protocol):
 
 @runtime_checkable
 class AnswerRewards(Protocol):
-    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.Rewards`."""
+    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.RewardManager`."""
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True for rows whose reward is available without waiting."""
@@ -165,7 +165,7 @@ def assembled(groups: Sequence[Group]) -> DataProto:
 
 
 def saved_rows(rows: DataProto) -> SavedRows:
-    """Returns rows as a checkpoint has them. `DataProto.from_dict` reads them."""
+    """Returns rows as a checkpoint has them: the arguments of `DataProto.from_dict`, which restores them."""
     tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
     return tensors, rows.non_tensor_batch
 
@@ -181,7 +181,8 @@ def with_columns(columns: Rows | None, sampled: Rows) -> Rows:
 
 
 def gathered(parts: Sequence[Rows]) -> DataProto:
-    """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
+    """Concatenates the parts. An object column that some batches lack is None in their rows; all batches need the same
+    tensors."""
     # many groups share a batch, which is concatenated once
     batch_of_id = {id(part.batch): part.batch for part in parts}
     # a dict, because it keeps the order of their first occurrence
@@ -225,7 +226,7 @@ def version_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def add_counts(batch: DataProto, groups: Sequence[Group]) -> None:
-    """Adds meta_info `episodes` if the groups consist of episodes."""
+    """Adds meta_info `episodes`, the sum of the counts, if the groups consist of episodes."""
     counts = [group.counts for group in groups if group.counts is not None]
     if counts:
         batch.meta_info["episodes"] = sum(counts, start=EpisodeCounts())

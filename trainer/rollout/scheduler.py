@@ -186,7 +186,7 @@ class RolloutScheduler:
         self._metrics = []
         self.engines.begin_groups([group.plan for group in groups], sampling)
         # training groups may end during the call, too
-        self._collect([group.plan.key for group in groups], [*groups, *self.groups])
+        self._run_engines([group.plan.key for group in groups], [*groups, *self.groups])
         batch = assembled(groups)
         batch.meta_info["metrics"] = self._take_metrics()
         self._metrics = training_metrics
@@ -197,7 +197,7 @@ class RolloutScheduler:
         """Waits for all running groups."""
         running_keys = self._running()
         if running_keys:
-            self._collect(running_keys, self.groups)
+            self._run_engines(running_keys, self.groups)
 
     # ----------------------------------------------------------------------------------------- waiting and choosing
 
@@ -218,7 +218,7 @@ class RolloutScheduler:
             chosen = self._chosen(step)
         if self._judges_while_running:
             # the calls above have a time limit, and such calls return no metrics of the engines
-            self._collect((), self.groups)
+            self._run_engines((), self.groups)
         return chosen
 
     def _chosen(self, step: int) -> list[Group] | None:
@@ -345,7 +345,7 @@ class RolloutScheduler:
             if self._judges_while_running:
                 # so that dropped groups are replaced while others are running
                 limit_s = SLICE_S
-            self._collect(running_keys, self.groups, limit_s)
+            self._run_engines(running_keys, self.groups, limit_s)
 
         complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
         # when no group is running, there is nothing to do but to wait for the rewards
@@ -422,12 +422,12 @@ class RolloutScheduler:
         """Returns the keys of the groups that are not complete."""
         return [group.plan.key for group in self.groups if group.sampled is None]
 
-    def _collect(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
+    def _run_engines(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
         """Runs the engines and stores the rows of the groups that are complete.
 
         Args:
             keys: keys of the groups to wait for.
-            groups: all groups that may be complete.
+            groups: all groups that may become complete during the call.
             seconds: time limit; None = until the groups of `keys` are complete.
         """
         group_of_key = {group.plan.key: group for group in groups}
@@ -535,7 +535,7 @@ class RolloutScheduler:
             continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
         other_keys = [key for key in self._running() if key not in continued]
         if other_keys:
-            self._collect(other_keys, self.groups)
+            self._run_engines(other_keys, self.groups)
 
         groups: list[SavedGroup] = []
         for group in self.groups:
