@@ -197,7 +197,7 @@ def run(
             raise lost from None
         # the callbacks are objects of the caller, which the failed attempt has changed
         Callbacks(callbacks).load_state_dict(first_states)
-        if has_own(job):
+        if resumes_from_run_folder(job):
             trainer.resume_mode = "auto"
             trainer.resume_from_path = None
     raise AssertionError("the last try returns or raises")
@@ -217,13 +217,13 @@ def arguments_of_retry(job: Job[Options], max_retries: int) -> list[str]:
     """Returns the arguments that make the command line continue this run."""
     # the default name of a run contains the time of its start
     arguments = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={max_retries}"]
-    if has_own(job):
+    if resumes_from_run_folder(job):
         # ~ takes back the user's own value
         arguments += ["~trainer.resume_from_path", "trainer.resume_mode=auto"]
     return arguments
 
 
-def has_own(job: Job[Options]) -> bool:
+def resumes_from_run_folder(job: Job[Options]) -> bool:
     """True if a retry must resume from the run folder.
 
     False if the run started from another run's checkpoint and has not saved one yet.

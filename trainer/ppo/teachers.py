@@ -124,20 +124,20 @@ def rows_of(teacher: Teacher, batch: DataProto, teacher_key: str) -> np.ndarray:
     """Returns (B,) bool: True for the rows whose value in the column `teacher_key` is the teacher's."""
     if teacher.key is None:
         return np.ones(len(batch), dtype=bool)
-    keys = _keys(batch, teacher_key)
+    keys = _teacher_keys(batch, teacher_key)
     return np.array([key == teacher.key for key in keys], dtype=bool)
 
 
-def _keys(batch: DataProto, teacher_key: str) -> list[str]:
+def _teacher_keys(batch: DataProto, teacher_key: str) -> list[str]:
     """Returns the value of each row that selects its teacher, as text."""
     column, _, entry = teacher_key.partition(".")
     values = batch.non_tensor_batch[column]
     if entry:
-        return [str(_entry(value, entry)) for value in values]
+        return [str(_nested_entry(value, entry)) for value in values]
     return [str(value) for value in values]
 
 
-def _entry(info: object, name: str) -> object:
+def _nested_entry(info: object, name: str) -> object:
     """Returns the entry `a.b` of nested dicts; None if it is missing."""
     for part in name.split("."):
         if not isinstance(info, dict):
@@ -244,7 +244,7 @@ class PrivilegedPrompts:
 
         def value_of(placeholder: re.Match[str]) -> str:
             name = placeholder[1]
-            value = _entry(values, name)
+            value = _nested_entry(values, name)
             if value is None:
                 raise UserError(
                     f"{option}: the prompt {uid} has no {name}; add it to the data, or "
@@ -351,7 +351,7 @@ def check_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, data: 
     for dataset in data:
         for batch in dataset.batches(1024):
             _check_rows(config, prompts, batch)
-            keys |= set(_keys(batch, teacher_key))
+            keys |= set(_teacher_keys(batch, teacher_key))
     for teacher in teachers:
         if data and teacher.key is not None and teacher.key not in keys:
             raise UserError(
@@ -375,7 +375,7 @@ def _check_rows(config: PPOConfig, prompts: Mapping[str, PrivilegedPrompts], bat
 
     # with task rewards, the policy learns from those on rows without a teacher
     if not has_teacher.all() and config.distillation.replaces_rewards:
-        untaught_key = _keys(batch, teacher_key)[int(has_teacher.argmin())]
+        untaught_key = _teacher_keys(batch, teacher_key)[int(has_teacher.argmin())]
         raise UserError(
             f"distillation.teachers: no teacher has key={untaught_key}, a value of {teacher_key} in "
             "the training data; name a teacher of these rows, or set distillation_loss.use_task_rewards=true"
