@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
-from trainer.agentic.episode_log import readable, samples_of
+from trainer.agentic.episode_log import readable, rows_by_episode, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.data.prompts import PromptDataset
 from trainer.observe.final_report import FitResult
@@ -26,7 +26,7 @@ from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
 from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
-from trainer.rollout.sample_groups import Group, GroupFilter
+from trainer.rollout.sample_groups import Group, GroupFilter, most_groups
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
@@ -142,21 +142,21 @@ class EpisodeFilter(GroupFilter):
         if self._drops_equal_scores:
             is_scored = ~rows.non_tensor_batch["reward_failed"].astype(bool)
             scores = rows.batch["episode_scores"][torch.from_numpy(is_scored)]
-            return not len(scores) or bool(scores.min() == scores.max())
+            # of a group whose episodes all failed nothing can be learned
+            if not len(scores):
+                return True
+            return bool(scores.min() == scores.max())
 
         assert self._filter is not None
         # the key is purpose/tag_group_episode_seed, and a tag may contain the separator
         _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
-        episodes = _episodes(rows)
+        rows_of_episodes = rows_by_episode(rows, range(len(rows)))
+        episodes = [rows.select_idxs(np.array(numbers)) for numbers in rows_of_episodes]
         return bool(self._filter.filter(int(group_id), int(episode_id), episodes))
 
     def most(self, wanted: int) -> float:
         if self._drops_equal_scores:
-            max_batches = self._options.max_num_gen_batches
-            # 0 = no limit
-            if not max_batches:
-                return math.inf
-            return max_batches * wanted
+            return most_groups(self._options, wanted)
 
         num_groups = self.manager.num_env_groups
         max_replaced = self.manager.max_replaced_groups
@@ -187,17 +187,6 @@ class EpisodeFilter(GroupFilter):
             "scheduler/groups_kept_though_dropped": Metric.last(num_kept),
             "scheduler/off_policy_ratio": Metric.last(max(step - 1, self.warmup) - oldest),
         }
-
-
-def _episodes(rows: DataProto) -> list[DataProto]:
-    """Splits the rows of a group by episode."""
-    names = rows.non_tensor_batch["traj_id"]
-    episodes = []
-    # in the order of their first rows
-    for name in dict.fromkeys(names):
-        rows_of_episode = np.flatnonzero(names == name)
-        episodes.append(rows.select_idxs(rows_of_episode))
-    return episodes
 
 
 class AgentTrainer(RayPPOTrainer):

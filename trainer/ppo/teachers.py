@@ -124,8 +124,8 @@ def rows_of(teacher: Teacher, batch: DataProto, teacher_key: str) -> np.ndarray:
     """Returns (B,) bool: True for the rows whose value in the column `teacher_key` is the teacher's."""
     if teacher.key is None:
         return np.ones(len(batch), dtype=bool)
-    keys = _teacher_keys(batch, teacher_key)
-    return np.array([key == teacher.key for key in keys], dtype=bool)
+    is_taught = [key == teacher.key for key in _teacher_keys(batch, teacher_key)]
+    return np.array(is_taught, dtype=bool)
 
 
 def _teacher_keys(batch: DataProto, teacher_key: str) -> list[str]:
@@ -196,14 +196,12 @@ class PrivilegedPrompts:
         """Returns the token ids of the teacher's prompt of each row."""
         uids = batch.non_tensor_batch["uid"]
         # the rows of a prompt differ only in their answers, so each prompt is encoded once
-        first_row: dict[str, int] = {}
+        chats: dict[str, Prompt] = {}
         for row, uid in enumerate(uids):
-            first_row.setdefault(uid, row)
-        chats = [Prompt(self.messages(batch, row)) for row in first_row.values()]
-        encoded = encode_prompts(chats, self.tokenizer, self.data_config)
-        tokens_of_uid: dict[str, list[int]] = {}
-        for uid, tokens in zip(first_row, encoded, strict=True):
-            tokens_of_uid[uid] = tokens.tolist()
+            if uid not in chats:
+                chats[uid] = Prompt(self.messages(batch, row))
+        encoded = encode_prompts(list(chats.values()), self.tokenizer, self.data_config)
+        tokens_of_uid = {uid: tokens.tolist() for uid, tokens in zip(chats, encoded, strict=True)}
         return [tokens_of_uid[uid] for uid in uids]
 
     def _inputs(self, prompts: list[list[int]], rows: DataProto) -> dict[str, torch.Tensor]:

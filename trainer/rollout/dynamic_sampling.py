@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from trainer.rewards.groups import KINDS, groups_of
-from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled
+from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled, most_groups
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -50,11 +50,7 @@ class DynamicSampling(GroupFilter):
             start += size
 
     def most(self, wanted: int) -> float:
-        max_batches = self.config.algorithm.filter_groups.max_num_gen_batches
-        # 0 = no limit
-        if not max_batches:
-            return math.inf
-        return max_batches * wanted
+        return most_groups(self.config.algorithm.filter_groups, wanted)
 
     def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Raises FilterBudgetExceeded, which describes the outcomes by data_source."""

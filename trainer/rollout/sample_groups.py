@@ -3,6 +3,7 @@
 `trainer.rollout.scheduler` decides which groups run. It knows the parts around it by the protocols of this file.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 
+from verl_lite.config.algorithm import FilterGroupsConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.engines.base import SamplingParams
@@ -157,6 +159,14 @@ class GroupFilter:
             dropped: groups that were dropped since the last batch.
         """
         return {}
+
+
+def most_groups(options: FilterGroupsConfig, wanted: int) -> float:
+    """Returns the maximum number of groups that algorithm.filter_groups lets a batch of `wanted` groups draw."""
+    # 0 = no limit
+    if not options.max_num_gen_batches:
+        return math.inf
+    return options.max_num_gen_batches * wanted
 
 
 def assembled(groups: Sequence[Group]) -> DataProto:

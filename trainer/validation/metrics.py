@@ -144,7 +144,7 @@ def process_validation_metrics(
             numbers are no variables.
         seed: Seed of the draws of maj@n.
     """
-    prompts_by_source = _rows_by_prompt(data_sources, sample_uids)
+    prompts_by_source = rows_by_prompt(data_sources, sample_uids)
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for variable, entries in infos_dict.items():
@@ -160,19 +160,18 @@ def process_validation_metrics(
     return results
 
 
-def _rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Returns the rows of each prompt, by data source."""
-    # a prompt is identified by its row in the files, never by its text; data sources do not share prompts
-    prompts = list(zip(sources, uids, strict=True))
-    rows_by_prompt: dict[tuple[str, str], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows = rows_by_prompt.setdefault(prompt, [])
-        rows.append(row)
+def rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Returns the rows of each prompt, by data source.
+
+    A prompt is identified by its uid, never by its text. Data sources do not share prompts.
+    """
+    rows_of_prompt: dict[tuple[str, str], list[int]] = {}
+    for row, prompt in enumerate(zip(sources, uids, strict=True)):
+        rows_of_prompt.setdefault(prompt, []).append(row)
 
     prompts_by_source: dict[str, list[list[int]]] = {}
-    for (source, _), rows in rows_by_prompt.items():
-        prompts_of_source = prompts_by_source.setdefault(source, [])
-        prompts_of_source.append(rows)
+    for (source, _), rows in rows_of_prompt.items():
+        prompts_by_source.setdefault(source, []).append(rows)
     return prompts_by_source
 
 
