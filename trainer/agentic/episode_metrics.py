@@ -38,7 +38,7 @@ class EpisodeTable:
         scores: score of the episode.
         metrics: metrics that its environment or program reported.
         rows: indices of its rows in the batch, in the order of its steps.
-        prefix: text before the names of `metrics` in those of the trainer, OWN for programs.
+        prefix: text that the trainer puts before the names of `metrics`, OWN for programs.
     """
 
     tags: list[str]

@@ -71,8 +71,8 @@ def removed_on_failure(draft: Path) -> Iterator[None]:
 def _is_full(folder: Path) -> bool:
     """Tries to write PROBE_BYTES into a folder. Returns True if the disk, or a quota of it, has no room for them.
 
-    The error of a failed save does not tell: that of a worker has no errno. Nor do the free bytes of the disk, which
-    are not those of its quotas.
+    The error of a failed save does not tell, because an error from a worker has no errno. Nor do the free bytes of the
+    disk, of which a quota may allow fewer.
     """
     probe = folder / ".probe.draft"
     try:

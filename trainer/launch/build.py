@@ -52,8 +52,9 @@ from workers.rollout.group_queue import GroupQueue
 
 GIB = 1 << 30
 QUEUE_CALLS_AT_ONCE = 16
-# one call of the driver waits for scores while calls of workers submit samples
+"""Calls that the queue of separate engines answers at the same time."""
 REWARD_CALLS_AT_ONCE = 8
+"""Calls that the reward pool answers at the same time: the driver waits for scores while workers submit samples."""
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
@@ -266,7 +267,7 @@ def sample_parts(
     model = None
     if data.reward_inputs is not None:
         model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
-    # dynamic sampling scores a few groups at a time, and the share of failures is that of a whole batch
+    # dynamic sampling scores a few groups at a time; the share of failures is still computed over a whole batch
     least = LEAST_REWARDS
     if config.algorithm.filter_groups.enable:
         least = max(least, config.data.train_batch_size * config.rollout.n)

@@ -407,7 +407,7 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     result.batch["reward_baselines"] = baselines[greedy_rows]
     result.batch["response_mask"] = mask * row_has_baseline[:, None]
 
-    # the baseline of a failed reward is 0, so the sum is that of the others
+    # the baseline of a failed reward is 0 and adds nothing to the sum
     total = float(baselines.sum())
     num_prompts = len(has_baseline)
     num_baselines = int(has_baseline.sum())

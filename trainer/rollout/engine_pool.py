@@ -227,7 +227,7 @@ class SeparateActorRole(ActorRole):
 
         Args:
             seconds: the longest time that an engine waits for a complete group.
-            with_metrics: True to return the metrics of all engines, too, also of those that completed no group.
+            with_metrics: True to return the metrics of every engine, too, whether it completed a group or not.
         """
         taken: CallResults[GroupResults] = self.engines.call(
             lambda engine: engine.take_groups(seconds, with_metrics, blocking=False)

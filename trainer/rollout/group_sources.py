@@ -187,7 +187,7 @@ class PromptSource:
         return groups
 
     def _answers_to(self, prompts: DataProto) -> int | np.ndarray:
-        """Returns the number of answers to a prompt: rollout.n, or that of each prompt if the data names it."""
+        """Returns the number of answers to a prompt: rollout.n, or each prompt's own number if the data states it."""
         if ANSWERS in prompts:
             return prompts.batch[ANSWERS].numpy()
         return self.config.rollout.n

@@ -113,7 +113,7 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
 
 
 def _headlines(metrics: Collection[str]) -> set[str]:
-    """Returns those of a variable's metrics that are mean, best or maj of the largest number of answers."""
+    """Returns the headlines among a variable's metrics: mean, best and maj of the largest number of answers."""
     largest = max(map(_number_of_answers, metrics), default=0)
     headlines = set()
     for metric in metrics:

@@ -44,7 +44,7 @@ IMAGE_SIDE = 512  # pixels; larger images are scaled down
 JSON = "_json"
 REWARD = "reward/"
 _MESSAGE = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()})
-# the type of a column by that of the field of `Sample`; other fields are converted in `table_of`
+# type of a field of `Sample` -> type of its column; `table_of` converts the fields of other types
 _COLUMN_TYPES: dict[object, pyarrow.DataType] = {
     int: pyarrow.int64(),
     str: pyarrow.string(),
