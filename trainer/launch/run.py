@@ -256,7 +256,8 @@ def train(
     if config.trainer.dry_run:
         return dry_run(job, loaded, stack)
 
-    job.check(visible_devices(device_type(config.trainer.device)))
+    num_devices = visible_devices(device_type(config.trainer.device))
+    job.check(num_devices)
     job.check_models()
     tell_idle_options(job, loaded)
     stack.enter_context(reserved_devices(config, job.request(), console.note))
@@ -268,7 +269,8 @@ def train(
     folder = HeldFolder(run_dir, console.note, stack)
     check_run_dir(job, total_steps)
     plan = job.plan()
-    folder.config_file = save_config(loaded, run_dir / "config.yaml").read_text(encoding="utf-8")
+    config_file = save_config(loaded, run_dir / "config.yaml")
+    folder.config_text = config_file.read_text(encoding="utf-8")
     seed_random_state(config.trainer.seed)
     if plan:
         console.print(plan)
@@ -437,7 +439,7 @@ def _enter_run_folder(config: RunOptions, run_dir: Path, stack: ExitStack) -> No
 class HeldFolder:
     """The locked folder of a running training; `stack` releases the lock."""
 
-    config_file = ""
+    config_text = ""
     """The text of the config.yaml in the folder."""
 
     def __init__(self, run_dir: Path, note: Callable[[str], None], stack: ExitStack) -> None:
@@ -463,7 +465,7 @@ class HeldFolder:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         self.lock.close()
         self.file = self.lock.enter_context(locked_folder(self.run_dir, self.note))
-        (self.run_dir / "config.yaml").write_text(self.config_file, encoding="utf-8")
+        (self.run_dir / "config.yaml").write_text(self.config_text, encoding="utf-8")
         # the checkpoints are gone with the old folder
         if saver is not None:
             saver.is_overdue |= saver.trainer.save_freq > 0
