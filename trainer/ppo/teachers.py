@@ -97,6 +97,7 @@ class Teachers:
             for name in scored.keys():
                 scored_columns[str(name)] = scored[name]
             for name, values in scored_columns.items():
+                # the rows of other teachers, and rows without one, have zeros
                 if name not in columns:
                     columns[name] = values.new_zeros(len(batch), *values.shape[1:])
                 columns[name][rows] = values

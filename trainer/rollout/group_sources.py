@@ -292,22 +292,19 @@ class EnvSource:
             # always the same episodes: the random numbers depend on the number of the group and on the step
             self.next_group = 0
             start_step = 1
-        return self._draw(number, start_step)
+        return self.draw(number, start_step)
 
     def draw(self, number: int, step: int) -> list[Group]:
-        return self._draw(number, step)
+        groups = []
+        for _ in range(number):
+            plan = self._plan(self.next_group, step)
+            groups.append(Group(plan))
+            self.next_group += 1
+        return groups
 
     def draw_validation(self, n: int) -> list[Group]:
         """Returns the groups of a validation. Their sizes are those of the environment manager, whatever `n` is."""
         return self.draw_batch(1, 1)
-
-    def _draw(self, number: int, start_step: int) -> list[Group]:
-        groups = []
-        for _ in range(number):
-            plan = self._plan(self.next_group, start_step)
-            groups.append(Group(plan))
-            self.next_group += 1
-        return groups
 
     def _plan(self, number: int, start_step: int) -> GroupPlan:
         """Returns the plan of group `number`. The names of its episodes are ROLL's."""
