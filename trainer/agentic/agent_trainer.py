@@ -280,6 +280,7 @@ class AgentTrainer(RayPPOTrainer):
 
             episodes = samples_of(batch, step)
             self.samples.write_validation(episodes, step, prefix.strip("/"))
+            # the samples of greedy_too are only written to files
             if not prefix:
                 result.samples = episodes[: self.config.trainer.log_val_generations]
                 self.tracking.log_samples(result.samples, step=step)

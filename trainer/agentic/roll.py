@@ -239,6 +239,7 @@ class RollScheduler:
 
         if source.purpose == "train":
             batch = scheduler.get_batch(step + 1)
+            # as in `RayPPOTrainer.collect_batch`, which a custom loop does not call
             if config.algorithm.rollout_correction.bypass_mode:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         else:

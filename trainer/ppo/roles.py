@@ -424,6 +424,7 @@ class ReferenceRole(ModelRole):
     def section(self) -> str:  # type: ignore[override]
         if needs_reference_model(self.config):
             return "ref"
+        # the policy's workers compute it without their adapter
         return "actor"
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
