@@ -412,7 +412,6 @@ def _require_hooks(kind: type[Callback], key: str) -> None:
         require_call(attribute, f"{name}(self, state, control)", *range(num_arguments))
 
 
-
 def _callback_at(entry: str) -> Callback:
     """Creates the callback of an entry FILE.py:CLASS or package.module:CLASS."""
     path, separator, name = entry.rpartition(":")
