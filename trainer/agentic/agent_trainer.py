@@ -26,7 +26,7 @@ from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
 from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
-from trainer.rollout.sample_groups import Group, GroupFilter, most_groups
+from trainer.rollout.sample_groups import Group, GroupFilter, filter_groups_limit
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
@@ -154,9 +154,9 @@ class EpisodeFilter(GroupFilter):
         episodes = [rows.select_idxs(np.array(numbers)) for numbers in rows_of_episodes]
         return bool(self._filter.filter(int(group_id), int(episode_id), episodes))
 
-    def most(self, wanted: int) -> float:
+    def max_groups(self, wanted: int) -> float:
         if self._drops_equal_scores:
-            return most_groups(self._options, wanted)
+            return filter_groups_limit(self._options, wanted)
 
         num_groups = self.manager.num_env_groups
         max_replaced = self.manager.max_replaced_groups
@@ -170,7 +170,7 @@ class EpisodeFilter(GroupFilter):
             max_drawn = max(wanted, min(max_drawn, episodes_of_env * num_groups))
         return max_drawn
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Keeps the oldest dropped groups."""
         dropped = [group for group in groups if group.is_dropped]
         for group in dropped[:missing]:

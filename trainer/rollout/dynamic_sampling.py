@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from trainer.rewards.groups import KINDS, groups_of
-from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled, most_groups
+from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled, filter_groups_limit
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -49,10 +49,10 @@ class DynamicSampling(GroupFilter):
             group.sampled = Rows(rows, start, start + size)
             start += size
 
-    def most(self, wanted: int) -> float:
-        return most_groups(self.config.algorithm.filter_groups, wanted)
+    def max_groups(self, wanted: int) -> float:
+        return filter_groups_limit(self.config.algorithm.filter_groups, wanted)
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Raises FilterBudgetExceeded, which describes the outcomes by data_source."""
         options = self.config.algorithm.filter_groups
         batch_size = self.config.data.train_batch_size
@@ -72,7 +72,7 @@ class DynamicSampling(GroupFilter):
         if total["all_right"] > total["all_wrong"]:
             better_data = "harder"
         reason = "all training prompts were asked"
-        if len(groups) >= self.most(batch_size):
+        if len(groups) >= self.max_groups(batch_size):
             reason = "its budget of generation batches is used up"
         raise FilterBudgetExceeded(
             f"Step {step}: {reason}, and {total['kept']} of the {batch_size} groups of "

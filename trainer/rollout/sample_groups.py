@@ -142,11 +142,11 @@ class GroupFilter:
         """Sets `kind` of complete groups whose rewards are available, or may be waited for."""
         raise NotImplementedError
 
-    def most(self, wanted: int) -> float:
+    def max_groups(self, wanted: int) -> float:
         """Returns the maximum number of groups that may be drawn for a batch of `wanted` groups."""
         raise NotImplementedError
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Keeps `missing` of the dropped groups, or raises. Called if no more groups may be drawn to replace them."""
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ class GroupFilter:
         return {}
 
 
-def most_groups(options: FilterGroupsConfig, wanted: int) -> float:
+def filter_groups_limit(options: FilterGroupsConfig, wanted: int) -> float:
     """Returns the maximum number of groups that algorithm.filter_groups lets a batch of `wanted` groups draw."""
     # 0 = no limit
     if not options.max_num_gen_batches:

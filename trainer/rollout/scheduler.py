@@ -206,7 +206,7 @@ class RolloutScheduler:
         size = self.sizes[step]
         max_groups: float = size
         if self.filter is not None:
-            max_groups = self.filter.most(size)
+            max_groups = self.filter.max_groups(size)
         # the groups that this step may still draw; those that an earlier step dropped without a replacement do not
         # count against the limit of this batch
         budget = max_groups - size + max(0, self._missing(step))
@@ -389,7 +389,7 @@ class RolloutScheduler:
             # a running group could still be kept
             if self.filter is None:
                 raise RuntimeError(f"step {step}: {missing} groups are missing, and the source has no more")
-            self.filter.complete(step, self.groups, missing)
+            self.filter.fill_batch(step, self.groups, missing)
         return len(replacements)
 
     def _begin_batch(self, step: int, start_step: int) -> None:
