@@ -133,7 +133,7 @@ class RolloutScheduler:
         meta_info has `metrics` of the engines, the scheduler and the filter, and for episodes `episodes`, an
         EpisodeCounts that includes dropped groups.
         """
-        self._begin_again()
+        self._restart_restored()
         if step not in self.sizes:
             self._begin_batch(step, step)
         if self.spans_updates:
@@ -153,7 +153,7 @@ class RolloutScheduler:
 
         batch = assembled(chosen)
         oversampling_metrics = self._abort(surplus, batch, len(chosen))
-        self._account(step, chosen, dropped)
+        self._count_resolved(step, chosen, dropped)
         engine_metrics = self._take_metrics()
         metrics = engine_metrics | oversampling_metrics
         if self.filter is not None:
@@ -172,7 +172,7 @@ class RolloutScheduler:
         They run between micro-batches of training; `get_batch` and `finish` complete them. Call it after `get_batch` of
         the step. Does nothing for batches that are started already.
         """
-        self._begin_again()
+        self._restart_restored()
         last = min(step + self.batches_ahead, self.last_step)
         for later_step in range(step + 1, last + 1):
             if later_step not in self.sizes:
@@ -195,7 +195,7 @@ class RolloutScheduler:
 
     def finish(self) -> None:
         """Waits for all running groups."""
-        running_keys = self._running()
+        running_keys = self._running_keys()
         if running_keys:
             self._run_engines(running_keys, self.groups)
 
@@ -235,8 +235,8 @@ class RolloutScheduler:
         rest = [group for group in self._others(chosen) if not group.is_dropped]
         if all(group.is_kept for group in rest):
             return chosen
-        # no group is dropped for its age: younger groups may overtake a running one only if it will not be too old in
-        # the step that can train on it
+        # no group is dropped for its age: the chosen groups may overtake a running one only if that one will not be too
+        # old in the earliest step that can train on it
         for earliest, group in zip(self._earliest_steps(step, len(rest)), rest, strict=True):
             if self.staleness(earliest, group) > self.threshold:
                 return None
@@ -339,7 +339,7 @@ class RolloutScheduler:
 
     def _run_and_judge(self) -> None:
         """Runs the engines, and decides which of the complete groups are kept."""
-        running_keys = self._running()
+        running_keys = self._running_keys()
         if running_keys:
             limit_s: float | None = None
             if self._judges_while_running:
@@ -349,7 +349,7 @@ class RolloutScheduler:
 
         complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
         # when no group is running, there is nothing to do but to wait for the rewards
-        if self._running():
+        if self._running_keys():
             complete = self._with_rewards(complete)
         if not complete:
             return
@@ -385,7 +385,7 @@ class RolloutScheduler:
             replacements = self.source.draw(number, step)
         if replacements:
             self._begin(replacements, step)
-        elif not self._running():
+        elif not self._running_keys():
             # a running group could still be kept
             if self.filter is None:
                 raise RuntimeError(f"step {step}: {missing} groups are missing, and the source has no more")
@@ -418,7 +418,7 @@ class RolloutScheduler:
         self.counts["started"] += len(groups)
         self.engines.begin_groups([group.plan for group in groups], self.sampling)
 
-    def _running(self) -> list[str]:
+    def _running_keys(self) -> list[str]:
         """Returns the keys of the groups that are not complete."""
         return [group.plan.key for group in self.groups if group.sampled is None]
 
@@ -444,9 +444,9 @@ class RolloutScheduler:
 
     # -------------------------------------------------------------------------------------------- numbers and state
 
-    def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
-        """Counts the groups of this step. Raises RuntimeError if a started group is neither resolved nor in `groups`,
-        or if a group of the batch is too old."""
+    def _count_resolved(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
+        """Counts the groups of this step that are trained on or dropped. Raises RuntimeError if a started group is
+        neither resolved nor in `groups`, or if a group of the batch is too old."""
         self.counts.update(trained=len(chosen), dropped=len(dropped))
         started = self.counts["started"]
         resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
@@ -488,7 +488,7 @@ class RolloutScheduler:
             "async/staleness/oldest": Metric.last(max(ages)),
             "async/staleness/mean": Metric.mean(sum(ages), len(ages)),
             "async/batches_started": Metric.last(len(self.sizes)),
-            "async/groups_in_flight": Metric.last(len(self._running())),
+            "async/groups_in_flight": Metric.last(len(self._running_keys())),
             # constant: a step waits for a group instead of dropping it for its age
             "async/dropped_for_staleness": Metric.last(0),
             "async/trainer_wait_seconds": Metric.last(waited),
@@ -533,7 +533,7 @@ class RolloutScheduler:
         continued: dict[str, GroupPlan] = {}
         if self.spans_updates:
             continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
-        other_keys = [key for key in self._running() if key not in continued]
+        other_keys = [key for key in self._running_keys() if key not in continued]
         if other_keys:
             self._run_engines(other_keys, self.groups)
 
@@ -570,7 +570,7 @@ class RolloutScheduler:
             groups.append(group)
         self.restore({**state, "groups": groups})
 
-    def _begin_again(self) -> None:
+    def _restart_restored(self) -> None:
         """Starts the incomplete groups of a restored state, and the rewards of complete ones, once."""
         if not self._is_restored:
             return
