@@ -353,11 +353,11 @@ def try_environments(
     tags = dict.fromkeys([*agentic.train_env_manager.tags, *agentic.val_env_manager.tags])
     pool = EnvPool(agentic.env_pool, templates, modules=env_modules())
     try:
-        begun_differently = pool.dry_run(list(tags))
+        unseeded_tags = pool.dry_run(list(tags))
     finally:
         pool.close()
-    if begun_differently:
-        names = ", ".join(f"agentic.custom_envs.{tag}" for tag in begun_differently)
+    if unseeded_tags:
+        names = ", ".join(f"agentic.custom_envs.{tag}" for tag in unseeded_tags)
         tell(
             f"{names}: two episodes of seed 0 begin with different observations. The members of a group share a seed, "
             "so that their scores are compared as those of one task: let all randomness of the environment come from "
@@ -388,11 +388,12 @@ def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         from workers.agents.tool_agent import TIMEOUT_S, check_servers, located
 
         agentic.mcp_servers = located(agentic.mcp_servers)
+        # the arguments of the built-in agent, which uses the servers
         _, kwargs = program_of(agentic)
         timeout_s = kwargs.get("timeout_s", TIMEOUT_S)
         check_servers(kwargs["servers"], kwargs["limits"], kwargs["environment"], timeout_s)
 
-    # the process reports the style of the program when it has loaded it
+    # a process that has loaded the program reports its style; one that cannot load it raises in `poll`
     pool = ProcessPool(replace(program_pool(agentic), num_workers=1))
     try:
         while pool.style is None:

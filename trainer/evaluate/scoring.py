@@ -220,6 +220,7 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
         sources = {item.data_source for item in items}
         pool.dry_run([], sorted(sources))
         pool.submit(items)
+        # in the order of the keys
         results_by_key = pool.collect(item.key for item in items)
         return list(results_by_key.values())
     finally:
