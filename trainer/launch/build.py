@@ -157,6 +157,7 @@ def start_engines(
     stack.callback(queue.stop)
 
     def start(engine: int) -> WorkerGroup:
+        """Starts the processes of one engine and builds its model."""
         roles = {}
         if _joins_cluster_with_gpus(config):
             roles[f"devices_{engine}"] = device_holder(config)

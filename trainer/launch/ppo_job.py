@@ -72,9 +72,11 @@ class PPOJob(Job[PPOConfig]):
         config = self.config
         correction = config.algorithm.rollout_correction
         if correction.bypass_mode is None:
-            # with rollout_is, importance weights correct the ratio to recomputed old_log_probs instead
+            # If samples may be older than the policy, the ratio is taken against the policy that sampled, unless
+            # rollout_is corrects the ratio to recomputed old_log_probs by importance weights.
+            is_stale = config.async_training.max_off_policy_threshold > 0
             is_corrected = correction.rollout_is is not None and correction.loss_type == "ppo_clip"
-            correction.bypass_mode = config.async_training.max_off_policy_threshold > 0 and not is_corrected
+            correction.bypass_mode = is_stale and not is_corrected
         validate(config, engines=engine_names(), slots=self.slots, available=available)
         if config.rollout.name == "auto":
             length = config.rollout.max_model_len or config.longest_sample
