@@ -181,7 +181,8 @@ class EpisodeFilter(GroupFilter):
         num_kept = self._kept_though_dropped
         self._kept_though_dropped = 0
         # version 0 does not age during the warm-up
-        oldest = max(min(group.version for group in chosen), self.warmup)
+        versions = [group.version for group in chosen]
+        oldest = max(min(versions), self.warmup)
         return {
             "scheduler/group_filter_count": Metric.last(len(dropped) + num_kept),
             "scheduler/groups_kept_though_dropped": Metric.last(num_kept),

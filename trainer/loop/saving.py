@@ -88,7 +88,10 @@ class Saver:
         frequency = self.trainer.save_freq
         # called in every step, also if a checkpoint is due anyway: `must_stop` decides whether the run ends
         is_stopped = steps.must_stop()
-        return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
+        if steps.due(frequency) or self.is_overdue:
+            return True
+        # 0 turns all checkpoints off
+        return is_stopped and frequency != 0
 
     def save(self, steps: StepCounter, state: Mapping[str, object] | None = None) -> None:
         """Writes the checkpoint of this step. With trainer.async_save the workers write their files in the background.
