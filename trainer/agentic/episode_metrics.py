@@ -98,6 +98,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     metrics |= environment_metrics(table)
 
     columns = batch.non_tensor_batch
+    # only steps are compared with others that start from the same state
     rows_are_steps = any(len(numbers) != 1 for numbers in table.rows)
     if "state_hash" in columns and rows_are_steps:
         rows = np.concatenate(table.rows)
@@ -162,9 +163,11 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     """
     table = EpisodeTable.of(batch)
     metrics = summary(f"val/{prefix}score", table.scores)
-    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(_turns_of_episodes(batch, table)))
-    for tag, groups in sorted(rows_by_prompt(table.tags, table.groups).items()):
-        means = [table.scores[episodes].mean() for episodes in groups]
+    num_turns = _turns_of_episodes(batch, table)
+    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(num_turns))
+    groups_of_tag = rows_by_prompt(table.tags, table.groups)
+    for tag in sorted(groups_of_tag):
+        means = [table.scores[episodes].mean() for episodes in groups_of_tag[tag]]
         metrics |= summary(f"val/{prefix}{tag}/score", np.array(means))
     metrics |= environment_metrics(table, f"val/{prefix}")
 

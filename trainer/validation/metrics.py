@@ -166,12 +166,15 @@ def rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, lis
     A prompt is identified by its uid, never by its text. Data sources do not share prompts.
     """
     rows_of_prompt: dict[tuple[str, str], list[int]] = {}
-    for row, prompt in enumerate(zip(sources, uids, strict=True)):
-        rows_of_prompt.setdefault(prompt, []).append(row)
+    prompts = zip(sources, uids, strict=True)
+    for row, prompt in enumerate(prompts):
+        rows = rows_of_prompt.setdefault(prompt, [])
+        rows.append(row)
 
     prompts_by_source: dict[str, list[list[int]]] = {}
     for (source, _), rows in rows_of_prompt.items():
-        prompts_by_source.setdefault(source, []).append(rows)
+        prompts_of_source = prompts_by_source.setdefault(source, [])
+        prompts_of_source.append(rows)
     return prompts_by_source
 
 
