@@ -6,6 +6,7 @@ folder / settings.json        everything that the answers depend on; commands wi
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -121,14 +122,15 @@ def content_of(path: str | Path) -> str:
         files = [file for file in path.rglob("*") if file.is_file()]
         # sorted, because a file system lists files in any order
         for file in sorted(files):
-            digest.update(f"{file.relative_to(path)} {content_of(file)}\n".encode())
+            line = f"{file.relative_to(path)} {content_of(file)}\n"
+            digest.update(line.encode())
         return digest.hexdigest()
     if not path.is_file():
         return "absent"
 
     # a large file, such as a checkpoint, is not read completely
     size = path.stat().st_size
-    num_pieces = min(_PIECES, -(-size // _PIECE_BYTES))
+    num_pieces = min(_PIECES, math.ceil(size / _PIECE_BYTES))
     digest.update(str(size).encode())
     with path.open("rb") as opened:
         # The last piece ends at the end of the file, and the others are evenly spaced before it. A file of one piece is
