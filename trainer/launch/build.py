@@ -224,7 +224,9 @@ def build_trainer(
         if trainer_class.trains:
             teachers = build_teachers(config, groups, data.tokenizer, run_dir, tracking.note)
 
-        folders = options.rollout_data_dir, options.validation_data_dir
+        max_bytes = options.samples_max_mb << 20
+        samples = SampleFiles(run_dir, max_bytes, tracking.note, options.rollout_data_dir, options.validation_data_dir)
+        saver = Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note)
         trainer = trainer_class(
             config,
             actor=actor,
@@ -233,8 +235,8 @@ def build_trainer(
             teachers=teachers,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=SampleFiles(run_dir, options.samples_max_mb << 20, tracking.note, *folders),
-            saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
+            samples=samples,
+            saver=saver,
             run_dir=run_dir,
             total_steps=total_steps,
             **sample_parts(config, data, groups, pool, run_dir, tracking.note),
