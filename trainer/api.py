@@ -446,7 +446,7 @@ def _removed_if_refused(folder: Path, errors: type[BaseException] = UserError) -
 
 
 def _start_time(folder: Path) -> int | None:
-    """Returns when a run has started in the folder last, which writes config.yaml; None if none has."""
+    """Returns the time (ns) at which a run last started in the folder, and wrote config.yaml; None without a run."""
     file = folder / "config.yaml"
     if not file.is_file():
         return None
@@ -460,7 +460,8 @@ def _require_success(status: int, call: str) -> None:
 
 
 def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
-    """Returns nested options, and those of keywords, by dotted key."""
+    """Returns options by dotted key. In `options`, a key may have __ for a dot, and a value may be a dictionary of the
+    options below the key."""
     flat: Options = {}
     for name, value in options.items():
         if not isinstance(name, str):

@@ -214,7 +214,7 @@ def runs_as_command(job: Job[Options]) -> bool:
 
 
 def arguments_of_retry(job: Job[Options], max_retries: int) -> list[str]:
-    """Returns the arguments that make the command line continue this run."""
+    """Returns the arguments that, added to the command line, let it continue this run."""
     # the default name of a run contains the time of its start
     arguments = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={max_retries}"]
     if resumes_from_run_folder(job):
@@ -224,9 +224,9 @@ def arguments_of_retry(job: Job[Options], max_retries: int) -> list[str]:
 
 
 def resumes_from_run_folder(job: Job[Options]) -> bool:
-    """True if a retry must resume from the run folder.
+    """Returns True if a retry must resume from the run folder.
 
-    False if the run started from another run's checkpoint and has not saved one yet.
+    A run that started from another run's checkpoint, and has not saved one yet, starts from there again.
     """
     return job.config.trainer.resume_mode != "resume_path" or bool(saved_steps(job.run_dir))
 
