@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from trainer.observe.health_checks import Finding
 
 _BATCH = 64
+"""Largest default of data.train_batch_size."""
 _REDRAW_S = 3.0
+"""Seconds between two looks at the metrics for the curve of a notebook."""
 
 Options = dict[str, object]
 """Options by dotted key."""
@@ -200,7 +202,7 @@ class TrainResult:
         # equal calls share a folder, so that an interrupted one continues
         folder = self.run_dir / "generate" / digest_of([rows, options])
         answers_file = folder / "answers.parquet"
-        with _as_caller_expects({}), _removed_if_refused(folder):
+        with _called_from_python({}), _removed_if_refused(folder):
             prompts_file = write_rows(rows, folder, "prompts")
             options.append(f"data.val_files=[{json.dumps(prompts_file)}]")
             status = generate(str(self.run_dir), answers_file, options)
@@ -221,7 +223,7 @@ class TrainResult:
         from trainer.evaluate.targets import find_targets
 
         inputs = self.run_dir / "inputs"
-        with _as_caller_expects({"data.val_files": "data"}), _removed_if_refused(inputs):
+        with _called_from_python({"data.val_files": "data"}), _removed_if_refused(inputs):
             files: Options = {}
             if data is not None:
                 files["data.val_files"] = data_files(data, inputs, "evaluate")
@@ -275,7 +277,7 @@ def train(
     caller_options = _flat(options or {}) | _flat(keywords)
     try:
         # BaseException, because an interrupt before the start must leave no files either
-        with _as_caller_expects(_SETS), _removed_if_refused(folder, BaseException):
+        with _called_from_python(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
             from trainer.launch.ppo_job import run_ppo
 
@@ -377,7 +379,7 @@ def _refuse_other_names(keywords: Mapping[str, object]) -> None:
 
 
 @contextmanager
-def _as_caller_expects(sets: Mapping[str, str]) -> Iterator[None]:
+def _called_from_python(sets: Mapping[str, str]) -> Iterator[None]:
     """Leaves the process as it was, and makes messages speak of arguments instead of a command line.
 
     Args:
@@ -444,7 +446,7 @@ def _removed_if_refused(folder: Path, errors: type[BaseException] = UserError) -
 
 
 def _start_time(folder: Path) -> int | None:
-    """Returns when a run has started in the folder last, which writes config.yaml; None if none has."""
+    """Returns the time (ns) at which a run last started in the folder, and wrote config.yaml; None without a run."""
     file = folder / "config.yaml"
     if not file.is_file():
         return None
@@ -458,7 +460,8 @@ def _require_success(status: int, call: str) -> None:
 
 
 def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
-    """Returns nested options, and those of keywords, by dotted key."""
+    """Returns options by dotted key. In `options`, a key may have __ for a dot, and a value may be a dictionary of the
+    options below the key."""
     flat: Options = {}
     for name, value in options.items():
         if not isinstance(name, str):

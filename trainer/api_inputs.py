@@ -33,15 +33,16 @@ Prompts = str | Chat | Iterable[str | Chat]
 RewardFunction = Callable[..., object]
 """A function of a user with the arguments of verl or of TRL; `trainer.train` describes both."""
 
-_PLAIN = (
-    *(str, bytes, int, float, PurePath, uuid.UUID, decimal.Decimal),
-    *(datetime.date, datetime.time, datetime.timedelta),
-)
+_NUMBERS_AND_TEXTS = (str, bytes, int, float, PurePath, uuid.UUID, decimal.Decimal)
+_TIMES = (datetime.date, datetime.time, datetime.timedelta)
+_PLAIN = (*_NUMBERS_AND_TEXTS, *_TIMES)
 """Types of values that a file of rows holds as json values, or as the text that users expect."""
 _MOST_LEVELS = 100
+"""Levels of nesting in a value of a row. A list that contains itself has more."""
 _MOST_BITS = 10_000
+"""Bits of an integer in a row. Python refuses to write a number of more than 4300 digits, which is 14,284 bits."""
 _CUSTOM_FUNCTION = "reward.custom_reward_function"
-_REWARD = """\"\"\"Loads the reward function that was given to `trainer.train`.\"\"\"
+_REWARD_FILE = """\"\"\"Loads the reward function that was given to `trainer.train`.\"\"\"
 
 import pathlib
 
@@ -180,7 +181,7 @@ def _store_function(reward: RewardFunction, folder: Path) -> dict[str, object]:
             ) from error
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.pkl").write_bytes(code)
-    (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "reward.py").write_text(_REWARD_FILE, encoding="utf-8")
     settings: dict[str, object] = {f"{_CUSTOM_FUNCTION}.path": str(folder / "reward.py")}
     # a name that only TRL's functions have
     if _has_parameter(reward, "completions"):

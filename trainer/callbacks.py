@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from trainer.cli import NOTHING_LEFT
 from trainer.validation.sample import Sample
-from verl_lite.config import EarlyStoppingConfig, RunConfig
+from verl_lite.config import RunConfig
 from verl_lite.errors import FinishedRunError, UserError
 from verl_lite.machine.safe_state import require_safe
 from verl_lite.registry import MODULE_PREFIX, did_you_mean, load_object, require_call
@@ -364,8 +364,9 @@ def load_callbacks(config: RunConfig) -> list[Callback]:
         UserError: if an entry of trainer.callbacks does not name a class of callbacks, or one that needs arguments.
     """
     callbacks = [_callback_at(entry) for entry in config.callbacks]
-    if config.early_stopping.metric is not None:
-        callbacks.append(_early_stopping(config.early_stopping.metric, config.early_stopping))
+    options = config.early_stopping
+    if options.metric is not None:
+        callbacks.append(EarlyStopping(options.metric, options.patience, options.greater_is_better, options.threshold))
     return callbacks
 
 
@@ -409,11 +410,6 @@ def _require_hooks(kind: type[Callback], key: str) -> None:
         # of these two, the attribute of the class takes no self
         num_arguments = 2 if isinstance(function, classmethod | staticmethod) else 3
         require_call(attribute, f"{name}(self, state, control)", *range(num_arguments))
-
-
-def _early_stopping(metric: str, options: EarlyStoppingConfig) -> EarlyStopping:
-    """Creates the callback of the section trainer.early_stopping."""
-    return EarlyStopping(metric, options.patience, options.greater_is_better, options.threshold)
 
 
 def _callback_at(entry: str) -> Callback:

@@ -61,8 +61,9 @@ _OWN_PACKAGES = ("verl_lite", "workers", "trainer", "recipes")
 Handler = Callable[[int, FrameType | None], object] | int | None
 """A handler of a signal, as in the types of Python's `signal`."""
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-# vLLM 0.26 reads only the second
+"""Variables that set how long an idle compute thread spins before it sleeps."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of torch's CUDA allocator. vLLM 0.26 reads only the second."""
 DRIVER = {
     # CUDA_VISIBLE_DEVICES counts devices in the order of nvidia-smi
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

@@ -34,10 +34,15 @@ from trainer.observe.run_data import RecordedRun, read_run, run_titles, stage_se
 from verl_lite.errors import printable
 
 EVERY_S = 2.0
+"""Seconds between two drawings of the overview with --follow."""
 _BARS = "▁▂▃▄▅▆▇█"
 _STATE_STYLES = {"running": "bold cyan", "finished": "bold green", "ended early": "bold green"}
 _MOST_CHARACTERS = 4000
-_MOST_REQUESTS, _REQUEST_CHARACTERS = 40, 240
+"""Characters of each text of a sample."""
+_MOST_REQUESTS = 40
+"""Requests of an episode."""
+_REQUEST_CHARACTERS = 240
+"""Characters of each message of a request."""
 
 
 @command

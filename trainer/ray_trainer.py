@@ -369,7 +369,7 @@ class RayPPOTrainer(TrainingLoop[TrainingSteps, FitResult]):
             folder = sampling.prefix.strip("/")
             self.samples.write_validation(samples, self.steps.global_step, folder)
 
-        # not those of greedy_too, whose samples follow
+        # the samples of greedy_too follow them, and are only written to files
         first_samples = next(iter(samples_by_sampling.values()))
         result.samples = first_samples[: self.config.trainer.log_val_generations]
         self.tracking.log_samples(result.samples, step=self.steps.global_step)

@@ -114,6 +114,7 @@ def _replay_ppo(failed: "FailedStep", arguments: list[str]) -> int:
     in_this_process = EPISODES
     if config.reads_prompts:
         in_this_process = ["reward.num_workers=0"]
+    # they replace the saved options, and the user's overrides at the end replace them
     words = [*saved_options, *ONE_DEVICE, *in_this_process, *arguments[2:]]
     return run_ppo(words, trainer_class=Replay)
 

@@ -1,7 +1,7 @@
 """The trainer of agents that act in environments, with the advantages and metrics of episodes.
 
 Read `agent_trainer.py` first: the stages in which it differs from `RayPPOTrainer`. `episode_log.py` writes episodes
-for people. ROLL's names and formulas are defined in the files named after them. The guide is trainer/AGENTIC.md.
+for people, and `roll.py` has ROLL's interface. The guide is trainer/AGENTIC.md.
 
 Imports `trainer/ray_trainer.py`, `rollout/` and `ppo/`. The episodes themselves run in `workers/agents/`.
 """

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.agentic.agentic_advantage import OF_EPISODES, compute_response_level_rewards
-from trainer.agentic.episode_log import readable, samples_of
+from trainer.agentic.episode_log import readable, rows_by_episode, samples_of
 from trainer.agentic.episode_metrics import compute_data_metrics, validation_metrics
 from trainer.data.prompts import PromptDataset
 from trainer.observe.final_report import FitResult
@@ -26,7 +26,7 @@ from trainer.ppo.advantage import ScalarMetrics, compute_token_reward, estimate_
 from trainer.ray_trainer import RayPPOTrainer
 from trainer.rewards.failures import FailureLog
 from trainer.rollout.group_sources import EnvSource, ProgramSource, ProgramValidation
-from trainer.rollout.sample_groups import Group, GroupFilter
+from trainer.rollout.sample_groups import Group, GroupFilter, filter_groups_limit
 from trainer.validation.answers import val_samplings
 from verl_lite.config import PPOConfig
 from verl_lite.envs.base import env_modules, env_templates
@@ -41,6 +41,7 @@ from workers.pool.process_pool import ProcessPool
 from workers.rollout.specs import EpisodeCounts
 
 EPISODES_SHOWN = 2
+"""Number of training episodes that are shown every agentic.logging_steps steps."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -123,8 +124,8 @@ class EpisodeFilter(GroupFilter):
         self.warmup = config.trainer.critic_warmup
         self._filter = make_group_filter(config.agentic, self.manager, "train")
         self._options = config.algorithm.filter_groups
-        self._compares = config.algorithm.filter_groups.enable
-        self.drops = self._filter is not None or self._compares
+        self._drops_equal_scores = self._options.enable
+        self.drops = self._filter is not None or self._drops_equal_scores
         self._kept_though_dropped = 0
 
     def judge(self, groups: Sequence[Group]) -> None:
@@ -134,38 +135,43 @@ class EpisodeFilter(GroupFilter):
                 group.kind = "dropped"
 
     def _is_dropped(self, group: Group) -> bool:
-        """Returns True if the group is not trained on unless too few others are left."""
+        """Returns True if the group is trained on only if too few others are left."""
         if not self.drops:
             return False
         rows = group.rows
-        if self._compares:
+        if self._drops_equal_scores:
             is_scored = ~rows.non_tensor_batch["reward_failed"].astype(bool)
             scores = rows.batch["episode_scores"][torch.from_numpy(is_scored)]
-            return not len(scores) or bool(scores.min() == scores.max())
+            # of a group whose episodes all failed nothing can be learned
+            if not len(scores):
+                return True
+            return bool(scores.min() == scores.max())
+
         assert self._filter is not None
         # the key is purpose/tag_group_episode_seed, and a tag may contain the separator
         _, group_id, episode_id, _ = group.plan.key.rsplit("_", 3)
-        episodes = _episodes(rows)
+        rows_of_episodes = rows_by_episode(rows, range(len(rows)))
+        episodes = [rows.select_idxs(np.array(numbers)) for numbers in rows_of_episodes]
         return bool(self._filter.filter(int(group_id), int(episode_id), episodes))
 
-    def most(self, wanted: int) -> float:
-        if self._compares:
-            max_batches = self._options.max_num_gen_batches
-            # 0 = no limit
-            if not max_batches:
-                return math.inf
-            return max_batches * wanted
+    def max_groups(self, wanted: int) -> float:
+        if self._drops_equal_scores:
+            return filter_groups_limit(self._options, wanted)
+
         num_groups = self.manager.num_env_groups
-        most_replaced = self.manager.max_replaced_groups
-        if most_replaced < 0:
-            most_replaced = 4 * num_groups
-        most = wanted + most_replaced
+        max_replaced = self.manager.max_replaced_groups
+        if max_replaced < 0:
+            # the default that the option documents
+            max_replaced = 4 * num_groups
+        max_drawn = wanted + max_replaced
         episodes_of_env = self.manager.max_traj_per_env
         if episodes_of_env >= 0:
-            most = max(wanted, min(most, episodes_of_env * num_groups))
-        return most
+            # a group has one episode of each of its environments
+            max_drawn = max(wanted, min(max_drawn, episodes_of_env * num_groups))
+        return max_drawn
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
+        """Keeps the oldest dropped groups."""
         dropped = [group for group in groups if group.is_dropped]
         for group in dropped[:missing]:
             group.kind = "kept"
@@ -175,23 +181,13 @@ class EpisodeFilter(GroupFilter):
         num_kept = self._kept_though_dropped
         self._kept_though_dropped = 0
         # version 0 does not age during the warm-up
-        oldest = max(min(group.version for group in chosen), self.warmup)
+        versions = [group.version for group in chosen]
+        oldest = max(min(versions), self.warmup)
         return {
             "scheduler/group_filter_count": Metric.last(len(dropped) + num_kept),
             "scheduler/groups_kept_though_dropped": Metric.last(num_kept),
             "scheduler/off_policy_ratio": Metric.last(max(step - 1, self.warmup) - oldest),
         }
-
-
-def _episodes(rows: DataProto) -> list[DataProto]:
-    """Splits the rows of a group by episode."""
-    names = rows.non_tensor_batch["traj_id"]
-    episodes = []
-    # in the order of their first rows
-    for name in dict.fromkeys(names):
-        rows_of_episode = np.flatnonzero(names == name)
-        episodes.append(rows.select_idxs(rows_of_episode))
-    return episodes
 
 
 class AgentTrainer(RayPPOTrainer):
@@ -227,9 +223,10 @@ class AgentTrainer(RayPPOTrainer):
             return super().estimate_advantages(batch)
         algorithm = self.config.algorithm
         batch, row_metrics = compute_token_reward(batch, algorithm)
-        # before the episodes are chosen, because the correction can reject all tokens of a row
+        # before the rows that stand for episodes are chosen, because the correction can reject all tokens of a row
         batch = self.correct_rollout(batch)
 
+        # the estimator compares episodes: one row of each stands for it
         mask = batch.batch["response_mask"] != 0
         episode_names = batch.non_tensor_batch["traj_id"].astype(str)
         _, episode_of_row = np.unique(episode_names, return_inverse=True)
@@ -241,7 +238,8 @@ class AgentTrainer(RayPPOTrainer):
         episodes, advantage_metrics = estimate_advantages(episodes, algorithm, self.token_estimator)
         self.add_scalars(row_metrics | score_metrics | token_metrics | advantage_metrics)
 
-        # the advantage is equal on all tokens of a row, so that their mean is the advantage of the episode
+        # The advantage is equal on all tokens of a row, so that their mean is the advantage of the episode. All rows of
+        # the episode receive it.
         num_tokens = (episodes.batch["response_mask"] != 0).sum(-1).clamp(min=1)
         for name in ("raw_advantages", "advantages", "returns"):
             value_of_episode = episodes.batch[name].sum(-1) / num_tokens
@@ -283,6 +281,7 @@ class AgentTrainer(RayPPOTrainer):
 
             episodes = samples_of(batch, step)
             self.samples.write_validation(episodes, step, prefix.strip("/"))
+            # the samples of greedy_too are only written to files
             if not prefix:
                 result.samples = episodes[: self.config.trainer.log_val_generations]
                 self.tracking.log_samples(result.samples, step=step)
@@ -337,8 +336,16 @@ def _representative_rows(episode_of_row: np.ndarray, is_valid: np.ndarray) -> np
 def try_environments(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print
 ) -> None:
-    """Creates, resets and steps every used environment, and tests the chat template on two turns. Raises UserError
-    with tag, key and remedy. tell: receives a note on environments that do not follow their seed."""
+    """Creates, resets and steps every used environment, and tests the chat template on two turns.
+
+    Args:
+        config: the options of the run.
+        tokenizer: has the chat template.
+        tell: receives a note on environments whose first observation does not follow from the seed.
+
+    Raises:
+        UserError: an environment or the template fails. Names the tag, the option and a remedy.
+    """
     agentic = config.agentic
     templates = env_templates(agentic.custom_envs)
     has_system = any(template.agent_system_template for template in templates.values())
@@ -347,11 +354,11 @@ def try_environments(
     tags = dict.fromkeys([*agentic.train_env_manager.tags, *agentic.val_env_manager.tags])
     pool = EnvPool(agentic.env_pool, templates, modules=env_modules())
     try:
-        begun_differently = pool.dry_run(list(tags))
+        unseeded_tags = pool.dry_run(list(tags))
     finally:
         pool.close()
-    if begun_differently:
-        names = ", ".join(f"agentic.custom_envs.{tag}" for tag in begun_differently)
+    if unseeded_tags:
+        names = ", ".join(f"agentic.custom_envs.{tag}" for tag in unseeded_tags)
         tell(
             f"{names}: two episodes of seed 0 begin with different observations. The members of a group share a seed, "
             "so that their scores are compared as those of one task: let all randomness of the environment come from "
@@ -359,16 +366,20 @@ def try_environments(
         )
 
 
-def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str], None] = print) -> None:
+def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Loads the program in a process of its pool, starts each MCP server once, and tests the chat template on two
-    turns. Raises UserError."""
+    turns. Replaces the relative file names in agentic.program and agentic.mcp_servers by absolute ones.
+
+    Raises:
+        UserError: one of them fails.
+    """
     agentic = config.agentic
     check_ignored_fields(agentic.endpoint.ignored_fields)
     ChatJoins(tokenizer, config.data.apply_chat_template_kwargs)
     if agentic.program is not None and is_command(agentic.program):
         words = []
         for word in shlex.split(agentic.program):
-            # with absolute file names, because commands run in folders of their own
+            # because the command runs in a folder of its own
             if os.path.isfile(word):
                 word = os.path.abspath(word)
             words.append(word)
@@ -378,11 +389,12 @@ def try_program(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, tell: Cal
         from workers.agents.tool_agent import TIMEOUT_S, check_servers, located
 
         agentic.mcp_servers = located(agentic.mcp_servers)
+        # the arguments of the built-in agent, which uses the servers
         _, kwargs = program_of(agentic)
         timeout_s = kwargs.get("timeout_s", TIMEOUT_S)
         check_servers(kwargs["servers"], kwargs["limits"], kwargs["environment"], timeout_s)
 
-    # the process reports the style of the program when it has loaded it
+    # a process that has loaded the program reports its style; one that cannot load it raises in `poll`
     pool = ProcessPool(replace(program_pool(agentic), num_workers=1))
     try:
         while pool.style is None:

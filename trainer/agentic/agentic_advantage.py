@@ -49,13 +49,16 @@ def compute_response_level_rewards(
     """
     stage = f"compute_response_level_rewards with adv_estimator={adv_estimator}"
     scores, valid = response_scores(data, stage)
-    grouping, how = _normalization(config.reward_normalization, is_gigpo=adv_estimator == "gigpo")
+    grouping, episode_norm = _normalization(config.reward_normalization, is_gigpo=adv_estimator == "gigpo")
     groups = _labels(data, grouping, stage)
 
     metrics: ScalarMetrics = {}
     if adv_estimator == "gigpo":
-        # steps are compared within their start state, whatever the episodes are compared with
-        step_norm = Normalization(how.norm_mean_type and "group", how.norm_std_type and "group", how.bounds)
+        # steps are compared within their start state, whatever the episodes are compared with; a type that is off stays
+        # off
+        mean_type = episode_norm.norm_mean_type and "group"
+        std_type = episode_norm.norm_std_type and "group"
+        step_norm = Normalization(mean_type, std_type, episode_norm.bounds)
         by_episode, by_step = compute_gigpo_rewards(
             scores,
             valid,
@@ -64,7 +67,7 @@ def compute_response_level_rewards(
             step=column_of(data, "step", stage),
             state_hash=column_of(data, "state_hash", stage),
             step_reward_gamma=config.step_reward_gamma,
-            episode_norm=how,
+            episode_norm=episode_norm,
             step_norm=step_norm,
             episode_groups=groups,
         )
@@ -76,7 +79,7 @@ def compute_response_level_rewards(
             trajectories = column_of(data, "traj_id", stage)
             steps = column_of(data, "step", stage)
             scores = compute_discounted_returns(scores, trajectories, steps, config.step_reward_gamma, valid)
-        rewards = agentic_reward_norm(scores, how, valid=valid, groups=groups)
+        rewards = agentic_reward_norm(scores, episode_norm, valid=valid, groups=groups)
 
     result = data.select()
     result.batch["response_level_rewards"] = rewards
@@ -88,10 +91,8 @@ def _normalization(options: RewardNormalizationConfig, *, is_gigpo: bool) -> tup
     mean_type = options.norm_mean_type
     std_type = options.norm_std_type
     grouping = options.grouping
-    if grouping is None and is_gigpo:
-        grouping = "traj_group_id"
-    elif grouping is None:
-        grouping = "batch"
+    if grouping is None:
+        grouping = "traj_group_id" if is_gigpo else "batch"
     method = options.method
     if method is None:
         method = "identity"

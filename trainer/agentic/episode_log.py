@@ -14,8 +14,9 @@ from verl_lite.json_types import ChatMessage
 from verl_lite.protocol import DataProto
 
 TEXT_SHOWN = 2_000
-# of the longest role, assistant, and a blank
+"""Number of characters of an episode that the console shows."""
 _ROLE_WIDTH = 10
+"""Width of the column of roles: that of the longest role, assistant, and a blank."""
 
 
 def samples_of(batch: DataProto, step: int) -> list[Sample]:
@@ -66,12 +67,12 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
     for row in rows:
         rewards += map(float, np.atleast_1d(columns["step_scores"][row]))
 
-    # the first message that is not a system message is the input, and all later ones are the output
-    question = _first_without_role(messages, "system")
-    question_text = ""
+    # one message is the input, and all later ones are the output
+    input_number = _number_of_input(messages)
+    input_text = ""
     if messages:
-        question_text = str(messages[question]["content"])
-    lines = _output_lines(messages, rewards, question)
+        input_text = str(messages[input_number]["content"])
+    lines = _output_lines(messages, rewards, input_number)
     error = columns["env_error"][last]
     if error is not None:
         lines += _paragraph("error", error)
@@ -87,7 +88,7 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
         step=step,
         uid=columns["uid"][first],
         data_source=columns["tags"][first],
-        input=question_text,
+        input=input_text,
         output="\n".join(lines),
         gts="",
         score=score,
@@ -99,10 +100,10 @@ def _sample(batch: DataProto, rows: list[int], step: int) -> Sample:
     )
 
 
-def _first_without_role(messages: Sequence[ChatMessage], role: str) -> int:
-    """Returns the number of the first message that does not have the role; 0 if all have it."""
+def _number_of_input(messages: Sequence[ChatMessage]) -> int:
+    """Returns the number of the first message that is not a system message; 0 if there is none."""
     for number, message in enumerate(messages):
-        if message["role"] != role:
+        if message["role"] != "system":
             return number
     return 0
 
@@ -115,8 +116,8 @@ def _messages_of(messages_of_row: np.ndarray, rows: Sequence[int]) -> list[ChatM
     return messages
 
 
-def _output_lines(messages: Sequence[ChatMessage], rewards: Sequence[float], question: int) -> list[str]:
-    """Returns the lines of the messages after number `question`; the reward of each action follows the action."""
+def _output_lines(messages: Sequence[ChatMessage], rewards: Sequence[float], input_number: int) -> list[str]:
+    """Returns the lines of the messages after the input; the reward of each action follows the action."""
     rewards_left = iter(rewards)
     lines: list[str] = []
     for number, message in enumerate(messages):
@@ -124,7 +125,7 @@ def _output_lines(messages: Sequence[ChatMessage], rewards: Sequence[float], que
         reward = None
         if role == "assistant":
             reward = next(rewards_left, None)
-        if number <= question:
+        if number <= input_number:
             continue
         lines += _paragraph(str(role), str(message["content"]))
         if reward is not None:

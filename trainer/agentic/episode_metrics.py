@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from trainer.agentic.episode_log import column_of, rows_by_episode
 from trainer.ppo import step_metrics
 from trainer.ppo.step_metrics import summary
-from trainer.validation.metrics import name_metrics, process_validation_metrics
+from trainer.validation.metrics import name_metrics, process_validation_metrics, rows_by_prompt
 from verl_lite.algos.agentic_rewards import build_state_groups
 from verl_lite.protocol import DataProto
 
@@ -38,7 +38,7 @@ class EpisodeTable:
         scores: score of the episode.
         metrics: metrics that its environment or program reported.
         rows: indices of its rows in the batch, in the order of its steps.
-        prefix: text before the names of `metrics` in those of the trainer, OWN for programs.
+        prefix: text that the trainer puts before the names of `metrics`, OWN for programs.
     """
 
     tags: list[str]
@@ -98,6 +98,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str
     metrics |= environment_metrics(table)
 
     columns = batch.non_tensor_batch
+    # only steps are compared with others that start from the same state
     rows_are_steps = any(len(numbers) != 1 for numbers in table.rows)
     if "state_hash" in columns and rows_are_steps:
         rows = np.concatenate(table.rows)
@@ -111,9 +112,11 @@ def _sizes_of_episodes(batch: DataProto, table: EpisodeTable) -> dict[str, list[
     """Returns the numbers of tokens and turns of each episode, by the name of the metric."""
     tensors = batch.batch
     width = tensors["responses"].shape[-1]
-    num_sampled = (tensors["response_mask"] != 0).sum(-1).numpy()
-    num_prompt = tensors["attention_mask"][:, :-width].sum(-1).numpy()
-    num_after_prompt = tensors["attention_mask"][:, -width:].sum(-1).numpy()
+    is_sampled = tensors["response_mask"] != 0
+    num_sampled = is_sampled.sum(-1).numpy()
+    is_token = tensors["attention_mask"]
+    num_prompt = is_token[:, :-width].sum(-1).numpy()
+    num_after_prompt = is_token[:, -width:].sum(-1).numpy()
     return {
         "response_length": [num_sampled[rows].sum() for rows in table.rows],
         # with one row per step, the prompts of later rows contain the earlier turns
@@ -160,8 +163,11 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
     """
     table = EpisodeTable.of(batch)
     metrics = summary(f"val/{prefix}score", table.scores)
-    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(_turns_of_episodes(batch, table)))
-    for tag, means in _means_of_groups(table).items():
+    num_turns = _turns_of_episodes(batch, table)
+    metrics |= summary(f"val-aux/{prefix}num_turns", np.array(num_turns))
+    groups_of_tag = rows_by_prompt(table.tags, table.groups)
+    for tag in sorted(groups_of_tag):
+        means = [table.scores[episodes].mean() for episodes in groups_of_tag[tag]]
         metrics |= summary(f"val/{prefix}{tag}/score", np.array(means))
     metrics |= environment_metrics(table, f"val/{prefix}")
 
@@ -171,22 +177,6 @@ def validation_metrics(batch: DataProto, prefix: str = "") -> dict[str, float]:
         variables["acc"] = accuracies
     results = process_validation_metrics(table.tags, table.groups, variables)
     return metrics | name_metrics(results, prefix)
-
-
-def _means_of_groups(table: EpisodeTable) -> dict[str, list[float]]:
-    """Returns the mean scores of the groups of each tag, in the order of the tags' names."""
-    scores_of_group: dict[tuple[str, str], list[float]] = {}
-    for tag, group, score in zip(table.tags, table.groups, table.scores, strict=True):
-        scores = scores_of_group.setdefault((tag, group), [])
-        scores.append(score)
-
-    means_of_tag: dict[str, list[float]] = {}
-    for tag in sorted(set(table.tags)):
-        means_of_tag[tag] = []
-    for (tag, _), scores in scores_of_group.items():
-        mean = float(np.mean(scores))
-        means_of_tag[tag].append(mean)
-    return means_of_tag
 
 
 def _accuracies(table: EpisodeTable) -> list[float | None]:

@@ -45,6 +45,7 @@ _OPTIONS = {
 }
 """ROLL's name of an option of rewards -> ours."""
 _GROUP_LABELS = ("uid", "traj_id", "step", "state_hash")
+"""Columns by which an estimator compares rows with each other."""
 _NEED_NORMALISED_REWARDS = ("grpo", "gigpo", "step_reinforce")
 """Estimators that compare rows with each other; in ROLL their rewards are already normalised, and REINFORCE remains."""
 
@@ -81,7 +82,7 @@ def reward_postprocess(
             algorithm.norm_std_type = "group"
 
     if "domain" in batch:
-        # ROLL's name of the column
+        # `advantage.reward_postprocess` selects the moments of a row by this column, which ROLL names domain
         batch.non_tensor_batch["data_source"] = batch.non_tensor_batch["domain"]
     elif "data_source" not in batch and isinstance(running_ctrl, MutableMapping) and len(running_ctrl) == 1:
         [running_ctrl] = running_ctrl.values()
@@ -187,7 +188,8 @@ def _algorithm_of(pipeline_config: object) -> AlgorithmConfig:
     """Converts the options of rewards, under ROLL's names or ours. A missing option is off."""
     algorithm = AlgorithmConfig()
     for roll_name, name in _OPTIONS.items():
-        value = getattr(pipeline_config, name, getattr(pipeline_config, roll_name, None))
+        value_of_roll = getattr(pipeline_config, roll_name, None)
+        value = getattr(pipeline_config, name, value_of_roll)
         if value is not None:
             setattr(algorithm, name, value)
     return algorithm
@@ -237,6 +239,7 @@ class RollScheduler:
 
         if source.purpose == "train":
             batch = scheduler.get_batch(step + 1)
+            # as in `RayPPOTrainer.collect_batch`, which a custom loop does not call
             if config.algorithm.rollout_correction.bypass_mode:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         else:
@@ -281,7 +284,7 @@ class RollCluster:
             result = self.role.compute_log_prob(batch)
         else:
             result = self.role.compute_ref_log_prob(batch)
-        return _answer(result, blocking)
+        return _result_or_future(result, blocking)
 
     @overload
     def compute_values(self, batch: DataProto) -> DataProto: ...
@@ -289,7 +292,7 @@ class RollCluster:
     def compute_values(self, batch: DataProto, blocking: Literal[False]) -> DataProtoFuture: ...
     def compute_values(self, batch: DataProto, blocking: bool = True) -> DataProto | DataProtoFuture:
         """Computes the values of the critic."""
-        return _answer(self.role.compute_values(batch), blocking)
+        return _result_or_future(self.role.compute_values(batch), blocking)
 
     @overload
     def train_step(self, batch: DataProto) -> DataProto: ...
@@ -304,10 +307,11 @@ class RollCluster:
         step = int(batch.meta_info["global_step"]) + 1
         metrics = self.role.update(batch, step)
         result = DataProto(meta_info={"metrics": metrics})
-        return _answer(result, blocking)
+        return _result_or_future(result, blocking)
 
 
-def _answer(result: DataProto, blocking: bool) -> DataProto | DataProtoFuture:
+def _result_or_future(result: DataProto, blocking: bool) -> DataProto | DataProtoFuture:
+    """Returns the result itself, or with blocking=False a future that has it already."""
     if blocking:
         return result
     return DataProtoFuture(lambda: result)
@@ -374,14 +378,14 @@ class RollConfig:
 
     def __getattr__(self, name: str) -> Any:
         key = f"{self._section}{name}"
-        # without the options whose values differ, which would have to be converted back
-        new_names = {}
+        # ROLL's name of an option -> its path in our options, such as actor.ppo_epochs
+        paths = {}
         for roll_key, entry in ppo_keys().entries.items():
+            # without the options whose values differ, which would have to be converted back
             if entry.renamed and not entry.values:
-                new_names[roll_key] = entry.renamed
-        is_section = any(roll_key.startswith(f"{key}.") for roll_key in new_names)
+                paths[roll_key] = entry.renamed
+        is_section = any(roll_key.startswith(f"{key}.") for roll_key in paths)
         if is_section:
             return RollConfig(self._config, f"{key}.")
-        # a new name is a path such as actor.ppo_epochs
-        name_of_option = new_names.get(key, key)
-        return attrgetter(name_of_option)(self._config)
+        path = paths.get(key, key)
+        return attrgetter(path)(self._config)

@@ -128,7 +128,8 @@ def write_dump(job: CrashedJob, trainer: CrashedTrainer, folder: Path, error: Ba
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     error_text = "".join(traceback.format_exception(error)) + failure_text(error)
-    (folder / "error.txt").write_text(error_text)
+    # the message may quote a text with a lone surrogate, which UTF-8 lacks
+    (folder / "error.txt").write_text(error_text, encoding="utf-8", errors="backslashreplace")
     with (folder / "stacks.txt").open("w") as file:
         faulthandler.dump_traceback(file)
 

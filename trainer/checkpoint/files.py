@@ -61,6 +61,7 @@ def removed_on_failure(draft: Path) -> Iterator[None]:
         # measured before the draft is removed, which frees its space
         needed = expected_size(draft.parent, folder_bytes(draft))
         free = free_bytes(draft.parent)
+        # an interrupt stays an interrupt, also on a full disk
         is_full = isinstance(error, Exception) and _is_full(draft.parent)
         _remove(draft)
         if is_full:
@@ -71,8 +72,8 @@ def removed_on_failure(draft: Path) -> Iterator[None]:
 def _is_full(folder: Path) -> bool:
     """Tries to write PROBE_BYTES into a folder. Returns True if the disk, or a quota of it, has no room for them.
 
-    The error of a failed save does not tell: that of a worker has no errno. Nor do the free bytes of the disk, which
-    are not those of its quotas.
+    The error of a failed save does not tell, because an error from a worker has no errno. Nor do the free bytes of the
+    disk, of which a quota may allow fewer.
     """
     probe = folder / ".probe.draft"
     try:
@@ -92,6 +93,7 @@ def _is_full(folder: Path) -> bool:
 def publish(draft: Path) -> Path:
     """Turns a completely written draft into the checkpoint of its step, then updates the marker. Returns its folder."""
     run_dir = draft.parent
+    # global_step_N, from .global_step_N.draft
     name = draft.stem[1:]
     final = run_dir / name
     replaced = run_dir / f".{name}.old"

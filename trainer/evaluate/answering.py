@@ -28,9 +28,16 @@ FOLDER = "trainer.default_local_dir="
 _SECTIONS = ("data.", "model.", "rollout.", "reward.", "reward_model.")
 # ... on these keys, although the sections or `is_bound` leave them out ...
 _ALSO = ("data.val_files", "data.val_max_samples", "model.tokenizer_path", "rollout.val_kwargs.", "trainer.seed")
-# ... and not on those that concern the training alone: prefixes, and whole keys
-_TRAINING = ("data.train_", "data.shuffle", "data.sampler.", "data.sources", "rollout.log_prob_", "reward.overlong_")
-_TRAINING_ALONE = (
+# ... and not on those that concern the training alone: keys with these prefixes, and these whole keys
+_TRAINING_PREFIXES = (
+    "data.train_",
+    "data.shuffle",
+    "data.sampler.",
+    "data.sources",
+    "rollout.log_prob_",
+    "reward.overlong_",
+)
+_TRAINING_KEYS = (
     "rollout.n",
     "rollout.temperature",
     "rollout.top_p",
@@ -87,7 +94,7 @@ def answer_settings(config: PPOConfig, *, are_scored: bool = True) -> JsonObject
 
 def _is_relevant(name: str, config: PPOConfig, are_scored: bool) -> bool:
     """Returns True if the answers depend on an option."""
-    if name in _TRAINING_ALONE or name.startswith(_TRAINING):
+    if name in _TRAINING_KEYS or name.startswith(_TRAINING_PREFIXES):
         return False
     if not are_scored and name.startswith(("reward.", "reward_model.")):
         return False

@@ -220,6 +220,7 @@ def _score_all(items: Sequence[RewardItem], config: ScoreConfig) -> list[RewardR
         sources = {item.data_source for item in items}
         pool.dry_run([], sorted(sources))
         pool.submit(items)
+        # in the order of the keys
         results_by_key = pool.collect(item.key for item in items)
         return list(results_by_key.values())
     finally:
@@ -251,7 +252,7 @@ def comparison_table(answers: Sequence[SavedAnswer], results: Sequence[RewardRes
         comparisons = comparisons_by_source.setdefault(answer.item.data_source, [])
         comparisons.append(comparison)
     for source, comparisons in sorted(comparisons_by_source.items()):
-        table.add_row(source, *_line(comparisons))
+        table.add_row(source, *_counts_and_means(comparisons))
     return table
 
 
@@ -262,8 +263,8 @@ def _new_score(result: RewardResult) -> float | None:
     return result.score
 
 
-def _line(comparisons: Sequence[_Comparison]) -> list[str]:
-    """Returns the entries of a data source in the table."""
+def _counts_and_means(comparisons: Sequence[_Comparison]) -> list[str]:
+    """Returns the entries of a data source in the columns _COUNTS_AND_MEANS of the table."""
     before = []
     now = []
     num_same = 0

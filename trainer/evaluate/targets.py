@@ -66,7 +66,7 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
     path = Path(text).expanduser().absolute()
     # a complete checkpoint has this file
     if (path / "data.pt").exists():
-        return [_checkpoint(path)]
+        return [_checkpoint_target(path)]
     if (path / "config.yaml").exists():
         return _checkpoints_of_run(path, all_checkpoints)
     if all_checkpoints:
@@ -74,10 +74,10 @@ def find_targets(text: str, *, all_checkpoints: bool = False) -> list[Target]:
 
     # a name on the hub; the check of the options finds out whether it exists
     if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
-        return [_model(text.replace("/", "--"), text)]
+        return [_model_target(text.replace("/", "--"), text)]
     if not (path / "config.json").exists():
         raise UserError(f"{path}: neither a run folder (config.yaml), a checkpoint (data.pt) nor a model (config.json)")
-    return [_model(path.name, str(path))]
+    return [_model_target(path.name, str(path))]
 
 
 def _checkpoints_of_run(run_dir: Path, all_checkpoints: bool) -> list[Target]:
@@ -88,10 +88,11 @@ def _checkpoints_of_run(run_dir: Path, all_checkpoints: bool) -> list[Target]:
     if not newest_first:
         raise UserError(f"{run_dir} is a run without a checkpoint; train it with trainer.save_freq=-1 or above 0")
     # oldest first, so that the lines of the table are in the order of training
-    return [_checkpoint(folder) for folder in reversed(newest_first)]
+    return [_checkpoint_target(folder) for folder in reversed(newest_first)]
 
 
-def _checkpoint(path: Path) -> Target:
+def _checkpoint_target(path: Path) -> Target:
+    """Returns the target of a checkpoint folder, which is evaluated with the configuration of its run."""
     run_dir = path.parent
     # ONLY_ANSWERS after the configuration, whose training options they override
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
@@ -99,7 +100,8 @@ def _checkpoint(path: Path) -> Target:
     return Target(path.name, str(path), run_dir / "eval", arguments)
 
 
-def _model(name: str, path: str) -> Target:
+def _model_target(name: str, path: str) -> Target:
+    """Returns the target of a model, with the name of its results and its folder or name on the hub."""
     arguments = (f"model.path={path}", *ONLY_ANSWERS)
     return Target(name, path, MODELS.absolute(), arguments, is_model=True)
 

@@ -52,8 +52,9 @@ from workers.rollout.group_queue import GroupQueue
 
 GIB = 1 << 30
 QUEUE_CALLS_AT_ONCE = 16
-# one call of the driver waits for scores while calls of workers submit samples
+"""Calls that the queue of separate engines answers at the same time."""
 REWARD_CALLS_AT_ONCE = 8
+"""Calls that the reward pool answers at the same time: the driver waits for scores while workers submit samples."""
 
 
 def request_of(config: PPOConfig, slots: int) -> ResourceRequest:
@@ -92,7 +93,7 @@ def worker_classes(
     total_steps: int,
     pool: ServiceHandle | None,
     run_dir: Path,
-    kind: type[RayPPOTrainer] = RayPPOTrainer,
+    trainer_class: type[RayPPOTrainer] = RayPPOTrainer,
 ) -> dict[str, ClassWithInitArgs]:
     """Returns the worker classes of each device by role, in the order in which they build their models.
 
@@ -101,20 +102,20 @@ def worker_classes(
         total_steps: number of training steps, for the schedules of the learning rates.
         pool: the reward pool, to which the actor sends finished samples.
         run_dir: the run folder.
-        kind: the trainer.
+        trainer_class: class of the trainer, which says what it needs (`trains`, `scores`).
     """
     roles = {}
     if _joins_cluster_with_gpus(config):
         # before all roles that load a model
         roles["devices"] = device_holder(config)
-    if kind.trains and needs_critic(config):
+    if trainer_class.trains and needs_critic(config):
         roles["critic"] = ClassWithInitArgs(CriticWorker, config, total_steps)
-    if kind.trains and needs_reference_model(config):
+    if trainer_class.trains and needs_reference_model(config):
         roles["ref"] = ClassWithInitArgs(ReferenceWorker, config)
     for teacher in config.distillation.named_teachers():
-        if kind.trains and teacher.path:
+        if trainer_class.trains and teacher.path:
             roles[role_of(teacher)] = ClassWithInitArgs(TeacherWorker, config, teacher)
-    if kind.scores and config.reward_model.enable:
+    if trainer_class.scores and config.reward_model.enable:
         roles["reward_model"] = ClassWithInitArgs(RewardModelWorker, config)
     # the steps of the warm-up train only the critic
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
@@ -156,6 +157,7 @@ def start_engines(
     stack.callback(queue.stop)
 
     def start(engine: int) -> WorkerGroup:
+        """Starts the processes of one engine and builds its model."""
         roles = {}
         if _joins_cluster_with_gpus(config):
             roles[f"devices_{engine}"] = device_holder(config)
@@ -181,7 +183,7 @@ def device_holder(config: PPOConfig) -> ClassWithInitArgs:
 
 @contextmanager
 def build_trainer(
-    config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, kind: type[RayPPOTrainer]
+    config: PPOConfig, data: RunData, run_dir: Path, tracking: Tracking, trainer_class: type[RayPPOTrainer]
 ) -> Iterator[RayPPOTrainer]:
     """Starts all components of a run, yields the trainer, and stops the components on exit.
 
@@ -190,7 +192,7 @@ def build_trainer(
         data: the data of the run.
         run_dir: existing run folder.
         tracking: receives metrics and notes.
-        kind: the trainer.
+        trainer_class: class of the trainer, which says what it needs (`trains`, `scores`).
     """
     total_steps = count_steps(config, data.epoch_prompts)
     options = config.trainer
@@ -198,10 +200,10 @@ def build_trainer(
         join_ray(config, run_dir.name, tracking.note, stack)
         log_dir = run_dir / "logs"
         pool = None
-        if kind.scores:
+        if trainer_class.scores:
             # before the workers, which get its handle
             pool = start_reward_pool(config, log_dir, stack)
-        classes = worker_classes(config, total_steps, pool, run_dir, kind)
+        classes = worker_classes(config, total_steps, pool, run_dir, trainer_class)
         groups = start_workers(config, classes, worker_modules(config), log_dir, stack)
 
         if config.hybrid_engine:
@@ -219,11 +221,13 @@ def build_trainer(
             group = groups.get("ref", groups["actor_rollout"])
             reference = ReferenceRole(group, config)
         teachers = None
-        if kind.trains:
+        if trainer_class.trains:
             teachers = build_teachers(config, groups, data.tokenizer, run_dir, tracking.note)
 
-        folders = options.rollout_data_dir, options.validation_data_dir
-        trainer = kind(
+        max_bytes = options.samples_max_mb << 20
+        samples = SampleFiles(run_dir, max_bytes, tracking.note, options.rollout_data_dir, options.validation_data_dir)
+        saver = Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note)
+        trainer = trainer_class(
             config,
             actor=actor,
             ref=reference,
@@ -231,8 +235,8 @@ def build_trainer(
             teachers=teachers,
             tokenizer=data.tokenizer,
             tracking=tracking,
-            samples=SampleFiles(run_dir, options.samples_max_mb << 20, tracking.note, *folders),
-            saver=Saver(run_dir, config, learners, checkpoint_bytes(config), tracking.note),
+            samples=samples,
+            saver=saver,
             run_dir=run_dir,
             total_steps=total_steps,
             **sample_parts(config, data, groups, pool, run_dir, tracking.note),
@@ -266,7 +270,7 @@ def sample_parts(
     model = None
     if data.reward_inputs is not None:
         model = RewardModelRole(groups["reward_model"], config, data.reward_inputs)
-    # dynamic sampling scores a few groups at a time, and the share of failures is that of a whole batch
+    # dynamic sampling scores a few groups at a time; the share of failures is still computed over a whole batch
     least = LEAST_REWARDS
     if config.algorithm.filter_groups.enable:
         least = max(least, config.data.train_batch_size * config.rollout.n)

@@ -79,7 +79,7 @@ def load_data(config: PPOConfig, *, trains: bool = True, scores: bool = True) ->
 
     train, val = read_prompts(config, tokenizer, trains=trains, needs_ground_truth=tries_rewards)
     datasets = [data for data in (train, val) if data is not None]
-    # a run that does not train counts those of the validation
+    # the validation prompts if the run does not train
     epoch_prompts = build_order(datasets[0], config).rows
     check_vocabulary(config, datasets)
     if any(data.has_images for data in datasets):

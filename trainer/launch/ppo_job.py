@@ -64,7 +64,7 @@ class PPOJob(Job[PPOConfig]):
         self, config: PPOConfig, slots: int, console: Console, trainer_class: type[RayPPOTrainer] | None = None
     ) -> None:
         super().__init__(config, slots, console)
-        self.kind = trainer_class or trainer_of(config)
+        self.trainer_class = trainer_class or trainer_of(config)
         # a run that only validates may use other options than the training in the folder
         self.continues = not config.trainer.val_only
 
@@ -72,9 +72,11 @@ class PPOJob(Job[PPOConfig]):
         config = self.config
         correction = config.algorithm.rollout_correction
         if correction.bypass_mode is None:
-            # with rollout_is, importance weights correct the ratio to recomputed old_log_probs instead
+            # If samples may be older than the policy, the ratio is taken against the policy that sampled, unless
+            # rollout_is corrects the ratio to recomputed old_log_probs by importance weights.
+            is_stale = config.async_training.max_off_policy_threshold > 0
             is_corrected = correction.rollout_is is not None and correction.loss_type == "ppo_clip"
-            correction.bypass_mode = config.async_training.max_off_policy_threshold > 0 and not is_corrected
+            correction.bypass_mode = is_stale and not is_corrected
         validate(config, engines=engine_names(), slots=self.slots, available=available)
         if config.rollout.name == "auto":
             length = config.rollout.max_model_len or config.longest_sample
@@ -94,8 +96,8 @@ class PPOJob(Job[PPOConfig]):
             self.console.note(note)
 
     def check_models(self) -> None:
-        trains = self.kind.trains
-        check_models(self.config, trains=trains, scores=self.kind.scores)
+        trains = self.trainer_class.trains
+        check_models(self.config, trains=trains, scores=self.trainer_class.scores)
         if trains:
             check_experts(self.config)
             check_shared_sequences(self.config)
@@ -126,14 +128,14 @@ class PPOJob(Job[PPOConfig]):
         return request_of(self.config, self.slots)
 
     def read_data(self) -> int:
-        data = load_data(self.config, trains=self.kind.trains, scores=self.kind.scores)
+        data = load_data(self.config, trains=self.trainer_class.trains, scores=self.trainer_class.scores)
         self.data = data
         # without training prompts, both are the same dataset
         for dataset in dict.fromkeys((data.train, data.val)):
             if dataset is not None:
                 self.console.print(dataset.report)
         self.total_steps = count_steps(self.config, data.epoch_prompts)
-        if self.kind.trains:
+        if self.trainer_class.trains:
             sharding = sharding_of_run(self.config, self.slots)
             if sharding:
                 self.console.note(sharding)
@@ -143,10 +145,10 @@ class PPOJob(Job[PPOConfig]):
         return checkpoint_bytes(self.config)
 
     def check_folder(self) -> None:
-        self.kind.check_folder(self.config, self.data.val, self.run_dir)
+        self.trainer_class.check_folder(self.config, self.data.val, self.run_dir)
 
     def plan(self) -> str:
-        if not self.kind.trains:
+        if not self.trainer_class.trains:
             return ""
         rows = expected_rows(self.config, self.slots, self.total_steps)
         return launch_table(self.config, self.slots, self.total_steps, rows)
@@ -167,14 +169,14 @@ class PPOJob(Job[PPOConfig]):
         return "\n".join(lines), fits
 
     def build(self, tracking: Tracking) -> AbstractContextManager[RayPPOTrainer]:
-        return build_trainer(self.config, self.data, self.run_dir, tracking, self.kind)
+        return build_trainer(self.config, self.data, self.run_dir, tracking, self.trainer_class)
 
     def report(self, trainer: Any, result: Any) -> Report:
         # imports matplotlib, which a starting run does not need
         from trainer.observe.picture import draw_curve
 
         measured = ""
-        if self.kind.trains:
+        if self.trainer_class.trains:
             measured = measured_line(self.config, self.slots, self.run_dir)
         pictures = {"picture": draw_curve(self.run_dir)}
         commands = self.next_commands(has_checkpoint=result.checkpoint is not None)
@@ -185,7 +187,7 @@ class PPOJob(Job[PPOConfig]):
         config = self.config
         run = shlex.quote(str(self.run_dir))
         commands = {}
-        if self.kind.trains:
+        if self.trainer_class.trains:
             commands["look"] = f"python -m trainer.report {run}"
         if not has_checkpoint:
             return commands

@@ -43,7 +43,7 @@ def _default_slots(config: RunOptions) -> int:
 def engine_devices(config: RunOptions, slots: int) -> int:
     """Returns the number of devices of this machine with rollout engines of a separate pool.
 
-    They are in addition to those of the trainer.
+    The trainer's devices are not among them.
 
     Args:
         config: the options of the run.

@@ -197,7 +197,7 @@ def run(
             raise lost from None
         # the callbacks are objects of the caller, which the failed attempt has changed
         Callbacks(callbacks).load_state_dict(first_states)
-        if has_own(job):
+        if resumes_from_run_folder(job):
             trainer.resume_mode = "auto"
             trainer.resume_from_path = None
     raise AssertionError("the last try returns or raises")
@@ -214,19 +214,19 @@ def runs_as_command(job: Job[Options]) -> bool:
 
 
 def arguments_of_retry(job: Job[Options], max_retries: int) -> list[str]:
-    """Returns the arguments that make the command line continue this run."""
+    """Returns the arguments that, added to the command line, let it continue this run."""
     # the default name of a run contains the time of its start
     arguments = [f"trainer.default_local_dir={job.run_dir}", f"trainer.max_retries={max_retries}"]
-    if has_own(job):
+    if resumes_from_run_folder(job):
         # ~ takes back the user's own value
         arguments += ["~trainer.resume_from_path", "trainer.resume_mode=auto"]
     return arguments
 
 
-def has_own(job: Job[Options]) -> bool:
-    """True if a retry must resume from the run folder.
+def resumes_from_run_folder(job: Job[Options]) -> bool:
+    """Returns True if a retry must resume from the run folder.
 
-    False if the run started from another run's checkpoint and has not saved one yet.
+    A run that started from another run's checkpoint, and has not saved one yet, starts from there again.
     """
     return job.config.trainer.resume_mode != "resume_path" or bool(saved_steps(job.run_dir))
 
@@ -256,7 +256,8 @@ def train(
     if config.trainer.dry_run:
         return dry_run(job, loaded, stack)
 
-    job.check(visible_devices(device_type(config.trainer.device)))
+    num_devices = visible_devices(device_type(config.trainer.device))
+    job.check(num_devices)
     job.check_models()
     tell_idle_options(job, loaded)
     stack.enter_context(reserved_devices(config, job.request(), console.note))
@@ -268,7 +269,8 @@ def train(
     folder = HeldFolder(run_dir, console.note, stack)
     check_run_dir(job, total_steps)
     plan = job.plan()
-    folder.config_file = save_config(loaded, run_dir / "config.yaml").read_text(encoding="utf-8")
+    config_file = save_config(loaded, run_dir / "config.yaml")
+    folder.config_text = config_file.read_text(encoding="utf-8")
     seed_random_state(config.trainer.seed)
     if plan:
         console.print(plan)
@@ -437,7 +439,7 @@ def _enter_run_folder(config: RunOptions, run_dir: Path, stack: ExitStack) -> No
 class HeldFolder:
     """The locked folder of a running training; `stack` releases the lock."""
 
-    config_file = ""
+    config_text = ""
     """The text of the config.yaml in the folder."""
 
     def __init__(self, run_dir: Path, note: Callable[[str], None], stack: ExitStack) -> None:
@@ -463,7 +465,7 @@ class HeldFolder:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         self.lock.close()
         self.file = self.lock.enter_context(locked_folder(self.run_dir, self.note))
-        (self.run_dir / "config.yaml").write_text(self.config_file, encoding="utf-8")
+        (self.run_dir / "config.yaml").write_text(self.config_text, encoding="utf-8")
         # the checkpoints are gone with the old folder
         if saver is not None:
             saver.is_overdue |= saver.trainer.save_freq > 0

@@ -88,7 +88,10 @@ class Saver:
         frequency = self.trainer.save_freq
         # called in every step, also if a checkpoint is due anyway: `must_stop` decides whether the run ends
         is_stopped = steps.must_stop()
-        return steps.due(frequency) or self.is_overdue or (is_stopped and frequency != 0)
+        if steps.due(frequency) or self.is_overdue:
+            return True
+        # 0 turns all checkpoints off
+        return is_stopped and frequency != 0
 
     def save(self, steps: StepCounter, state: Mapping[str, object] | None = None) -> None:
         """Writes the checkpoint of this step. With trainer.async_save the workers write their files in the background.
@@ -112,7 +115,7 @@ class Saver:
         driver_state |= state or {}
         try:
             # the workers keep only one copy of their state on the host, so the previous save comes to its end first
-            self._collect()
+            self._begin_publication()
             draft = files.open_draft(self.run_dir, step, self.expected_bytes)
             with files.removed_on_failure(draft):
                 for name, learner in self.learners.items():
@@ -120,11 +123,11 @@ class Saver:
                 write_state(draft / files.STATE, driver_state)
             self._written = draft
 
-            # hashing and publishing run in the thread in any case; only the last step waits for them
+            # hashing and publishing run in the thread in any case; only the last step waits for their end
             if is_last:
                 self.finish()
             elif not self.trainer.async_save:
-                self._collect()
+                self._begin_publication()
             self.is_overdue = False
         except files.DiskFull as error:
             if is_last:
@@ -134,18 +137,18 @@ class Saver:
 
     def finish(self) -> None:
         """Completes a checkpoint that is still being written, if there is one."""
-        self._collect()
-        self._join()
+        self._begin_publication()
+        self._finish_publication()
 
     def wait(self) -> None:
         """Waits until the running publication ends, and ignores its errors: called when the run has failed."""
         if self._publishing is not None:
             self._publishing.exception()
 
-    def _collect(self) -> None:
+    def _begin_publication(self) -> None:
         """Waits for the files of the workers; a thread then publishes them and deletes surplus checkpoints."""
         # one publication at a time, so that checkpoints become visible in the order of their steps
-        self._join()
+        self._finish_publication()
         if self._written is None:
             return
 
@@ -157,7 +160,7 @@ class Saver:
                 learner.finish_save()
         self._publishing = self._thread.submit(self._publish, draft)
 
-    def _join(self) -> None:
+    def _finish_publication(self) -> None:
         """Waits for the thread that publishes a checkpoint, if one is running. Raises its error."""
         if self._publishing is None:
             return
@@ -175,7 +178,7 @@ class Saver:
         publishing = self._publishing
         # an error of the publication is raised at the next save, which handles a full disk
         if publishing is not None and publishing.done() and publishing.exception() is None:
-            self._join()
+            self._finish_publication()
         completed = [folder for folder in self._completed if folder.is_dir()]
         self._completed = []
         return completed

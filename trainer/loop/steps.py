@@ -103,12 +103,12 @@ class EpochSteps(StepCounter):
 
     def rows_of(self, step: int) -> list[int]:
         """Returns the row numbers of the batch of `step`; steps count from 1, rows from 0."""
-        epoch, position = divmod(step - 1, self.per_epoch)
+        epoch, batch_of_epoch = divmod(step - 1, self.per_epoch)
         order = np.tile(np.arange(self.rows), self.repeat)
         if self.shuffle:
             # a generator for each epoch: a resumed run finds its rows without drawing those of the steps before
             generator = np.random.default_rng([self.seed, epoch])
             order = generator.permutation(order)
-        start = position * self.batch_size
-        batch = order[start : start + self.batch_size]
-        return batch.tolist()
+        start = batch_of_epoch * self.batch_size
+        rows = order[start : start + self.batch_size]
+        return rows.tolist()

@@ -335,14 +335,18 @@ def _require_estimates(name: str, result: object, is_valid: torch.Tensor) -> Non
 
     A user's function may return anything, and the loss would train on a NaN without a message.
     """
-    tensors = result if isinstance(result, tuple) else ()
+    values = result if isinstance(result, tuple) else ()
+    shapes: list[object] = []  # of other values the name of the type
     num_usable = 0
-    for tensor in tensors:
-        if tensor.shape == is_valid.shape and bool(tensor[is_valid].isfinite().all()):
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            shapes.append(type(value).__name__)
+            continue
+        shapes.append(tuple(value.shape))
+        if value.shape == is_valid.shape and bool(value[is_valid].isfinite().all()):
             num_usable += 1
-    if len(tensors) == num_usable == 2:
+    if len(values) == num_usable == 2:
         return
-    shapes = [tuple(tensor.shape) for tensor in tensors]
     raise UserError(
         f"algorithm.adv_estimator={name}: expected a tuple (advantages, returns) of shape "
         f"{tuple(is_valid.shape)}, finite where response_mask is 1; found {shapes or type(result).__name__}. Test "

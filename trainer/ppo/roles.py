@@ -266,8 +266,8 @@ class ActorRole(ModelRole, SavedByWorkers):
         return sum(self.group.abort_groups(list(keys)))
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Computes old_log_probs and entropys under the current weights, and sum_pi_squared if the estimator takes
-        it."""
+        """Computes old_log_probs and entropys under the current weights; sum_pi_squared if the estimator takes it; and
+        with distillation over the policy's top tokens also these tokens."""
         config = self.config
         topk = 0
         if config.distillation.takes_student_topk:
@@ -297,7 +297,7 @@ class ActorRole(ModelRole, SavedByWorkers):
         )
         computed = loss_columns(batch, config, step)
         columns = [*self._columns_of_loss(batch), *computed]
-        # a new batch, so that these columns do not stay in that of the trainer
+        # a new batch, so that the trainer's batch does not get these columns
         batch = batch | DataProto.from_dict(computed)
         rows = self.planned_rows(batch, plan, columns, temperature=config.rollout.temperature)
         results = self.group.update_actor(rows)
@@ -424,6 +424,7 @@ class ReferenceRole(ModelRole):
     def section(self) -> str:  # type: ignore[override]
         if needs_reference_model(self.config):
             return "ref"
+        # the policy's workers compute it without their adapter
         return "actor"
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

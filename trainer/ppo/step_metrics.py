@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.rewards.groups import extremes_of_groups
 from verl_lite.core_algos import group_ids
 from verl_lite.protocol import DataProto
 
 WHOLE_SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
+"""Stages whose time per token counts the tokens of prompts and responses, as in verl."""
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = False) -> dict[str, float]:
@@ -104,11 +106,7 @@ def frac_reward_zero_std(scores: torch.Tensor, uid: np.ndarray) -> dict[str, flo
         return {}
 
     # lowest and highest score instead of the standard deviation, which rounding can make unequal to 0
-    scores = scores.float()
-    lowest = torch.full((num_groups,), torch.inf)
-    lowest = lowest.scatter_reduce(0, groups, scores, "amin")
-    highest = torch.full((num_groups,), -torch.inf)
-    highest = highest.scatter_reduce(0, groups, scores, "amax")
+    lowest, highest = extremes_of_groups(scores.float(), groups, num_groups)
     is_equal = lowest == highest
     return {"frac_reward_zero_std": _mean(is_equal[has_several])}
 

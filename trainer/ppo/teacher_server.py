@@ -23,7 +23,9 @@ from verl_lite.protocol import DataProto
 from verl_lite.rewards.judge import JudgeServer, RemoteRewardError
 
 REQUESTS_AT_ONCE = 32
+"""Requests to a server that run at the same time. As many timeouts in a row end the requests of a batch."""
 MAX_RETRIES = 3
+"""Retries of a request that a server refuses for a reason that may pass, such as a rate limit."""
 REQUEST_TIMEOUT_S = 180.0
 """Time limit of a request with its retries. Long prompts of many requests at once need a minute on a busy server."""
 STOP_TIMEOUT_S = 15.0

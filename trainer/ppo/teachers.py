@@ -97,6 +97,7 @@ class Teachers:
             for name in scored.keys():
                 scored_columns[str(name)] = scored[name]
             for name, values in scored_columns.items():
+                # the rows of other teachers, and rows without one, have zeros
                 if name not in columns:
                     columns[name] = values.new_zeros(len(batch), *values.shape[1:])
                 columns[name][rows] = values
@@ -124,20 +125,20 @@ def rows_of(teacher: Teacher, batch: DataProto, teacher_key: str) -> np.ndarray:
     """Returns (B,) bool: True for the rows whose value in the column `teacher_key` is the teacher's."""
     if teacher.key is None:
         return np.ones(len(batch), dtype=bool)
-    keys = _keys(batch, teacher_key)
-    return np.array([key == teacher.key for key in keys], dtype=bool)
+    is_taught = [key == teacher.key for key in _teacher_keys(batch, teacher_key)]
+    return np.array(is_taught, dtype=bool)
 
 
-def _keys(batch: DataProto, teacher_key: str) -> list[str]:
+def _teacher_keys(batch: DataProto, teacher_key: str) -> list[str]:
     """Returns the value of each row that selects its teacher, as text."""
     column, _, entry = teacher_key.partition(".")
     values = batch.non_tensor_batch[column]
     if entry:
-        return [str(_entry(value, entry)) for value in values]
+        return [str(_nested_entry(value, entry)) for value in values]
     return [str(value) for value in values]
 
 
-def _entry(info: object, name: str) -> object:
+def _nested_entry(info: object, name: str) -> object:
     """Returns the entry `a.b` of nested dicts; None if it is missing."""
     for part in name.split("."):
         if not isinstance(info, dict):
@@ -196,14 +197,12 @@ class PrivilegedPrompts:
         """Returns the token ids of the teacher's prompt of each row."""
         uids = batch.non_tensor_batch["uid"]
         # the rows of a prompt differ only in their answers, so each prompt is encoded once
-        first_row: dict[str, int] = {}
+        chats: dict[str, Prompt] = {}
         for row, uid in enumerate(uids):
-            first_row.setdefault(uid, row)
-        chats = [Prompt(self.messages(batch, row)) for row in first_row.values()]
-        encoded = encode_prompts(chats, self.tokenizer, self.data_config)
-        tokens_of_uid: dict[str, list[int]] = {}
-        for uid, tokens in zip(first_row, encoded, strict=True):
-            tokens_of_uid[uid] = tokens.tolist()
+            if uid not in chats:
+                chats[uid] = Prompt(self.messages(batch, row))
+        encoded = encode_prompts(list(chats.values()), self.tokenizer, self.data_config)
+        tokens_of_uid = {uid: tokens.tolist() for uid, tokens in zip(chats, encoded, strict=True)}
         return [tokens_of_uid[uid] for uid in uids]
 
     def _inputs(self, prompts: list[list[int]], rows: DataProto) -> dict[str, torch.Tensor]:
@@ -244,7 +243,7 @@ class PrivilegedPrompts:
 
         def value_of(placeholder: re.Match[str]) -> str:
             name = placeholder[1]
-            value = _entry(values, name)
+            value = _nested_entry(values, name)
             if value is None:
                 raise UserError(
                     f"{option}: the prompt {uid} has no {name}; add it to the data, or "
@@ -351,7 +350,7 @@ def check_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, data: 
     for dataset in data:
         for batch in dataset.batches(1024):
             _check_rows(config, prompts, batch)
-            keys |= set(_keys(batch, teacher_key))
+            keys |= set(_teacher_keys(batch, teacher_key))
     for teacher in teachers:
         if data and teacher.key is not None and teacher.key not in keys:
             raise UserError(
@@ -375,7 +374,7 @@ def _check_rows(config: PPOConfig, prompts: Mapping[str, PrivilegedPrompts], bat
 
     # with task rewards, the policy learns from those on rows without a teacher
     if not has_teacher.all() and config.distillation.replaces_rewards:
-        untaught_key = _keys(batch, teacher_key)[int(has_teacher.argmin())]
+        untaught_key = _teacher_keys(batch, teacher_key)[int(has_teacher.argmin())]
         raise UserError(
             f"distillation.teachers: no teacher has key={untaught_key}, a value of {teacher_key} in "
             "the training data; name a teacher of these rows, or set distillation_loss.use_task_rewards=true"

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from verl_lite.algos.advantages import outcome_scores
-from verl_lite.algos.masked import group_ids
+from verl_lite.algos.masked import group_ids, group_sum
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 
 SCORE = "score"
 ACCURACY = "acc"
 KINDS = ("kept", "all_right", "all_wrong", "unjudged")
+"""The kinds of groups; see `Groups`."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,8 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
     """
     outcomes, counted = outcomes_of(batch, metric)
     of_row, num_groups = group_ids(batch.non_tensor_batch["uid"], outcomes.device)
-    zeros = of_row.new_zeros(num_groups)
-    num_counted = zeros.index_add(0, of_row, counted.long())
-
-    # an infinite outcome of answers that do not count leaves minimum and maximum of the others unchanged
-    infinity = outcomes.new_full((num_groups,), torch.inf)
-    outcomes_for_lowest = outcomes.masked_fill(~counted, torch.inf)
-    outcomes_for_highest = outcomes.masked_fill(~counted, -torch.inf)
-    lowest = infinity.scatter_reduce(0, of_row, outcomes_for_lowest, "amin")
-    highest = (-infinity).scatter_reduce(0, of_row, outcomes_for_highest, "amax")
+    num_counted = group_sum(counted.long(), of_row, num_groups)
+    lowest, highest = extremes_of_groups(outcomes[counted], of_row[counted], num_groups)
 
     has_several = num_counted > 1
     is_equal = has_several & (lowest == highest)
@@ -70,6 +64,19 @@ def groups_of(batch: DataProto, metric: str | None) -> Groups:
         "unjudged": ~has_several,
     }
     return Groups(of_row, kinds)
+
+
+def extremes_of_groups(
+    values: torch.Tensor, groups: torch.Tensor, num_groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the lowest and the highest value of each group (G,); inf and -inf for a group without values.
+
+    values, groups: (B,) values and their group numbers.
+    """
+    infinity = values.new_full((num_groups,), torch.inf)
+    lowest = infinity.scatter_reduce(0, groups, values, "amin")
+    highest = (-infinity).scatter_reduce(0, groups, values, "amax")
+    return lowest, highest
 
 
 def outcomes_of(batch: DataProto, metric: str | None) -> tuple[torch.Tensor, torch.Tensor]:

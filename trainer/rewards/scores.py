@@ -105,15 +105,15 @@ class RewardManager:
         is_answer = batch.batch["response_mask"].bool()
         image_inputs = columns.get(MULTI_MODAL_INPUTS)
         items = []
-        for number, key in enumerate(columns["sample_id"]):
-            answer_ids = answers[number][is_answer[number]].tolist()
+        for row, key in enumerate(columns["sample_id"]):
+            answer_ids = answers[row][is_answer[row]].tolist()
             answer = self.decode(answer_ids)
-            row = {name: columns[name][number] for name in READ_BY_REWARDS}
+            entries = {name: columns[name][row] for name in READ_BY_REWARDS}
             images: Sequence[bytes] = ()
             # None in rows without images
-            if image_inputs is not None and image_inputs[number] is not None:
-                images = image_inputs[number].files
-            items.append(RewardItem.of_row(key, row, answer, images))
+            if image_inputs is not None and image_inputs[row] is not None:
+                images = image_inputs[row].files
+            items.append(RewardItem.of_row(key, entries, answer, images))
         self.pool.call("submit", items)
 
     def cancel(self, sample_ids: Sequence[str]) -> None:
@@ -170,7 +170,7 @@ class RewardManager:
         )
 
     def _collect(self, batch: DataProto) -> list[_SourceResults]:
-        """Returns the results of the reward model and of the reward function, of those that the run has."""
+        """Returns the results of the reward model and of the reward function, as far as the run has them."""
         sources = []
         # the model first, because the pool continues in parallel while the model scores
         if self.model is not None:
@@ -400,18 +400,14 @@ def take_greedy_baselines(batch: DataProto) -> tuple[DataProto, dict[str, Metric
     baselines = outcome_scores(greedy.batch["token_level_scores"], greedy_mask)
 
     # each prompt has one greedy answer
-    greedy_row_by_uid = {}
-    for row, uid in enumerate(greedy.non_tensor_batch["uid"]):
-        greedy_row_by_uid[uid] = row
-    greedy_rows = []
-    for uid in result.non_tensor_batch["uid"]:
-        greedy_rows.append(greedy_row_by_uid[uid])
+    greedy_row_by_uid = {uid: row for row, uid in enumerate(greedy.non_tensor_batch["uid"])}
+    greedy_rows = [greedy_row_by_uid[uid] for uid in result.non_tensor_batch["uid"]]
     row_has_baseline = has_baseline[greedy_rows]
     mask = result.batch["response_mask"]
     result.batch["reward_baselines"] = baselines[greedy_rows]
     result.batch["response_mask"] = mask * row_has_baseline[:, None]
 
-    # the baseline of a failed reward is 0, so the sum is that of the others
+    # the baseline of a failed reward is 0 and adds nothing to the sum
     total = float(baselines.sum())
     num_prompts = len(has_baseline)
     num_baselines = int(has_baseline.sum())

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from trainer.rewards.groups import KINDS, groups_of
-from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled
+from trainer.rollout.sample_groups import Group, GroupFilter, Rows, assembled, filter_groups_limit
 from verl_lite.config import PPOConfig
 from verl_lite.errors import UserError
 from verl_lite.metrics import Metric
@@ -35,27 +35,24 @@ class DynamicSampling(GroupFilter):
         self.score = score
 
     def judge(self, groups: Sequence[Group]) -> None:
+        """Sets `kind` of the groups to an entry of KINDS, and adds the scores to their rows."""
         rows = self.score(assembled(groups))
         outcomes = groups_of(rows, self.config.algorithm.filter_groups.metric)
-        for kind in KINDS:
-            for number in outcomes.kinds[kind].nonzero().flatten().tolist():
+        for kind, is_of_kind in outcomes.kinds.items():
+            for number in is_of_kind.nonzero().flatten().tolist():
                 groups[number].kind = kind
 
-        # the rows of a group are adjacent
+        # the rows are in the order of the groups, and scoring does not change their number
         sizes = outcomes.of_row.bincount(minlength=len(groups)).tolist()
         start = 0
         for group, size in zip(groups, sizes, strict=True):
             group.sampled = Rows(rows, start, start + size)
             start += size
 
-    def most(self, wanted: int) -> float:
-        max_batches = self.config.algorithm.filter_groups.max_num_gen_batches
-        # 0 = no limit
-        if not max_batches:
-            return math.inf
-        return max_batches * wanted
+    def max_groups(self, wanted: int) -> float:
+        return filter_groups_limit(self.config.algorithm.filter_groups, wanted)
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Raises FilterBudgetExceeded, which describes the outcomes by data_source."""
         options = self.config.algorithm.filter_groups
         batch_size = self.config.data.train_batch_size
@@ -75,7 +72,7 @@ class DynamicSampling(GroupFilter):
         if total["all_right"] > total["all_wrong"]:
             better_data = "harder"
         reason = "all training prompts were asked"
-        if len(groups) >= self.most(batch_size):
+        if len(groups) >= self.max_groups(batch_size):
             reason = "its budget of generation batches is used up"
         raise FilterBudgetExceeded(
             f"Step {step}: {reason}, and {total['kept']} of the {batch_size} groups of "
@@ -88,10 +85,11 @@ class DynamicSampling(GroupFilter):
         )
 
     def metrics(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> dict[str, Metric]:
-        """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/* in rows."""
+        """Returns groups/{generated,gen_batches,wasted_tokens_frac}, and verl's training/filter_groups/*, which count
+        rows."""
         num_groups = len(chosen) + len(dropped)
-        chosen_tokens = sum(map(_tokens, chosen))
-        dropped_tokens = sum(map(_tokens, dropped))
+        chosen_tokens = sum(map(_num_response_tokens, chosen))
+        dropped_tokens = sum(map(_num_response_tokens, dropped))
         dropped_rows = sum(len(group.rows) for group in dropped)
         return {
             "groups/generated": Metric.last(num_groups),
@@ -103,7 +101,7 @@ class DynamicSampling(GroupFilter):
         }
 
 
-def _tokens(group: Group) -> int:
+def _num_response_tokens(group: Group) -> int:
     """Returns the number of response tokens of a group."""
     columns = group.rows.batch
     width = columns["responses"].shape[1]

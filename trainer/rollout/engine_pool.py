@@ -96,7 +96,7 @@ class EnginePool:
         return self.gather({engine: start(group) for engine, group in enumerate(self.groups)})
 
     def gather(self, calls: Mapping[int, EngineCall[T]]) -> CallResults[T]:
-        """Waits for calls of engines, by engine; see `call`."""
+        """Waits for calls that have started, by index of the engine, and replaces engines like `call`."""
         results: list[T] = []
         deaths: dict[int, WorkerDiedError] = {}
         for engine, call in calls.items():
@@ -126,8 +126,8 @@ class EnginePool:
             error.add_note(f"it cannot be replaced: {no_room}")
             raise error from None
 
-    def settle(self) -> None:
-        """Forgets the failures, after all engines have received new weights."""
+    def forget_failures(self) -> None:
+        """Allows each engine to be replaced again. Called when all engines have received new weights."""
         self._failures.clear()
 
     def shutdown(self) -> None:
@@ -159,10 +159,10 @@ class SeparateActorRole(ActorRole):
         self.engines = engines
         self._queue = queue
         self._rewards = rewards
-        self._open: dict[str, tuple[GroupPlan, SamplingParams]] = {}  # groups that are not complete
-        self._version = 0  # of the engines' weights
-        self._trained = 0  # version of the trainer's weights
-        self._address: tuple[str, int] | None = None  # of the channel to all engines
+        self._incomplete: dict[str, tuple[GroupPlan, SamplingParams]] = {}  # groups in the queue or in an engine
+        self._engine_version = 0  # of the engines' weights
+        self._trained_version = 0  # of the trainer's weights
+        self._address: tuple[str, int] | None = None  # of the channel to all engines; None if it must be opened
         # shorter than the stall timeout, which would end the run without the name of the silent receiver
         self._transfer_s = MOST_TRANSFER_S
         if config.trainer.stall_timeout_s is not None:
@@ -178,7 +178,7 @@ class SeparateActorRole(ActorRole):
 
     def begin_groups(self, plans: Sequence[GroupPlan], sampling: SamplingParams) -> None:
         for plan in plans:
-            self._open[plan.key] = (plan, sampling)
+            self._incomplete[plan.key] = (plan, sampling)
 
         owners: list[int | None] = [None] * len(plans)
         if not self.config.async_training.max_off_policy_threshold:
@@ -193,7 +193,7 @@ class SeparateActorRole(ActorRole):
 
     def _queued(self, key: str, engine: int | None) -> QueuedGroup:
         """Returns the group with this key as it waits in the queue, for one engine or for any (None)."""
-        plan, sampling = self._open[key]
+        plan, sampling = self._incomplete[key]
         # as bytes, because the process of the queue does not import torch
         content = pickle.dumps((plan, sampling))
         return QueuedGroup(key, len(plan.samples), content, engine)
@@ -207,11 +207,12 @@ class SeparateActorRole(ActorRole):
             poll_s = min(POLL_S, seconds)
         started_at = time.monotonic()
         last_progress_at = started_at
-        while wanted & self._open.keys():
+        while wanted & self._incomplete.keys():
             now = time.monotonic()
             if seconds is not None and now - started_at >= seconds:
                 break
-            # every call of an engine returns in time, so no timeout of a call notices that no group ends
+            # every call of an engine returns in time, even if no group ever ends; so the timeouts of the calls do not
+            # notice a stall
             if limit_s is not None and now - last_progress_at > limit_s:
                 raise StalledError(f"no rollout engine has completed a group for {limit_s:g} s")
             results = self._take(poll_s, with_metrics=False)
@@ -222,7 +223,12 @@ class SeparateActorRole(ActorRole):
         return collected + self._take(0.0, with_metrics=seconds is None)
 
     def _take(self, seconds: float, with_metrics: bool) -> list[GroupResults]:
-        """Returns the groups that the engines complete within this time; with the metrics also engines without any."""
+        """Returns the groups that the engines complete within this time.
+
+        Args:
+            seconds: the longest time that an engine waits for a complete group.
+            with_metrics: True to return the metrics of every engine, too, whether it completed a group or not.
+        """
         taken: CallResults[GroupResults] = self.engines.call(
             lambda engine: engine.take_groups(seconds, with_metrics, blocking=False)
         )
@@ -231,7 +237,7 @@ class SeparateActorRole(ActorRole):
         for result in taken.of_first_ranks:
             complete_keys += [report.key for report in result.reports]
         for key in complete_keys:
-            del self._open[key]
+            del self._incomplete[key]
         if complete_keys:
             self._queue.send("remove", complete_keys)
         return [result for result in taken.of_first_ranks if result.reports or with_metrics]
@@ -241,14 +247,14 @@ class SeparateActorRole(ActorRole):
         if replaced:
             self._requeue(replaced)
             self._address = None
-            self._transfer(max(self._version, self._trained), replaced)
+            self._transfer(max(self._engine_version, self._trained_version), replaced)
 
     def _requeue(self, replaced: Sequence[int]) -> None:
         """Queues the groups that replaced engines had taken, before those that wait: they are the oldest."""
         for engine in replaced:
             taken_keys = self._queue.call("taken_by", engine)
             # without groups that were completed or aborted before
-            lost_keys = [key for key in taken_keys if key in self._open]
+            lost_keys = [key for key in taken_keys if key in self._incomplete]
             if self._rewards is not None:
                 self._cancel_rewards(lost_keys, self._rewards)
 
@@ -262,7 +268,7 @@ class SeparateActorRole(ActorRole):
         """Cancels the rewards of answers that will be sampled again."""
         items = []
         for key in keys:
-            plan, _ = self._open[key]
+            plan, _ = self._incomplete[key]
             for spec in plan.samples:
                 if isinstance(spec, AnswerSpec) and spec.item is not None:
                     items.append(spec.item.key)
@@ -279,11 +285,11 @@ class SeparateActorRole(ActorRole):
             for plan in plans:
                 running[plan.key] = plan
         # a group that waits in the queue, or whose engine died, continues from its plan
-        return [running.get(key, plan) for key, (plan, _) in self._open.items()]
+        return [running.get(key, plan) for key, (plan, _) in self._incomplete.items()]
 
     def abort_groups(self, keys: Sequence[str]) -> int:
         for key in keys:
-            del self._open[key]
+            del self._incomplete[key]
         # from the queue first, so that no engine takes one of them meanwhile
         self._queue.call("remove", keys)
         num_tokens: CallResults[int] = self.engines.call(lambda engine: engine.abort_groups(list(keys), blocking=False))
@@ -292,17 +298,28 @@ class SeparateActorRole(ActorRole):
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         # an engine that is replaced from now on gets the weights of this step
-        self._trained = step
+        self._trained_version = step
         return super().update(batch, step)
 
     def update_weights(self, version: int) -> Metrics:
-        self._version = version
+        self._engine_version = version
         metrics = self._transfer(version, range(self.num_engines))
-        self.engines.settle()
+        self.engines.forget_failures()
         return metrics
 
     def _transfer(self, version: int, engines: Sequence[int]) -> Metrics:
-        """Sends the trainer's weights to these engines, again if one of them was replaced meanwhile."""
+        """Sends the trainer's weights to these engines, and sends them again if one was replaced during the transfer.
+
+        Args:
+            version: the version that the samples of the engines then carry.
+            engines: indices of the engines.
+
+        Returns:
+            Metrics of the transfer.
+
+        Raises:
+            TransferError: a rank failed although no engine died.
+        """
         ranks_per_engine = self.config.rollout.tensor_model_parallel_size
         names = self._names_of_ends(engines)
         while True:
@@ -312,6 +329,7 @@ class SeparateActorRole(ActorRole):
             sending = self.group.send_weights(ends[0], blocking=False)
             receiving = {}
             for number, engine in enumerate(engines):
+                # end 0 is the trainer's
                 first_end = ends[1 + number * ranks_per_engine]
                 group = self.engines.groups[engine]
                 receiving[engine] = group.receive_weights(version, first_end, blocking=False)

@@ -23,7 +23,9 @@ from workers.rollout.answers import answer_plans
 from workers.rollout.specs import EpisodeSpec, GroupPlan, ProgramSpec
 
 ANSWERS = "answers_per_prompt"
+"""Column with the number of answers to each prompt, if the dataset states it."""
 SEEDS = 2**31
+"""Seeds of environments are less than this number."""
 
 
 def prompt_groups(
@@ -73,8 +75,8 @@ class PromptState(TypedDict):
 
     Attributes:
         epoch, loader: its position in the data.
-        waiting: tensors and other columns of the prompts that were drawn and not used.
-        asked: the prompts of the batches being filled. `waiting` and `asked` exist only where batches are cut.
+        waiting: the prompts that were drawn and not used.
+        asked: `PromptSource._drawn`. `waiting` and `asked` exist only if the source cuts batches.
     """
 
     epoch: int
@@ -98,13 +100,14 @@ class PromptSource:
         self.loader = build_train_loader(data, config, self.order)
         self._num_prompts = len(data)
         self._greedy_too = needs_greedy_baseline(config)
-        self._cuts = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
+        self._cuts_batches = config.algorithm.filter_groups.enable or config.rollout.oversample > 1
         self._batches = self._epochs()
         self._waiting: DataProto | None = None  # prompts that were drawn and not used
-        self._drawn: dict[int, dict[str, int]] = {}  # by step, prompts of a batch being filled: uid -> row of the data
+        # by step, the prompts of a batch that is being filled: uid -> row of the dataset
+        self._drawn: dict[int, dict[str, int]] = {}
 
     def draw_batch(self, step: int, start_step: int) -> list[Group]:
-        if not self._cuts:
+        if not self._cuts_batches:
             return self._groups(next(self._batches), step)
         # the batches of earlier steps are complete, so that no prompt is drawn for them any more
         oldest = step - self.config.async_training.depth
@@ -116,25 +119,27 @@ class PromptSource:
     def draw(self, number: int, step: int) -> list[Group]:
         drawn = self._drawn.setdefault(step, {})
         groups: list[Group] = []
-        # no prompt is drawn twice for a batch: ends when all are drawn, or after an epoch without a new one, because
-        # a sampler may leave out prompts
+        # No prompt is drawn twice for a batch. So the loop ends when all are drawn, or after an epoch without a new
+        # one, because a sampler may leave out prompts.
         batches_without_new = 0
         while number and batches_without_new <= len(self.loader):
-            if len(set(drawn.values())) >= self._num_prompts:
+            # a row that the sampler repeats has several uids
+            rows_drawn = set(drawn.values())
+            if len(rows_drawn) >= self._num_prompts:
                 break
             batch = self._waiting or next(self._batches)
             uids = batch.non_tensor_batch["uid"]
             rows = batch.non_tensor_batch["index"]
-            new = np.flatnonzero([uid not in drawn for uid in uids])[:number]
+            is_new = [uid not in drawn for uid in uids]
+            new = np.flatnonzero(is_new)[:number]
             drawn |= dict(zip(uids[new], rows[new].tolist(), strict=True))
 
-            end = len(batch)
+            self._waiting = None
             if len(new) == number:
                 # the prompts after the last one that is needed wait for the next draw
-                end = new[-1] + 1
-            self._waiting = None
-            if end < len(batch):
-                self._waiting = batch.select_idxs(np.arange(end, len(batch)))
+                rest = np.arange(new[-1] + 1, len(batch))
+                if len(rest):
+                    self._waiting = batch.select_idxs(rest)
 
             number -= len(new)
             batches_without_new += 1
@@ -149,7 +154,7 @@ class PromptSource:
 
     def state_dict(self) -> SourceState:
         state: PromptState = {"epoch": self.epoch, "loader": self.loader.state_dict()}
-        if self._cuts:
+        if self._cuts_batches:
             state["waiting"] = None
             if self._waiting is not None:
                 state["waiting"] = saved_rows(self._waiting)
@@ -171,8 +176,8 @@ class PromptSource:
         n = self._answers_to(prompts)
         seed = self.config.trainer.seed
         groups = prompt_groups(prompts, n, f"train/{step}", seed, step, self._greedy_too)
-        # groups of several batches are judged together, and a batch may get groups that were drawn for another one; if
-        # both have the same prompt, its answers must not become one group
+        # Rows with the same uid are one group. Groups of several batches can be judged together or trained on in one
+        # step; if two of these batches have the same prompt, its answers must remain two groups.
         mixes_batches = self.config.spans_updates or self.config.async_training.depth > 1
         if mixes_batches and groups[0].columns is not None:
             # all groups of a call share their columns
@@ -182,7 +187,7 @@ class PromptSource:
         return groups
 
     def _answers_to(self, prompts: DataProto) -> int | np.ndarray:
-        """Returns the number of answers to a prompt: rollout.n, or that of each prompt if the data names it."""
+        """Returns the number of answers to a prompt: rollout.n, or each prompt's own number if the data states it."""
         if ANSWERS in prompts:
             return prompts.batch[ANSWERS].numpy()
         return self.config.rollout.n
@@ -287,22 +292,19 @@ class EnvSource:
             # always the same episodes: the random numbers depend on the number of the group and on the step
             self.next_group = 0
             start_step = 1
-        return self._draw(number, start_step)
+        return self.draw(number, start_step)
 
     def draw(self, number: int, step: int) -> list[Group]:
-        return self._draw(number, step)
-
-    def draw_validation(self, n: int) -> list[Group]:
-        """Returns the groups of a validation, whose sizes the environment manager sets."""
-        return self.draw_batch(1, 1)
-
-    def _draw(self, number: int, start_step: int) -> list[Group]:
         groups = []
         for _ in range(number):
-            plan = self._plan(self.next_group, start_step)
+            plan = self._plan(self.next_group, step)
             groups.append(Group(plan))
             self.next_group += 1
         return groups
+
+    def draw_validation(self, n: int) -> list[Group]:
+        """Returns the groups of a validation. Their sizes are those of the environment manager, whatever `n` is."""
+        return self.draw_batch(1, 1)
 
     def _plan(self, number: int, start_step: int) -> GroupPlan:
         """Returns the plan of group `number`. The names of its episodes are ROLL's."""
@@ -348,9 +350,9 @@ def env_groups(manager: EnvManagerConfig, seed: int, purpose: str) -> list[EnvGr
     num_groups_partition. The ids are ROLL's: groups of the same tag have consecutive ids."""
     counts: Sequence[int] = manager.num_groups_partition
     if not counts:
-        num_tags = len(manager.tags)
         # equal counts; the first tags get the rest
-        counts = [stop - start for start, stop in chunk_bounds(manager.num_env_groups, num_tags)]
+        bounds = chunk_bounds(manager.num_env_groups, len(manager.tags))
+        counts = [stop - start for start, stop in bounds]
 
     groups: list[EnvGroup] = []
     positions: list[float] = []

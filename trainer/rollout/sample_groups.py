@@ -3,6 +3,7 @@
 `trainer.rollout.scheduler` decides which groups run. It knows the parts around it by the protocols of this file.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 
+from verl_lite.config.algorithm import FilterGroupsConfig
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.engines.base import SamplingParams
@@ -115,7 +117,7 @@ class GroupSource(Protocol):
 
 @runtime_checkable
 class AnswerRewards(Protocol):
-    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.Rewards`."""
+    """Rewards that are computed while groups are sampled, as those of `trainer.rewards.scores.RewardManager`."""
 
     def are_ready(self, batch: DataProto) -> np.ndarray:
         """Returns (B,) bool: True for rows whose reward is available without waiting."""
@@ -140,11 +142,11 @@ class GroupFilter:
         """Sets `kind` of complete groups whose rewards are available, or may be waited for."""
         raise NotImplementedError
 
-    def most(self, wanted: int) -> float:
+    def max_groups(self, wanted: int) -> float:
         """Returns the maximum number of groups that may be drawn for a batch of `wanted` groups."""
         raise NotImplementedError
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
         """Keeps `missing` of the dropped groups, or raises. Called if no more groups may be drawn to replace them."""
         raise NotImplementedError
 
@@ -159,13 +161,21 @@ class GroupFilter:
         return {}
 
 
+def filter_groups_limit(options: FilterGroupsConfig, wanted: int) -> float:
+    """Returns the maximum number of groups that algorithm.filter_groups lets a batch of `wanted` groups draw."""
+    # 0 = no limit
+    if not options.max_num_gen_batches:
+        return math.inf
+    return options.max_num_gen_batches * wanted
+
+
 def assembled(groups: Sequence[Group]) -> DataProto:
     """Returns the rows of complete groups, ordered by group."""
     return gathered([group.sampled for group in groups if group.sampled is not None])
 
 
 def saved_rows(rows: DataProto) -> SavedRows:
-    """Returns rows as a checkpoint has them. `DataProto.from_dict` reads them."""
+    """Returns rows as a checkpoint has them: the arguments of `DataProto.from_dict`, which restores them."""
     tensors = {str(name): rows.batch[name] for name in rows.batch.keys()}
     return tensors, rows.non_tensor_batch
 
@@ -181,7 +191,8 @@ def with_columns(columns: Rows | None, sampled: Rows) -> Rows:
 
 
 def gathered(parts: Sequence[Rows]) -> DataProto:
-    """Concatenates the parts. Columns that are missing in some batches are None there; they have to be objects."""
+    """Concatenates the parts. An object column that some batches lack is None in their rows; all batches need the same
+    tensors."""
     # many groups share a batch, which is concatenated once
     batch_of_id = {id(part.batch): part.batch for part in parts}
     # a dict, because it keeps the order of their first occurrence
@@ -225,7 +236,7 @@ def version_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def add_counts(batch: DataProto, groups: Sequence[Group]) -> None:
-    """Adds meta_info `episodes` if the groups consist of episodes."""
+    """Adds meta_info `episodes`, the sum of the counts, if the groups consist of episodes."""
     counts = [group.counts for group in groups if group.counts is not None]
     if counts:
         batch.meta_info["episodes"] = sum(counts, start=EpisodeCounts())

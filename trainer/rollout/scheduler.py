@@ -47,18 +47,17 @@ from workers.engines.base import SamplingParams
 from workers.rollout.specs import EpisodeCounts, GroupPlan
 
 SLICE_S = 0.1
-"""Seconds between two checks of the scores of complete groups while other groups are running."""
+"""Seconds between two checks of the complete groups while other groups are running."""
 
 # the metrics since the last batch are part of a checkpoint
 torch.serialization.add_safe_globals([Metric])
-
 
 SavedGroup: TypeAlias = tuple[GroupPlan, int, int, EpisodeCounts | None, str | None, SavedRows | None]
 """A group in a checkpoint: plan, version, step, counts and kind of `Group`, and its rows."""
 
 
 class Snapshot(TypedDict):
-    """The state of a scheduler in memory; see its attributes."""
+    """The state of a scheduler in memory: that of its source, and its attributes of these names."""
 
     source: SourceState
     groups: list[Group]
@@ -134,7 +133,7 @@ class RolloutScheduler:
         meta_info has `metrics` of the engines, the scheduler and the filter, and for episodes `episodes`, an
         EpisodeCounts that includes dropped groups.
         """
-        self._begin_again()
+        self._restart_restored()
         if step not in self.sizes:
             self._begin_batch(step, step)
         if self.spans_updates:
@@ -154,7 +153,7 @@ class RolloutScheduler:
 
         batch = assembled(chosen)
         oversampling_metrics = self._abort(surplus, batch, len(chosen))
-        self._account(step, chosen, dropped)
+        self._count_resolved(step, chosen, dropped)
         engine_metrics = self._take_metrics()
         metrics = engine_metrics | oversampling_metrics
         if self.filter is not None:
@@ -173,7 +172,7 @@ class RolloutScheduler:
         They run between micro-batches of training; `get_batch` and `finish` complete them. Call it after `get_batch` of
         the step. Does nothing for batches that are started already.
         """
-        self._begin_again()
+        self._restart_restored()
         last = min(step + self.batches_ahead, self.last_step)
         for later_step in range(step + 1, last + 1):
             if later_step not in self.sizes:
@@ -187,7 +186,7 @@ class RolloutScheduler:
         self._metrics = []
         self.engines.begin_groups([group.plan for group in groups], sampling)
         # training groups may end during the call, too
-        self._collect([group.plan.key for group in groups], [*groups, *self.groups])
+        self._run_engines([group.plan.key for group in groups], [*groups, *self.groups])
         batch = assembled(groups)
         batch.meta_info["metrics"] = self._take_metrics()
         self._metrics = training_metrics
@@ -196,29 +195,30 @@ class RolloutScheduler:
 
     def finish(self) -> None:
         """Waits for all running groups."""
-        running_keys = self._running()
+        running_keys = self._running_keys()
         if running_keys:
-            self._collect(running_keys, self.groups)
+            self._run_engines(running_keys, self.groups)
 
     # ----------------------------------------------------------------------------------------- waiting and choosing
 
     def _sample_batch(self, step: int) -> list[Group]:
         """Runs and replaces groups until the batch of this step is complete. Returns its groups."""
         size = self.sizes[step]
-        most: float = size
+        max_groups: float = size
         if self.filter is not None:
-            most = self.filter.most(size)
-        # groups of this batch that an earlier step dropped without a replacement are replaced in addition
-        budget = most - size + max(0, self._missing(step))
+            max_groups = self.filter.max_groups(size)
+        # the groups that this step may still draw; those that an earlier step dropped without a replacement do not
+        # count against the limit of this batch
+        budget = max_groups - size + max(0, self._missing(step))
 
         chosen = self._chosen(step)
         while chosen is None:
             self._run_and_judge()
             budget -= self._replace_dropped(step, budget)
             chosen = self._chosen(step)
-        if self._is_sliced:
-            # calls with a time limit return no metrics
-            self._collect((), self.groups)
+        if self._judges_while_running:
+            # the calls above have a time limit, and such calls return no metrics of the engines
+            self._run_engines((), self.groups)
         return chosen
 
     def _chosen(self, step: int) -> list[Group] | None:
@@ -227,18 +227,18 @@ class RolloutScheduler:
         kept_groups = [group for group in self._candidates(step) if group.is_kept]
         if len(kept_groups) < size:
             return None
-        # the oldest, in the order of the source
+        # the groups are in the order of the source, so these are the oldest
         chosen = kept_groups[:size]
-        if self._aborts:
+        if self._aborts_surplus:
             return chosen
 
         rest = [group for group in self._others(chosen) if not group.is_dropped]
         if all(group.is_kept for group in rest):
             return chosen
-        # if younger groups overtake a running one, a later step must still be able to train on it: no group is dropped
-        # for its age
+        # no group is dropped for its age: the chosen groups may overtake a running one only if that one will not be too
+        # old in the earliest step that can train on it
         for earliest, group in zip(self._earliest_steps(step, len(rest)), rest, strict=True):
-            if earliest > self._last_step_of(group):
+            if self.staleness(earliest, group) > self.threshold:
                 return None
         return chosen
 
@@ -249,7 +249,7 @@ class RolloutScheduler:
 
     def _surplus(self, step: int, chosen: Sequence[Group]) -> list[Group]:
         """Returns the groups that are aborted now that the batch of this step is complete."""
-        if not self._aborts:
+        if not self._aborts_surplus:
             return []
         surplus = []
         for group in self._others(chosen):
@@ -272,29 +272,24 @@ class RolloutScheduler:
             steps.append(last + 1 + number // self.sizes[last])
         return steps[:count]
 
-    def _last_step_of(self, group: Group) -> int:
-        """Returns the last step in which the staleness of a group does not exceed the threshold."""
-        # the step for which `staleness` equals the threshold
-        return max(group.version, self.warmup) + self.threshold + 1
-
     def staleness(self, step: int, group: Group) -> int:
         """Returns the number of weight updates between the start of a group and the update of this step."""
         return max(step - 1, self.warmup) - max(group.version, self.warmup)
 
     @property
-    def _aborts(self) -> bool:
+    def _aborts_surplus(self) -> bool:
         """True if the surplus groups of a batch are aborted when the batch is complete."""
         return self.oversample > 1 and not self.spans_updates
 
     def _candidates(self, step: int) -> list[Group]:
         """Returns the groups that the batch of this step may consist of."""
-        if not self._aborts:
+        if not self._aborts_surplus:
             return self.groups
         return [group for group in self.groups if group.step <= step]
 
     def _missing(self, step: int) -> int:
         """Returns the number of groups that the begun batches lack because of dropped ones; negative for a surplus."""
-        if self._aborts:
+        if self._aborts_surplus:
             num_wanted = self.sizes[step]
         else:
             num_wanted = sum(self.sizes.values())
@@ -302,8 +297,9 @@ class RolloutScheduler:
         return num_wanted - len(usable)
 
     @property
-    def _is_sliced(self) -> bool:
-        """True if the driver checks complete groups while others are running."""
+    def _judges_while_running(self) -> bool:
+        """True if the driver judges complete groups while others are running, because that can start, end or carry
+        over some of them."""
         drops = self.filter is not None and self.filter.drops
         return drops or self.spans_updates or self.oversample > 1
 
@@ -343,17 +339,17 @@ class RolloutScheduler:
 
     def _run_and_judge(self) -> None:
         """Runs the engines, and decides which of the complete groups are kept."""
-        running_keys = self._running()
+        running_keys = self._running_keys()
         if running_keys:
             limit_s: float | None = None
-            if self._is_sliced:
+            if self._judges_while_running:
                 # so that dropped groups are replaced while others are running
                 limit_s = SLICE_S
-            self._collect(running_keys, self.groups, limit_s)
+            self._run_engines(running_keys, self.groups, limit_s)
 
         complete = [group for group in self.groups if group.sampled is not None and group.kind is None]
         # when no group is running, there is nothing to do but to wait for the rewards
-        if self._running():
+        if self._running_keys():
             complete = self._with_rewards(complete)
         if not complete:
             return
@@ -389,26 +385,26 @@ class RolloutScheduler:
             replacements = self.source.draw(number, step)
         if replacements:
             self._begin(replacements, step)
-        elif not self._running():
+        elif not self._running_keys():
             # a running group could still be kept
             if self.filter is None:
                 raise RuntimeError(f"step {step}: {missing} groups are missing, and the source has no more")
-            self.filter.complete(step, self.groups, missing)
+            self.filter.fill_batch(step, self.groups, missing)
         return len(replacements)
 
     def _begin_batch(self, step: int, start_step: int) -> None:
         """Starts the batch of `step`, and with rollout.oversample more groups than it needs."""
         groups = self.source.draw_batch(step, start_step)
         size = len(groups)
-        self.sizes[step] = size
 
         surplus = 0
         # no step after the last one could train on groups that are carried over
-        if step < self.last_step or self._aborts:
+        if step < self.last_step or self._aborts_surplus:
             surplus = math.ceil(size * (self.oversample - 1))
         if self.spans_updates:
-            # the surplus that earlier batches left over counts
-            surplus += self._missing(step) - size
+            # earlier batches may have left a surplus, which counts here, or lack groups
+            surplus += self._missing(step)
+        self.sizes[step] = size
         if surplus > 0:
             groups = groups + self.source.draw(surplus, step)
         self._begin(groups, step)
@@ -422,16 +418,16 @@ class RolloutScheduler:
         self.counts["started"] += len(groups)
         self.engines.begin_groups([group.plan for group in groups], self.sampling)
 
-    def _running(self) -> list[str]:
+    def _running_keys(self) -> list[str]:
         """Returns the keys of the groups that are not complete."""
         return [group.plan.key for group in self.groups if group.sampled is None]
 
-    def _collect(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
+    def _run_engines(self, keys: Sequence[str], groups: Iterable[Group], seconds: float | None = None) -> None:
         """Runs the engines and stores the rows of the groups that are complete.
 
         Args:
             keys: keys of the groups to wait for.
-            groups: all groups that may be complete.
+            groups: all groups that may become complete during the call.
             seconds: time limit; None = until the groups of `keys` are complete.
         """
         group_of_key = {group.plan.key: group for group in groups}
@@ -448,12 +444,13 @@ class RolloutScheduler:
 
     # -------------------------------------------------------------------------------------------- numbers and state
 
-    def _account(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
-        """Checks that every started group is trained on, dropped, aborted or still here, and that none is too old."""
+    def _count_resolved(self, step: int, chosen: Sequence[Group], dropped: Sequence[Group]) -> None:
+        """Counts the groups of this step that are trained on or dropped. Raises RuntimeError if a started group is
+        neither resolved nor in `groups`, or if a group of the batch is too old."""
         self.counts.update(trained=len(chosen), dropped=len(dropped))
         started = self.counts["started"]
         resolved = self.counts["trained"] + self.counts["dropped"] + self.counts["aborted"]
-        # a fault of the scheduler would otherwise lose groups without a message
+        # otherwise a fault of the scheduler would lose groups unnoticed
         if started != resolved + len(self.groups):
             raise RuntimeError(f"step {step}: {started} groups started, {resolved} resolved, {len(self.groups)} left")
 
@@ -475,7 +472,7 @@ class RolloutScheduler:
         return metrics
 
     def _async_metrics(
-        self, step: int, chosen: Sequence[Group], waited: float, engines: dict[str, Metric]
+        self, step: int, chosen: Sequence[Group], waited: float, engine_metrics: dict[str, Metric]
     ) -> dict[str, Metric]:
         """Returns the metrics of staleness and waiting.
 
@@ -483,7 +480,7 @@ class RolloutScheduler:
             step: the step of the batch.
             chosen: its groups.
             waited: seconds that the trainer waited for the batch.
-            engines: metrics of the engines.
+            engine_metrics: metrics of the engines since the last batch.
         """
         ages = [self.staleness(step, group) for group in chosen]
         metrics = {
@@ -491,15 +488,17 @@ class RolloutScheduler:
             "async/staleness/oldest": Metric.last(max(ages)),
             "async/staleness/mean": Metric.mean(sum(ages), len(ages)),
             "async/batches_started": Metric.last(len(self.sizes)),
-            "async/groups_in_flight": Metric.last(len(self._running())),
+            "async/groups_in_flight": Metric.last(len(self._running_keys())),
             # constant: a step waits for a group instead of dropping it for its age
             "async/dropped_for_staleness": Metric.last(0),
             "async/trainer_wait_seconds": Metric.last(waited),
         }
-        busy = engines.get("rollout/engine_busy_frac")
+        busy = engine_metrics.get("rollout/engine_busy_frac")
         if self._ended_at is not None and busy is not None:
             period = time.perf_counter() - self._ended_at
-            idle = max(0.0, period - float(busy.total) / self.engines.num_engines)
+            # the numerator of the fraction: busy seconds, added over the engines
+            busy_seconds = float(busy.total)
+            idle = max(0.0, period - busy_seconds / self.engines.num_engines)
             metrics["async/engine_wait_seconds"] = Metric.last(idle)
             metrics["async/engine_idle_frac"] = Metric.last(idle / period)
             metrics["async/trainer_idle_frac"] = Metric.last(min(1.0, waited / period))
@@ -534,13 +533,13 @@ class RolloutScheduler:
         continued: dict[str, GroupPlan] = {}
         if self.spans_updates:
             continued = {plan.key: plan for plan in self.engines.snapshot_groups()}
-        other_keys = [key for key in self._running() if key not in continued]
+        other_keys = [key for key in self._running_keys() if key not in continued]
         if other_keys:
-            self._collect(other_keys, self.groups)
+            self._run_engines(other_keys, self.groups)
 
         groups: list[SavedGroup] = []
         for group in self.groups:
-            # of a complete group its rows are saved, and of a running one what continues it
+            # a complete group needs only its rows; a running one continues from its plan and the source's columns
             if group.sampled is not None:
                 plan = GroupPlan(group.plan.key, ())
                 rows: Rows | None = group.sampled
@@ -571,7 +570,7 @@ class RolloutScheduler:
             groups.append(group)
         self.restore({**state, "groups": groups})
 
-    def _begin_again(self) -> None:
+    def _restart_restored(self) -> None:
         """Starts the incomplete groups of a restored state, and the rewards of complete ones, once."""
         if not self._is_restored:
             return

@@ -59,6 +59,7 @@ def _sampling(config: PPOConfig, prefix: str, is_greedy: bool) -> ValSampling:
         top_k=options.top_k,
         max_tokens=config.data.max_response_length,
     )
+    # two purposes, because the answers of both samplings can wait for their rewards under their sample ids
     if is_greedy:
         return ValSampling(prefix, "val1", 1, params)
     return ValSampling(prefix, "val0", options.n, params)

@@ -27,9 +27,13 @@ from trainer.validation.sample import PREDICTION, Sample, is_prediction
 
 Floats = NDArray[np.float64]
 LEVEL = 0.95
-INTERVAL = "/ci95"  # suffix of the metric with the half width of a mean's 95% interval
+"""Confidence level of the intervals."""
+INTERVAL = "/ci95"
+"""Suffix of the metric with the half width of a mean's interval."""
 RESAMPLES = 1000
+"""Number of draws of maj@n, as in verl."""
 SEED = 42
+"""Seed of the draws of maj@n, as in verl."""
 
 
 def validation_metrics(samples: Sequence[Sample], prefix: str = "") -> dict[str, float]:
@@ -109,11 +113,11 @@ def name_metrics(results: Mapping[str, Mapping[str, Mapping[str, float]]], prefi
 
 
 def _headlines(metrics: Collection[str]) -> set[str]:
-    """Returns those of a variable's metrics that are mean, best or maj of the largest number of answers."""
-    largest = max(map(_samples_of, metrics), default=0)
+    """Returns the headlines among a variable's metrics: mean, best and maj of the largest number of answers."""
+    largest = max(map(_number_of_answers, metrics), default=0)
     headlines = set()
     for metric in metrics:
-        if metric.endswith(INTERVAL) or _samples_of(metric) < largest:
+        if metric.endswith(INTERVAL) or _number_of_answers(metric) < largest:
             continue
         if metric.startswith(("mean", "best", "maj")):
             headlines.add(metric)
@@ -140,7 +144,7 @@ def process_validation_metrics(
             numbers are no variables.
         seed: Seed of the draws of maj@n.
     """
-    prompts_by_source = _rows_by_prompt(data_sources, sample_uids)
+    prompts_by_source = rows_by_prompt(data_sources, sample_uids)
     votes = infos_dict.get(PREDICTION)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for variable, entries in infos_dict.items():
@@ -156,17 +160,19 @@ def process_validation_metrics(
     return results
 
 
-def _rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Returns the rows of each prompt, by data source."""
-    # a prompt is identified by its row in the files, never by its text; data sources do not share prompts
-    prompts = list(zip(sources, uids, strict=True))
-    rows_by_prompt: dict[tuple[str, str], list[int]] = {}
+def rows_by_prompt(sources: Sequence[str], uids: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Returns the rows of each prompt, by data source.
+
+    A prompt is identified by its uid, never by its text. Data sources do not share prompts.
+    """
+    rows_of_prompt: dict[tuple[str, str], list[int]] = {}
+    prompts = zip(sources, uids, strict=True)
     for row, prompt in enumerate(prompts):
-        rows = rows_by_prompt.setdefault(prompt, [])
+        rows = rows_of_prompt.setdefault(prompt, [])
         rows.append(row)
 
     prompts_by_source: dict[str, list[list[int]]] = {}
-    for (source, _), rows in rows_by_prompt.items():
+    for (source, _), rows in rows_of_prompt.items():
         prompts_of_source = prompts_by_source.setdefault(source, [])
         prompts_of_source.append(rows)
     return prompts_by_source
@@ -322,17 +328,17 @@ def majority_of(values: Floats, ballots: Sequence[object], n: int, seed: int = S
     # as text, because numpy cannot sort votes of several types
     ordered_ballots = [str(ballots[position]) for position in ascending]
     _, vote_of_answer = np.unique(ordered_ballots, return_inverse=True)
-    num_answers = np.bincount(vote_of_answer)  # with each vote
-    sizes = tuple(num_answers.tolist())
+    answers_by_vote = np.bincount(vote_of_answer)
+    sizes = tuple(answers_by_vote.tolist())
     winner_shares = _winner_shares(sizes, n, seed)  # (draws, votes)
 
     # only the winner is drawn; the value of a random answer with its vote is averaged exactly
-    mean_by_vote = np.bincount(vote_of_answer, weights=values) / num_answers
+    mean_by_vote = np.bincount(vote_of_answer, weights=values) / answers_by_vote
     mean_by_draw = winner_shares @ mean_by_vote
     mean = float(mean_by_draw.mean())
 
     squares = (values - mean) ** 2
-    square_by_vote = np.bincount(vote_of_answer, weights=squares) / num_answers
+    square_by_vote = np.bincount(vote_of_answer, weights=squares) / answers_by_vote
     variance = (winner_shares @ square_by_vote).mean()
     return mean, float(np.sqrt(variance))
 
@@ -361,7 +367,7 @@ def _winner_shares(sizes: tuple[int, ...], n: int, seed: int) -> Floats:
     return most_frequent / num_tied
 
 
-def _samples_of(metric: str) -> int:
+def _number_of_answers(metric: str) -> int:
     """Returns n of a metric NAME@n or NAME@n/..."""
     _, _, after_name = metric.partition("@")
     return int(after_name.partition("/")[0])

@@ -44,8 +44,8 @@ IMAGE_SIDE = 512  # pixels; larger images are scaled down
 JSON = "_json"
 REWARD = "reward/"
 _MESSAGE = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()})
-# the type of a column by that of the field
-_KINDS: dict[object, pyarrow.DataType] = {
+# type of a field of `Sample` -> type of its column; `table_of` converts the fields of other types
+_COLUMN_TYPES: dict[object, pyarrow.DataType] = {
     int: pyarrow.int64(),
     str: pyarrow.string(),
     bool: pyarrow.bool_(),
@@ -121,21 +121,15 @@ class SampleFiles:
 
         folder = self.folder / IMAGES
         sizes = self._image_sizes
-        new_names = []
-        new_paths = []
-        new_images = []
-        for name, image in images.items():
-            # known images are not written again: a new one of 1024 x 768 pixels takes 9 ms on two cores
-            if name not in sizes:
-                new_names.append(name)
-                new_paths.append(folder / name)
-                new_images.append(image)
+        # known images are not written again: a new one of 1024 x 768 pixels takes 9 ms on two cores
+        new_images = {name: image for name, image in images.items() if name not in sizes}
+        new_paths = [folder / name for name in new_images]
 
         # threads, because Pillow decodes and encodes without holding the interpreter's lock
         with beside_training(folder, self.tell), ThreadPoolExecutor(4) as threads:
             folder.mkdir(parents=True, exist_ok=True)
-            new_sizes = threads.map(_write_image, new_paths, new_images)
-            sizes.update(zip(new_names, new_sizes, strict=True))
+            new_sizes = threads.map(_write_image, new_paths, new_images.values())
+            sizes.update(zip(new_images, new_sizes, strict=True))
             # the most recently used image is last
             for name in images:
                 sizes[name] = sizes.pop(name)
@@ -253,7 +247,7 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
     arrays = {}
     # explicit types, because a column that is empty in one step would otherwise have another type than in the next
     for name, field_type in get_type_hints(Sample).items():
-        if field_type not in _KINDS:
+        if field_type not in _COLUMN_TYPES:
             continue
         values: list[object] = []
         for sample in samples:
@@ -263,7 +257,7 @@ def table_of(samples: Sequence[Sample]) -> pyarrow.Table:
             elif field_type is str:
                 value = as_text(value)
             values.append(value)
-        arrays[name] = pyarrow.array(values, _KINDS[field_type])
+        arrays[name] = pyarrow.array(values, _COLUMN_TYPES[field_type])
 
     # json text, because the values can have another type in each row
     json_names = ["ground_truth", "extra_info"]

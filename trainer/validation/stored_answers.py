@@ -6,6 +6,7 @@ folder / settings.json        everything that the answers depend on; commands wi
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
 
 _SETTINGS = "settings.json"
-# files of up to 256 x 256 KiB = 64 MiB are hashed completely
+# the pieces of a file that `content_of` hashes: files of up to 256 x 256 KiB = 64 MiB completely
 _PIECES = 256
 _PIECE_BYTES = 1 << 18
 
@@ -121,17 +122,19 @@ def content_of(path: str | Path) -> str:
         files = [file for file in path.rglob("*") if file.is_file()]
         # sorted, because a file system lists files in any order
         for file in sorted(files):
-            digest.update(f"{file.relative_to(path)} {content_of(file)}\n".encode())
+            line = f"{file.relative_to(path)} {content_of(file)}\n"
+            digest.update(line.encode())
         return digest.hexdigest()
     if not path.is_file():
         return "absent"
 
     # a large file, such as a checkpoint, is not read completely
     size = path.stat().st_size
-    num_pieces = min(_PIECES, -(-size // _PIECE_BYTES))
+    num_pieces = min(_PIECES, math.ceil(size / _PIECE_BYTES))
     digest.update(str(size).encode())
     with path.open("rb") as opened:
-        # the last piece ends at the end of the file, and the others are evenly spaced before it
+        # The last piece ends at the end of the file, and the others are evenly spaced before it. A file of one piece is
+        # read from its beginning.
         last_start = size - _PIECE_BYTES
         gaps = max(1, num_pieces - 1)
         for piece in range(num_pieces):

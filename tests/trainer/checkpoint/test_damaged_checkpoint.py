@@ -292,3 +292,15 @@ def test_a_dump_that_finds_no_room_does_not_become_the_cause(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError) as caught, dump_on_failure(Failing(), Failing()):
         raise ZeroDivisionError("the cause")
     assert "No crash dump was written" in caught.value.__notes__[0] and "GB are free" in caught.value.__notes__[0]
+
+
+def test_a_dump_holds_an_error_that_no_encoding_has(tmp_path: Path) -> None:
+    class Steps:
+        global_step, epoch = 3, 0
+
+    class Failing:
+        steps, saver, step_data, run_dir = Steps(), None, None, tmp_path
+
+    with pytest.raises(ArithmeticError), dump_on_failure(Failing(), Failing()):
+        raise ArithmeticError("the answer was \ud800")
+    assert "the answer was \\ud800" in (tmp_path / "crash" / "step_3" / "error.txt").read_text(encoding="utf-8")

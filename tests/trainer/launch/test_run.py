@@ -150,7 +150,7 @@ def test_a_deleted_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Pat
     (tmp_path / "run").mkdir()
     with ExitStack() as stack:
         folder = HeldFolder(tmp_path / "run", told.append, stack)
-        folder.config_file = "trainer: {}"
+        folder.config_text = "trainer: {}"
         folder.restore()
         assert told == []
         for _ in range(2):

@@ -20,6 +20,7 @@ from verl_lite.core_algos import (
     RunningMoments,
     register_adv_est,
 )
+from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto, as_column
 from verl_lite.registry import takes
 
@@ -174,6 +175,18 @@ def test_an_estimator_gets_what_it_names_and_no_more() -> None:
         del ADV_ESTIMATOR_REGISTRY["mine"]
     with pytest.raises(ValueError, match="Unknown advantage estimator: mine"):
         advantages_of(batch(), "mine")
+
+
+def test_an_estimator_of_a_user_that_returns_no_tensor_is_named() -> None:
+    @register_adv_est("halved")
+    def halved(token_level_rewards, response_mask):  # type: ignore[no-untyped-def]
+        return token_level_rewards, None
+
+    try:
+        with pytest.raises(UserError, match=r"adv_estimator=halved: .* found \[\(4, 2\), 'NoneType'\]"):
+            advantages_of(batch(), "halved")
+    finally:
+        del ADV_ESTIMATOR_REGISTRY["halved"]
 
 
 def test_neither_batch_nor_configuration_is_changed() -> None:

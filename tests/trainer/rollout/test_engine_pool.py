@@ -192,7 +192,7 @@ def test_the_weights_of_a_replaced_engine_have_the_version_that_the_trainer_has(
     """Between an update of the trainer and that of the engines they differ. The address is new, too."""
     world = World(engines=1, threshold=1)
     world.role.update_weights(3)
-    world.role._trained = 4
+    world.role._trained_version = 4
     world.engine(0).dies = {"snapshot_groups"}
     world.role.snapshot_groups()
     assert world.engine(0).version == 4

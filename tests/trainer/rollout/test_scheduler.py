@@ -149,10 +149,10 @@ class Sieve(GroupFilter):
         for group in groups:
             group.kind = "dropped" if int(group.plan.key) in self.dropped else "kept"
 
-    def most(self, wanted: int) -> float:
+    def max_groups(self, wanted: int) -> float:
         return float("inf")
 
-    def complete(self, step: int, groups: Sequence[Group], missing: int) -> None:
+    def fill_batch(self, step: int, groups: Sequence[Group], missing: int) -> None:
         raise ArithmeticError(f"{missing} groups are missing in step {step}")
 
 
