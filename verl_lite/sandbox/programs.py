@@ -234,9 +234,9 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         setup, *tests = [compile(text, TESTS, "exec", dont_inherit=True) for text in texts]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return _send(reply, {"broken": str(error)})
-    names, unusable = tested.begin()
-    if unusable:
-        return _send(reply, unusable)
+    names, failure_of_code = tested.begin()
+    if failure_of_code:
+        return _send(reply, failure_of_code)
 
     # this function runs the tests instead
     vars(unittest)["main"] = lambda *args, **kwargs: None
@@ -250,7 +250,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
             or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
         # the snippet itself counts as one already
-        count += max(1, len(cases)) - 1
+        further_cases = max(0, len(cases) - 1)
+        count += further_cases
         # before the tests run, so that a killed process leaves the right number
         _send(reply, {"tests": count})
 
