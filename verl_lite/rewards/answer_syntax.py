@@ -201,14 +201,36 @@ class _Parser:
                 break
             factor = self._power()
             # an integer before a fraction forms a mixed number with it
-            mixed = _mixed(factors[-1], factor, self)
+            mixed = self._mixed(factors[-1], factor)
             if mixed is None:
                 factors.append(factor)
             else:
                 factors[-1] = mixed
         return _one_or_all("product", factors)
 
-    def take_denominator(self) -> str | None:
+    def _mixed(self, whole: Node, following: Node) -> Node | None:
+        r"""Returns the mixed number that an integer and what follows it are (2\frac{1}{2}, 2 1/2), else None."""
+        if not is_integer(whole):
+            return None
+        if following.kind == "quotient":
+            above, below = following.parts
+        elif is_integer(following):
+            denominator = self._take_denominator()
+            if denominator is None:
+                return None
+            above = following
+            below = Node("number", (), denominator)
+        else:
+            return None
+
+        # beside an integer, any other fraction could be a sum (a mixed number) or a product
+        are_integers = is_integer(above) and is_integer(below)
+        is_proper = are_integers and 0 < int(above.text) < int(below.text)
+        if not is_proper:
+            raise UnknownSyntax("an integer stands beside a fraction that is not proper")
+        return Node("mixed", (whole, above, below))
+
+    def _take_denominator(self) -> str | None:
         """Takes a slash and an integer, and returns the integer; takes nothing and returns None otherwise."""
         if len(self._rest) < 2:
             return None
@@ -532,29 +554,6 @@ def _number(text: str) -> Node:
     ten = Node("number", (), "10")
     power_of_ten = Node("power", (ten, exponent))
     return Node("product", (number, power_of_ten))
-
-
-def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
-    r"""Returns the mixed number that an integer and what follows it are (2\frac{1}{2}, 2 1/2), else None."""
-    if not is_integer(whole):
-        return None
-    if following.kind == "quotient":
-        above, below = following.parts
-    elif is_integer(following):
-        denominator = parser.take_denominator()
-        if denominator is None:
-            return None
-        above = following
-        below = Node("number", (), denominator)
-    else:
-        return None
-
-    # beside an integer, any other fraction could be a sum (a mixed number) or a product
-    are_integers = is_integer(above) and is_integer(below)
-    is_proper = are_integers and 0 < int(above.text) < int(below.text)
-    if not is_proper:
-        raise UnknownSyntax("an integer stands beside a fraction that is not proper")
-    return Node("mixed", (whole, above, below))
 
 
 def _is_unit(text: str) -> bool:

@@ -46,8 +46,8 @@ def are_equal(gold: Expression | None, answer: Expression | None) -> bool:
         return False
 
     exact_gold = _exact(gold)
-    exact_answer = _snapped(_exact(answer), answer, exact_gold)
-    exact_gold = _snapped(exact_gold, gold, exact_answer)
+    exact_answer = _with_unrounded_constants(_exact(answer), answer, exact_gold)
+    exact_gold = _with_unrounded_constants(exact_gold, gold, exact_answer)
     # first, because math-verify's simplification of log_2 3 - 10^30 would compute a power with 10^30 digits
     if _is_contradicted(exact_gold, exact_answer):
         return False
@@ -95,7 +95,7 @@ def _constants(node: Expression) -> set[sympy.Expr]:
     return constants
 
 
-def _snapped(exact: Expression, written: Expression, other: Expression) -> Expression:
+def _with_unrounded_constants(exact: Expression, written: Expression, other: Expression) -> Expression:
     """Replaces rounded decimals by the constants of the other expression that they round.
 
     Args:

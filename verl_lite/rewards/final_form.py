@@ -144,9 +144,9 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     try:
         answer = parse_answer(text, letters_are_units=not has_symbols)
     except UnknownSyntax:
-        return _compare_unknown(ground_truth, reference, text), text
+        return _compare_unreadable(ground_truth, reference, text), text
     if reference is None:
-        return _compare_with_unknown(ground_truth, answer), answer.latex()
+        return _compare_with_unreadable(ground_truth, answer), answer.latex()
 
     # the reference is an interval or a union of some: an answer may write it as inequalities
     if reference.node.kind in ("brackets", "operation"):
@@ -163,8 +163,8 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     return is_equal, pred
 
 
-def _compare_with_unknown(ground_truth: str, answer: Answer) -> bool:
-    """Compares an answer with a reference that only math-verify can read."""
+def _compare_with_unreadable(ground_truth: str, answer: Answer) -> bool:
+    """Compares an answer with a reference that `answer_syntax` cannot read; math-verify may be able to."""
     if not is_final(answer.node, None):
         return False
     return are_equal(_gold_expression(ground_truth), _parse_rendered(answer))
@@ -178,7 +178,7 @@ def _gold_expression(ground_truth: str) -> Expression | None:
     return gold
 
 
-def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> bool:
+def _compare_unreadable(ground_truth: str, reference: Answer | None, text: str) -> bool:
     """Compares an answer that `answer_syntax` cannot read, if it cannot read the reference either.
 
     The answer may use only the commands of the reference: both may be binomial coefficients, for example.
