@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -289,15 +290,18 @@ def _scalar(kind: str, value: object) -> object:
     # True is an int for Python, but neither a number nor a text for a user
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
-    if kind == "str" and value == value:
+    # NaN, the only value that differs from itself, is no value of an option
+    if value != value:
+        raise ValueError
+    if kind == "str":
         return str(value)
     # not by way of float, which has no place for the last digits of a large number
     if kind == "int" and isinstance(value, int):
         return value
     if kind in ("int", "float"):
         number = float(value)
-        # NaN, the only number that differs from itself, is no value of an option
-        if kind == "float" and number == number:
+        # the text may be "nan"
+        if kind == "float" and not math.isnan(number):
             return number
         if kind == "int" and number.is_integer():
             return int(number)

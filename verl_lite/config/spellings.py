@@ -110,7 +110,7 @@ class KeyTable:
             settings = _COMPUTED[entry.computed](written)
             # None: the other keys give this key another meaning, which the rest of the entry describes
             if settings is not None:
-                verdict = _called(entry.computed, settings)
+                verdict = _sets(entry.computed, settings)
                 if entry.note:
                     verdict = replace(verdict, note=f"{verdict.note}: {entry.note}")
                 return verdict
@@ -149,7 +149,7 @@ class KeyTable:
             return replace(further, note=note)
         if entry.refused and target not in schema_of(self.root).keys:
             return _refused(name, new_value, entry)
-        return _called(name, {target: new_value, **entry.also})
+        return _sets(name, {target: new_value, **entry.also})
 
     def choose_group(self, name: str, value: object) -> Verdict | None:
         """Returns the verdict on Hydra's choice of a file for a section, as in `optim=fsdp`; None for all else."""
@@ -303,7 +303,7 @@ def _find(entries: Mapping[str, Entry], name: str) -> _Match | None:
     return None
 
 
-def _called(name: str, settings: Settings) -> Verdict:
+def _sets(name: str, settings: Settings) -> Verdict:
     """Returns the verdict on a key that sets these options here."""
     if not settings:
         return Verdict(note=f"{name} is off, and has no effect")

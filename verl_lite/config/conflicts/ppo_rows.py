@@ -221,8 +221,8 @@ def _has_unbounded_weights(config: PPOConfig, threshold: int) -> bool:
     return not is_corrected and not is_bounded
 
 
-def _is_recomputed(config: PPOConfig) -> bool:
-    """True if the ratio of policy and rollout is not the one that a3po weighs itself."""
+def _prevents_a3po(config: PPOConfig) -> bool:
+    """True if old_log_probs are not those of the rollout, or if the correction weighs the samples as well."""
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode or correction.rollout_is is not None
 
@@ -291,7 +291,7 @@ ASYNC_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         (_LOSS_MODE,),
-        lambda config, mode: mode == "a3po" and _is_recomputed(config),
+        lambda config, mode: mode == "a3po" and _prevents_a3po(config),
         "a3po weighs the rollout's log-probs itself",
         "set algorithm.rollout_correction.bypass_mode=true and algorithm.rollout_correction.rollout_is=null",
         beside=(f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is"),
@@ -431,6 +431,14 @@ def _has_no_score(config: PPOConfig, weight: float) -> bool:
     return weight == 0
 
 
+def _is_other_kind_of_loss(config: PPOConfig, uses_policy_gradient: bool | None) -> bool:
+    # null leaves it to the loss
+    if uses_policy_gradient is None:
+        return False
+    is_advantage = config.distillation.distillation_loss.loss_mode == "k1"
+    return uses_policy_gradient is not is_advantage
+
+
 REWARD_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("reward.function_weight",),
@@ -472,9 +480,7 @@ REWARD_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("distillation.distillation_loss.use_policy_gradient",),
-        lambda config, is_used: (
-            is_used is not None and is_used is not (config.distillation.distillation_loss.loss_mode == "k1")
-        ),
+        _is_other_kind_of_loss,
         "k1 is an advantage, because its own gradient does not depend on the teacher; the other losses are "
         "differentiated",
         "set distillation.distillation_loss.use_policy_gradient=null, or another loss_mode",
