@@ -127,7 +127,7 @@ def section_problems(options: object) -> Problems:
 
 
 def _choice_problems(key: Key, value: object) -> Problems:
-    """Yields a problem if the value is none of those that the option declares."""
+    """Yields a problem if the option does not declare this value."""
     assert isinstance(key.expects, tuple)
     if value in key.expects:
         return

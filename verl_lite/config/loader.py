@@ -213,7 +213,7 @@ class _Merge(Generic[C]):
     def recipe(
         self, assignments: list[Assignment], loader: RecipeLoader | None, default: str | None
     ) -> list[Assignment]:
-        """Returns the assignments of the last recipe named, else of the default if neither model nor data is set.
+        """Returns the assignments of the recipe: the last one that is named, or the default without model and data.
 
         Args:
             assignments: those of files and command line.
@@ -328,12 +328,12 @@ class _Merge(Generic[C]):
         value = assignment.value
         # otherwise it is an entry of a free dictionary, which has no declared type
         is_option = path == key.path
-        # None is Python's word for null, which YAML reads as a text: it would be the name of a folder, for example
-        takes_null = key.optional or key.kind == "list"
-        if is_option and value == "None" and takes_null and not is_quoted(assignment.raw):
-            self.problems.append(f"{assignment.shown()}: write null for no value")
-            return
         if is_option:
+            # None is Python's word for null, which YAML reads as a text: it would be the name of a folder, for example
+            takes_null = key.optional or key.kind == "list"
+            if value == "None" and takes_null and not is_quoted(assignment.raw):
+                self.problems.append(f"{assignment.shown()}: write null for no value")
+                return
             try:
                 value = convert(key, value, assignment.raw)
             except (ValueError, OverflowError):
@@ -507,7 +507,7 @@ def _renamed(assignment: Assignment, verdict: spellings.Verdict) -> Iterator[Ass
 
 
 def _last_of_each(source: Iterable[Assignment]) -> list[Assignment]:
-    """Returns the assignments of a source without those that a later assignment of the same key replaces."""
+    """Returns the last assignment of each key of a source, in the order of the source."""
     last: dict[Path, Assignment] = {}
     for assignment in source:
         # removed first, so that the key moves to the place of its last assignment

@@ -38,7 +38,7 @@ class ConfigError(UserError):
             count = f"{len(self.problems)} problems"
         message = f"the configuration has {count}:"
         for problem in self.problems:
-            # further lines of a problem stand below its text
+            # further lines of a problem are indented like its text
             indented = problem.replace("\n", "\n    ")
             message += f"\n  - {indented}"
         super().__init__(message)
@@ -178,7 +178,7 @@ def _last_part(key: str) -> str:
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:
     """Yields the options of a dataclass and of its sections."""
-    # with annotations of base classes, and those that are texts
+    # unlike `__annotations__`, with base classes, and with types in place of annotations that are text
     annotations = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path = (*prefix, field.name)

@@ -49,7 +49,7 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
             f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {divisors(per_node)}"
         )
 
-    # the devices of a joined cluster are those of several machines
+    # in a joined cluster, the engines may be on other machines
     ray_init = config.ray_kwargs.ray_init
     if available is None or ray_init.address is not None:
         return

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from verl_lite.rewards.answer_tokens import FUNCTIONS, Token, UnknownSyntax, clean, tokens_of
-from verl_lite.rewards.answer_tree import Node, is_integer, render
+from verl_lite.rewards.answer_tree import Node, is_integer, names_of, render
 
 _GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
@@ -223,7 +223,7 @@ class _Parser:
         else:
             return None
 
-        # beside an integer, any other fraction could be a sum (a mixed number) or a product
+        # an integer next to any other fraction could be a sum (a mixed number) or a product
         are_integers = is_integer(above) and is_integer(below)
         is_proper = are_integers and 0 < int(above.text) < int(below.text)
         if not is_proper:
@@ -268,7 +268,7 @@ class _Parser:
         if token.kind == "text":
             return _is_unit(token.text)
         # in 2ab, b is a symbol rather than a unit
-        if any(map(_contains_names, factors)):
+        if any(map(names_of, factors)):
             return False
         if token.kind == "word":
             is_long = len(token.text) > 2 and token.text.isascii()
@@ -524,10 +524,6 @@ class _Parser:
 def _one_or_all(kind: str, parts: list[Node]) -> Node:
     """Returns the only part itself, or a node of this kind with all parts."""
     return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
-
-
-def _contains_names(node: Node) -> bool:
-    return any(part.kind in ("symbol", "word") for part in node.walk())
 
 
 def _symbol(letter: str) -> Node:

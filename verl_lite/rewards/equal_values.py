@@ -161,9 +161,9 @@ def _is_close(number: sympy.Rational, constant: sympy.Expr) -> bool:
 
 
 def _is_contradicted(gold: Expression, answer: Expression) -> bool:
-    """Returns True if values show that two expressions differ, which math-verify takes for equal.
+    """Returns True if the values of two expressions differ, although math-verify may take the expressions for equal.
 
-    math-verify compares absolutely: 1e-19 times the root of 2 and of 3 are equal to it.
+    math-verify compares absolutely: for it, 1e-19 times the root of 2 equals 1e-19 times the root of 3.
     """
     match gold, answer:
         case sympy.MatrixBase(), sympy.MatrixBase():

@@ -17,9 +17,9 @@ from math_verify import LatexExtractionConfig, parse, verify
 from verl_lite.rewards.answer_in_text import answer_in_text
 from verl_lite.rewards.answer_syntax import Answer, parse_answer
 from verl_lite.rewards.answer_tokens import UnknownSyntax, clean
-from verl_lite.rewards.answer_tree import Node, render
+from verl_lite.rewards.answer_tree import Node, names_of, render
 from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, Expression, are_equal, is_too_large
-from verl_lite.rewards.open_operations import is_final, names_of, symbols_of
+from verl_lite.rewards.open_operations import is_final, symbols_of
 
 # it warns that its own time limit is off
 logging.getLogger("math_verify").setLevel(logging.ERROR)

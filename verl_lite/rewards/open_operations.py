@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from sympy import integer_nthroot
 
-from verl_lite.rewards.answer_tree import Node, is_integer, render
+from verl_lite.rewards.answer_tree import Node, is_integer, names_of, render
 
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
 _COLLECTIONS = ("matrix", "brackets", "set")
@@ -67,11 +67,6 @@ def symbols_of(node: Node) -> set[str]:
     for part in parts:
         symbols |= symbols_of(part)
     return symbols
-
-
-def names_of(node: Node) -> set[str]:
-    """Returns all symbols and words of an expression in lower case."""
-    return {part.text.lower() for part in node.walk() if part.kind in ("symbol", "word")}
 
 
 def _is_name(node: Node) -> bool:
@@ -253,7 +248,7 @@ def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
     elif len(numbers_below) == 1 and numbers_below[0].text in ("0", "1"):
         names.add("quotient")
 
-    # factorials and powers beside a number they may share a factor with: 10 * 9!, 2^101 / 2
+    # a factorial or a power may share a factor with the number next to it: 10 * 9!, 2^101 / 2
     has_operation_above = any(map(_is_factor_of_integers, above))
     if has_operation_above and numbers_above:
         names.add("product")

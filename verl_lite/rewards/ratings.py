@@ -79,7 +79,7 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
         raise ValueError("there is no rating")
     last = candidates[-1]
     if may_quote_answer:
-        # the template asks for a rating at the end; what stands before may be the answer's
+        # the template asks for a rating at the end; ratings before the end may be quotations
         before_rating = text[: -len(last)].rpartition("\n")[2]
         if "\n" in last or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
             raise ValueError("it does not end with a rating, and the answer contains ratings that it may quote")

@@ -20,6 +20,7 @@ from verl_lite.sandbox.values import (
     decode,
     encode,
     fields,
+    raised_exception,
     read_line,
     send,
 )
@@ -190,11 +191,8 @@ class UntrustedCode:
             raise self._broken() from error
 
     def _raised(self, message: JsonObject) -> list[str]:
-        """Returns the name, base and text of an exception in a message."""
-        raised = fields(message, raised=dict)
-        if raised is None:
-            raise self._broken()
-        exception = fields(raised[0], name=str, base=str, text=str)
+        """Returns the name, base and text of an exception in a message. Raises EndOfTest for another message."""
+        exception = raised_exception(message)
         if exception is None:
             raise self._broken()
         return exception

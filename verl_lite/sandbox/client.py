@@ -33,6 +33,7 @@ from verl_lite.sandbox.values import (
     as_line,
     encode,
     fields,
+    raised_exception,
     read_line,
 )
 
@@ -242,7 +243,7 @@ class Sandbox:
                 outcomes.append(Outcome(True, True))
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
-        # the exceeded limit of the tested code is the reason of the first failure; without one, it is one itself
+        # the exceeded limit of the tested code is the reason of the first failure, or a failure of its own
         if functions.met:
             first_failure = 0
             while first_failure < len(outcomes) and not outcomes[first_failure].error:
@@ -443,11 +444,8 @@ def _returned(message: JsonObject, number: int) -> Outcome:
     # the number shows a line that the code itself has written between the replies
     if number and message.pop("number", None) != number:
         return forged
-    raised = fields(message, raised=dict)
-    if raised is not None:
-        exception = fields(raised[0], name=str, base=str, text=str)
-        if exception is None:
-            return forged
+    exception = raised_exception(message)
+    if exception is not None:
         name, _, text = exception
         error = f"{name}: {text}"
         return Outcome(True, error=error[:ERROR_CHARACTERS])

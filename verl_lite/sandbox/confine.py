@@ -118,7 +118,7 @@ def _is_open_to_all(path: str) -> bool:
     return True
 
 
-# constants of the kernel's linux/landlock.h; the numbers of its system calls are those of both machines
+# constants of the kernel's linux/landlock.h; its system calls have the same numbers on both machines
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446

@@ -271,7 +271,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
 def _prepare_answer() -> None:
     """Gives an answer's code the names of `_PRELUDE_MODULES`, where Python looks last: among the builtins.
 
-    So the code's own names, and the real builtins, take precedence, and the names are not those of the answer.
+    So the code's own names, and the real builtins, take precedence, and tests do not see these names as the answer's.
     """
     _allow_long_integers()
     prelude: Namespace = {}
@@ -457,9 +457,9 @@ def _collect(cases: list[unittest.TestCase], namespace: Namespace, names: Namesp
             elif name.startswith("Test"):
                 cases += _cases_of_class(_test_case(value))
         elif type(value) is types.FunctionType and name.startswith("test"):
+            takes_arguments = bool(inspect.signature(value).parameters)
             # a function such as `testing(value)` is a helper of the tests
-            is_helper = not name.startswith("test_") and inspect.signature(value).parameters
-            if not is_helper:
+            if name.startswith("test_") or not takes_arguments:
                 test = _running_coroutines(value)
                 cases.append(unittest.FunctionTestCase(test))
 

@@ -161,6 +161,14 @@ def fields(message: object, **kinds: type) -> list[Any] | None:
     return values
 
 
+def raised_exception(message: JsonObject) -> list[str] | None:
+    """Returns the name, base and text of the exception that a message reports; None for a message of another shape."""
+    raised = fields(message, raised=dict)
+    if raised is None:
+        return None
+    return fields(raised[0], name=str, base=str, text=str)
+
+
 def send(fd: int, line: bytes) -> None:
     """Writes a whole line to a file descriptor."""
     # a pipe or a socket may take only a part of it

@@ -40,7 +40,7 @@ _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.5
 # after an error: time for the other ranks to return or to report the real cause
 _GRACE_S = 2.0
-# the same if all errors so far are only consequences of another one
+# the same while all errors so far only report that another rank has ended
 _CAUSE_PATIENCE_S = 15.0
 
 Bundle = dict[str, float]
