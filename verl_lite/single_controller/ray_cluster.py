@@ -279,7 +279,7 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
     cluster.environment = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
-            # Ray then turns authentication on; it would read a given value too early
+            # without a mode, `ray.init` turns authentication on and reads its settings again; with one, it keeps them
             "RAY_AUTH_MODE": None,
             "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
