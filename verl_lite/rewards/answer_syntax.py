@@ -307,8 +307,9 @@ class _Parser:
             else:
                 break
 
+        letters = "".join(words).lower()
         # without spaces: "square cm" and "squarecm" are the same unit
-        unit = "".join(" ".join(words).lower().split())
+        unit = "".join(letters.split())
         if len(unit) > _LONGEST_UNIT:
             raise UnknownSyntax("a unit is too long")
         self.unit = self.unit or unit  # the first one of "7 cm, 8 cm"

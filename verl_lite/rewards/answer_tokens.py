@@ -55,7 +55,7 @@ def clean(text: str) -> str:
     text = _SUPERSCRIPT.sub(_exponent_of_superscript, text)
     text = "".join(map(_as_latex, text)).strip()
 
-    # marks around the whole answer, which can be nested
+    # marks around the whole answer, which can be nested; the last group of both patterns is what they enclose
     while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
         content = match[match.lastindex or 0]
         text = content.strip()

@@ -272,7 +272,7 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
         tests: list[_Instruction] = [(_JUMP_EQUAL, 0, 1, value) for value in values]
         lines += _if_called(call[column], argument, tests)
     if not may_write:
-        # the numbers of the argument with the flags
+        # the call, and the number of its argument with the flags
         for name, argument in (("open", 1), ("openat", 2)):
             number = OPEN[name][column]
             if number != NONE:
