@@ -231,6 +231,7 @@ class _Content(TypedDict):
 
 @cache
 def _content(file: str) -> _Content:
+    """Returns the content of a file of keys, which is named without its suffix."""
     text = Path(__file__).with_name(f"{file}.yaml").read_text(encoding="utf-8")
     # libyaml is many times faster than PyYAML's own loader, but some installations lack it
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader

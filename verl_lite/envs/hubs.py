@@ -179,6 +179,7 @@ class VerifiersEnv:
         return await self._responses.get()
 
     def _serve(self) -> None:
+        """Runs the event loop of the rollouts in its thread, until `close` stops it."""
         self._loop.run_forever()
         self._loop.close()
 
@@ -201,6 +202,7 @@ class VerifiersEnv:
             raise RuntimeError(f"verifiers ended the episode before its first turn: {final_state['stop_condition']}")
 
     async def _cancel(self) -> None:
+        """Ends the episode that is running, if there is one."""
         self._episode.cancel()
         await asyncio.wait({self._episode})
 

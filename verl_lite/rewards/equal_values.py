@@ -261,6 +261,7 @@ def _is_solved(relation: Relational) -> bool:
 
 
 def _is_defined_name(node: sympy.Basic) -> bool:
+    """Returns True for the side of an equation that it defines: f(x), or symbols alone."""
     return isinstance(node, AppliedUndef) or is_expr_of_only_symbols(node)
 
 

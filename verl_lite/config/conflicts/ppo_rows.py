@@ -87,6 +87,7 @@ def _selects_prompts_twice(config: PPOConfig, sampler: str | None) -> bool:
 
 
 def _context(config: PPOConfig) -> int:
+    """Returns the context length of the rollout engine in tokens."""
     return config.rollout.max_model_len or config.longest_sample
 
 
@@ -228,6 +229,7 @@ def _prevents_a3po(config: PPOConfig) -> bool:
 
 
 def _losses_that_bound_the_ratio(config: PPOConfig) -> str:
+    """Returns the remedy for unbounded weights, with the names of the losses that bound them."""
     bounded = [name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio")]
     return (
         f"choose loss_type=ppo_clip and a loss_mode of {', '.join(sorted(bounded))}, or truncate the weights: set "
@@ -432,6 +434,7 @@ def _has_no_score(config: PPOConfig, weight: float) -> bool:
 
 
 def _is_other_kind_of_loss(config: PPOConfig, uses_policy_gradient: bool | None) -> bool:
+    """True if the distillation loss cannot be trained in the way that the option chooses."""
     # null leaves it to the loss
     if uses_policy_gradient is None:
         return False
