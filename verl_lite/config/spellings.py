@@ -313,7 +313,7 @@ def _sets(name: str, settings: Settings) -> Verdict:
 
 
 def _refused(name: str, value: object, entry: Entry) -> Verdict:
-    """Returns the verdict on a key that would change the run at all values except null and the harmless."""
+    """Returns the verdict on a key that would change the run at all values except null and `entry.harmless`."""
     if value is None:
         return Verdict()
     # the key of a reference has its own verdict

@@ -201,7 +201,12 @@ def _is_missing(element: sympy.Expr, elements: sympy.FiniteSet) -> bool:
 
 
 def _differ(first: sympy.Expr, second: sympy.Expr, points: Mapping[sympy.Symbol, sympy.Expr]) -> bool:
-    """Returns True if the values of two expressions differ relatively where their symbols have the values `points`."""
+    """Returns True if the values of two expressions differ by more than the share `_EQUAL` of the larger one.
+
+    Args:
+        first, second: the expressions.
+        points: the values of their symbols.
+    """
     first_value = _value_at(first, points)
     second_value = _value_at(second, points)
     # without values, math-verify's verdict stays

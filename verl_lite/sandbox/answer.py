@@ -54,7 +54,8 @@ class UntrustedCode:
     def begin(self) -> tuple[Namespace, JsonObject | None]:
         """Waits until the code has run.
 
-        Returns the values by name that tests can use, and a message of `run_tests` if the code failed, else None.
+        Returns the values by name that tests can use, and None. If the code failed: no values, and the message with
+        which `run_tests` reports it.
         """
         try:
             first = self._read()

@@ -540,6 +540,6 @@ def _become_main(name: str) -> types.ModuleType:
 
 
 def _short(error: BaseException | None) -> str:
-    """Returns the end of an exception's type and message. unittest's type of an exception includes None."""
+    """Returns the end of an exception's type and message. None is possible only by the types of unittest."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text[-ERROR_CHARACTERS:]
