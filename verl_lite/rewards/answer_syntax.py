@@ -156,7 +156,7 @@ class _Parser:
             else:
                 break
         node = _one_or_all("sum", terms)
-        self._skip_unit(node)
+        self._take_unit(node)
         return node
 
     def _signed_term(self) -> Node:
@@ -174,7 +174,7 @@ class _Parser:
             if self._accept("*", "\\cdot", "\\times"):
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
-                # the slash of 5/min begins a unit, which `_skip_unit` reads
+                # the slash of 5/min begins a unit, which `_take_unit` reads
                 is_unit = self.token is not None and self.token.kind in ("word", "text")
                 if is_unit:
                     self._rest.append(Token("mark", "/"))
@@ -283,7 +283,7 @@ class _Parser:
         following = self._rest[-2]
         return following.text in (",", ";", "/", "^")
 
-    def _skip_unit(self, value: Node) -> None:
+    def _take_unit(self, value: Node) -> None:
         """Takes the unit of a value: words, with exponents, and products and quotients of them."""
         is_rate = self._is("/") and self._is_unit_next()
         if not is_rate and not self._at_unit([value]):

@@ -101,8 +101,7 @@ def _with_unrounded_constants(exact: Expression, written: Expression, other: Exp
     Args:
         exact: the expression with decimals as fractions.
         written: the same expression with its decimals.
-        other: the other expression, with decimals as fractions. A constant with a finite decimal expansion is rounded
-            only by decimals if it is one with many digits itself.
+        other: the other expression, with decimals as fractions. Its short decimals, such as 0.5, are never rounded.
     """
     if not isinstance(exact, sympy.Basic | sympy.MatrixBase):
         return exact
