@@ -237,7 +237,10 @@ class SourceReader:
                 raise ValueError("it is a list; a mapping of keys to values is expected")
             text = path.read_text(encoding="utf-8")
             self.problems += [f"--config: {path}: {problem}" for problem in misread_numbers(text)]
-            followed = {key: self.follow(entry, content) for key, entry in content.items()}
+            # references are looked up without verl's prefix
+            below_prefix = content.get(PREFIX)
+            values = {**below_prefix, **content} if isinstance(below_prefix, dict) else content
+            followed = {key: self.follow(entry, values) for key, entry in content.items()}
             assignments = self.flatten(followed, (), f"file:{name}")
             return list(assignments)
         except FileNotFoundError:
