@@ -127,7 +127,7 @@ def section_problems(options: object) -> Problems:
 
 
 def _choice_problems(key: Key, value: object) -> Problems:
-    """Yields a problem if the value is none of those that the option declares."""
+    """Yields a problem if the option does not declare this value."""
     assert isinstance(key.expects, tuple)
     if value in key.expects:
         return
@@ -225,6 +225,7 @@ def _engine_problems(config: PPOConfig, count: int | None, engines: Collection[s
 def _environment_problems(config: PPOConfig) -> Problems:
     """Checks the environments, their answers' length, and the rows that the estimator reads."""
     estimator = config.algorithm.adv_estimator
+    # "step" or "trajectory"; None for either
     rows_of_estimator = ADV_ESTIMATOR_REGISTRY.facts.get(estimator, {}).get("rows")
     longest = config.data.max_response_length
     for tag, entry in config.agentic.custom_envs.items():
@@ -241,7 +242,8 @@ def _environment_problems(config: PPOConfig) -> Problems:
 
         # a validation computes no advantages
         is_trained = tag in config.agentic.train_env_manager.tags
-        if is_trained and rows_of_estimator and template.by_step is not (rows_of_estimator == "step"):
+        needs_steps = rows_of_estimator == "step"
+        if is_trained and rows_of_estimator and template.by_step is not needs_steps:
             yield (
                 f"{at}.env_manager_cls={template.env_manager_cls}: algorithm.adv_estimator={estimator} reads rows of "
                 f"one {rows_of_estimator} each: set {rows_of_estimator}"

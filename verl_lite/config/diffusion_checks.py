@@ -82,13 +82,12 @@ def _frame_problems(config: RewardFlowConfig, folder: Path) -> Problems:
     if "scale_factor_spatial" not in vae and vae.get("_class_name") == _WAN_CLASS:
         factor = _WAN_FACTOR
     transformer = _read_json(folder / "transformer" / "config.json")
-    # absent in some config files
-    patch = transformer.get("patch_size")
-    if not factor or not isinstance(patch, list):
+    # frames, height and width of a patch; absent in some config files
+    patch_size = transformer.get("patch_size")
+    if not factor or not isinstance(patch_size, list):
         return
     data = config.data
-    # patches are frames, height and width
-    needed = factor * patch[-1]
+    needed = factor * patch_size[-1]
     if data.height and data.width:
         sides = {"height": data.height, "width": data.width}
     else:

@@ -213,7 +213,7 @@ class _Merge(Generic[C]):
     def recipe(
         self, assignments: list[Assignment], loader: RecipeLoader | None, default: str | None
     ) -> list[Assignment]:
-        """Returns the assignments of the last recipe named, else of the default if neither model nor data is set.
+        """Returns the assignments of the recipe: the last one that is named, or the default without model and data.
 
         Args:
             assignments: those of files and command line.
@@ -246,7 +246,7 @@ class _Merge(Generic[C]):
         its renamed keys come first, so that an assignment under the name used here overrides them.
         """
         translated: list[Assignment] = []
-        num_renamed = 0
+        renamed_in_file: list[Assignment] = []
         for written in _last_of_each(source):
             assignment = replace(written, value=_strip_prefix(written.value))
             if not assignment.path:
@@ -269,12 +269,11 @@ class _Merge(Generic[C]):
                 self.refused.setdefault(verdict.refusal, []).append(assignment.shown())
             if verdict.note:
                 self.notes.append(verdict.note)
-            for alias in _renamed(assignment, verdict):
-                if assignment.source == COMMAND_LINE:
-                    translated.append(alias)
-                else:
-                    translated.insert(num_renamed, alias)
-                num_renamed += 1
+            if assignment.source == COMMAND_LINE:
+                translated += _renamed(assignment, verdict)
+            else:
+                renamed_in_file += _renamed(assignment, verdict)
+        translated = renamed_in_file + translated
         self.problems += self.contradictions(translated)
         return translated
 
@@ -327,13 +326,14 @@ class _Merge(Generic[C]):
 
         assignment = self.worded_number(key, assignment)
         value = assignment.value
-        # Python's word, which YAML reads as a text: the name of a folder, for example
-        takes_null = key.optional or key.kind == "list"
-        if path == key.path and value == "None" and takes_null and not is_quoted(assignment.raw):
-            self.problems.append(f"{assignment.shown()}: write null for no value")
-            return
-        # the entries of a free dictionary have no declared type
-        if path == key.path:
+        # otherwise it is an entry of a free dictionary, which has no declared type
+        is_option = path == key.path
+        if is_option:
+            # None is Python's word for null, which YAML reads as a text: it would be the name of a folder, for example
+            takes_null = key.optional or key.kind == "list"
+            if value == "None" and takes_null and not is_quoted(assignment.raw):
+                self.problems.append(f"{assignment.shown()}: write null for no value")
+                return
             try:
                 value = convert(key, value, assignment.raw)
             except (ValueError, OverflowError):
@@ -347,7 +347,7 @@ class _Merge(Generic[C]):
                     del self.leaves[leaf]
             # an empty dictionary has no leaf, and `flatten` yields the entries of others; a reference to a whole
             # dictionary is a leaf until it is resolved
-            if path == key.path and not is_interpolation(value):
+            if is_option and not is_interpolation(value):
                 return
         elif self.keys is not None:
             value, note = self.keys.same_meaning(name, value)
@@ -507,7 +507,7 @@ def _renamed(assignment: Assignment, verdict: spellings.Verdict) -> Iterator[Ass
 
 
 def _last_of_each(source: Iterable[Assignment]) -> list[Assignment]:
-    """Returns the assignments of a source without those that a later assignment of the same key replaces."""
+    """Returns the last assignment of each key of a source, in the order of the source."""
     last: dict[Path, Assignment] = {}
     for assignment in source:
         # removed first, so that the key moves to the place of its last assignment

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -37,7 +38,7 @@ class ConfigError(UserError):
             count = f"{len(self.problems)} problems"
         message = f"the configuration has {count}:"
         for problem in self.problems:
-            # further lines of a problem stand below its text
+            # further lines of a problem are indented like its text
             indented = problem.replace("\n", "\n    ")
             message += f"\n  - {indented}"
         super().__init__(message)
@@ -177,7 +178,7 @@ def _last_part(key: str) -> str:
 
 def _walk(cls: type, prefix: Path) -> Iterator[Key]:
     """Yields the options of a dataclass and of its sections."""
-    # with annotations of base classes, and those that are texts
+    # unlike `__annotations__`, with base classes, and with types in place of annotations that are text
     annotations = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path = (*prefix, field.name)
@@ -289,15 +290,18 @@ def _scalar(kind: str, value: object) -> object:
     # True is an int for Python, but neither a number nor a text for a user
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
-    if kind == "str" and value == value:
+    # NaN, the only value that differs from itself, is no value of an option
+    if value != value:
+        raise ValueError
+    if kind == "str":
         return str(value)
     # not by way of float, which has no place for the last digits of a large number
     if kind == "int" and isinstance(value, int):
         return value
     if kind in ("int", "float"):
         number = float(value)
-        # NaN, the only number that differs from itself, is no value of an option
-        if kind == "float" and number == number:
+        # the text may be "nan"
+        if kind == "float" and not math.isnan(number):
             return number
         if kind == "int" and number.is_integer():
             return int(number)

@@ -49,7 +49,7 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
             f"{parallel} devices of one machine: set a multiple of {parallel} devices, or one of {divisors(per_node)}"
         )
 
-    # the devices of a joined cluster are those of several machines
+    # in a joined cluster, the engines may be on other machines
     ray_init = config.ray_kwargs.ray_init
     if available is None or ray_init.address is not None:
         return
@@ -59,7 +59,8 @@ def pool_problems(config: PPOConfig, count: int | None, available: int | None) -
         available = max(available, ray_init.num_cpus or 0)
         remedies += ", or share cores with ray_kwargs.ray_init.num_cpus"
     # both pools have devices on this machine; `machine_problems` reports a trainer that needs more devices alone
-    if count <= available < count // trainer.nnodes + per_node:
+    needed = count // trainer.nnodes + per_node
+    if count <= available < needed:
         yield (
             f"trainer.n_gpus_per_node={count} and rollout.n_gpus_per_node={per_node} are more than the {available} "
             f"{device_noun(trainer.device)} of this machine: {remedies}"

@@ -140,6 +140,7 @@ class _OneLine(yaml.SafeDumper):
         return True
 
     def text(self, text: str) -> yaml.ScalarNode:
+        """Returns a text as YAML writes it, in quotation marks unless it consists of plain words."""
         is_plain = re.fullmatch(r"[A-Za-z_/][\w/.-]*( [\w/.-]+)*", text, re.ASCII)
         style = None if is_plain else '"'
         escaped = text.replace("${", r"\${")

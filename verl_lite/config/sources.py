@@ -114,8 +114,9 @@ def _with_spaced_colons(raw: str) -> str:
             quote = character
         elif character in "{[":
             # a reference such as ${model.path} is no mapping
-            is_key = character == "{" and last != "$"
-            openings.append(character if last != "$" else "$")
+            is_reference = last == "$"
+            is_key = character == "{" and not is_reference
+            openings.append("$" if is_reference else character)
         elif character in "]}":
             openings = openings[:-1]
             is_key = False
@@ -206,13 +207,13 @@ class SourceReader:
         if match is None or not is_unicode(word):
             self.problems.append(f"{word!r} is not key=value in UTF-8, without blanks around the equals sign")
             return
-        name, raw, reset = match.groups()
+        name, raw, reset_name = match.groups()
         try:
-            path = without_prefix(split(name or reset))
+            path = without_prefix(split(name or reset_name))
         except ValueError as error:
             self.problems.append(str(error))
             return
-        if reset:
+        if reset_name:
             yield Assignment(path, None, COMMAND_LINE, reset=True)
             return
         key = self.schema.find(path)
@@ -236,7 +237,10 @@ class SourceReader:
                 raise ValueError("it is a list; a mapping of keys to values is expected")
             text = path.read_text(encoding="utf-8")
             self.problems += [f"--config: {path}: {problem}" for problem in misread_numbers(text)]
-            followed = {key: self.follow(entry, content) for key, entry in content.items()}
+            # references are looked up without verl's prefix
+            below_prefix = content.get(PREFIX)
+            values = {**below_prefix, **content} if isinstance(below_prefix, dict) else content
+            followed = {key: self.follow(entry, values) for key, entry in content.items()}
             assignments = self.flatten(followed, (), f"file:{name}")
             return list(assignments)
         except FileNotFoundError:

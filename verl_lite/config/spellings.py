@@ -110,7 +110,7 @@ class KeyTable:
             settings = _COMPUTED[entry.computed](written)
             # None: the other keys give this key another meaning, which the rest of the entry describes
             if settings is not None:
-                verdict = _called(entry.computed, settings)
+                verdict = _sets(entry.computed, settings)
                 if entry.note:
                     verdict = replace(verdict, note=f"{verdict.note}: {entry.note}")
                 return verdict
@@ -149,7 +149,7 @@ class KeyTable:
             return replace(further, note=note)
         if entry.refused and target not in schema_of(self.root).keys:
             return _refused(name, new_value, entry)
-        return _called(name, {target: new_value, **entry.also})
+        return _sets(name, {target: new_value, **entry.also})
 
     def choose_group(self, name: str, value: object) -> Verdict | None:
         """Returns the verdict on Hydra's choice of a file for a section, as in `optim=fsdp`; None for all else."""
@@ -231,6 +231,7 @@ class _Content(TypedDict):
 
 @cache
 def _content(file: str) -> _Content:
+    """Returns the content of a file of keys, which is named without its suffix."""
     text = Path(__file__).with_name(f"{file}.yaml").read_text(encoding="utf-8")
     # libyaml is many times faster than PyYAML's own loader, but some installations lack it
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -303,7 +304,7 @@ def _find(entries: Mapping[str, Entry], name: str) -> _Match | None:
     return None
 
 
-def _called(name: str, settings: Settings) -> Verdict:
+def _sets(name: str, settings: Settings) -> Verdict:
     """Returns the verdict on a key that sets these options here."""
     if not settings:
         return Verdict(note=f"{name} is off, and has no effect")
@@ -312,7 +313,7 @@ def _called(name: str, settings: Settings) -> Verdict:
 
 
 def _refused(name: str, value: object, entry: Entry) -> Verdict:
-    """Returns the verdict on a key that would change the run at all values except null and the harmless."""
+    """Returns the verdict on a key that would change the run at all values except null and `entry.harmless`."""
     if value is None:
         return Verdict()
     # the key of a reference has its own verdict

@@ -46,13 +46,13 @@ class UserCall:
             self.otherwise.require(function)
 
 
+_ESTIMATOR_ARGUMENTS = (
+    "token_level_rewards response_mask gamma lam config norm_adv_by_std_in_grpo index values reward_baselines "
+    "old_log_probs sum_pi_squared rollout_is_weights traj_id step state_hash batch non_tensor_batch"
+)
 ESTIMATOR_CALL = UserCall(
     "f(token_level_rewards, response_mask, index, config, ...) -> (advantages, returns)",
-    offered=(
-        *("token_level_rewards", "response_mask", "gamma", "lam", "config", "norm_adv_by_std_in_grpo", "index"),
-        *("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
-        *("traj_id", "step", "state_hash", "batch", "non_tensor_batch"),
-    ),
+    offered=tuple(_ESTIMATOR_ARGUMENTS.split()),
 )
 LOSS_CALL = UserCall(
     "f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights) -> (loss, metrics)",

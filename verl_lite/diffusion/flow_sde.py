@@ -58,9 +58,9 @@ def step_log_prob(x_next: torch.Tensor, mean: torch.Tensor, std: float) -> torch
     distance = (x_next - mean) / std
     squares = distance.square() / 2
     mean_of_squares = squares.flatten(1).mean(1)
-    # the logarithm of the normal distribution's factor, 1 / sqrt(2 pi), per dimension
-    log_of_factor = math.log(2 * math.pi) / 2
-    return -mean_of_squares - math.log(std) - log_of_factor
+    # the density of each dimension is exp(-squares) / (std sqrt(2 pi))
+    log_sqrt_of_2_pi = math.log(2 * math.pi) / 2
+    return -mean_of_squares - math.log(std) - log_sqrt_of_2_pi
 
 
 def step_kl(mean: torch.Tensor, reference_mean: torch.Tensor, std: float) -> torch.Tensor:

@@ -66,9 +66,9 @@ class ActionParser:
                 "(thoughts)(action)"
             )
         names = _names_by_action(lookup or ())
-        self.names: dict[Action, str] | None = names
-        if lookup is None:
-            self.names = None
+        self.names: dict[Action, str] | None = None
+        if lookup is not None:
+            self.names = names
         self.special_tokens = tuple(special_tokens)
         # compared without case and blanks, because agents vary both
         self._by_name = {name.strip().lower(): action for action, name in names.items()}
@@ -93,6 +93,7 @@ class ActionParser:
 
 
 def _names_by_action(lookup: Lookup) -> dict[Action, str]:
+    """Returns the names of a lookup by their actions, with numbers as actions where a key or an index is a number."""
     if not isinstance(lookup, Mapping):
         lookup = dict(enumerate(lookup))
     names: dict[Action, str] = {}

@@ -115,6 +115,7 @@ class GymnasiumEnv:
         return f"<answer>{name}</answer>"
 
     def _text(self, observation: object) -> str:
+        """Returns what the agent sees: the text frame, or the observation."""
         if self.by_render:
             frame = str(self.env.render())
             return _HIGHLIGHTED.sub(r"[\1]", frame).strip("\n")

@@ -111,12 +111,15 @@ MANAGERS = {"trajectory": "TrajEnvManager", "step": "StepEnvManager"}
 """Ways to convert an episode to samples, with ROLL's names of them."""
 
 _LEAST = {"max_steps": 1, "max_tokens_per_step": 1, "max_env_step_concurrent": 1, "history_length": 0}
+"""Least value of each option that is a whole number."""
 _OPTIONAL = ("max_tokens_per_step", "max_env_step_concurrent")
+"""Those of them that can be null."""
 _UNSUPPORTED = {
     "tool_wrapper": "not supported; make the tools part of the environment, see trainer/AGENTIC.md",
     "agent_runner_cls": "not supported; agents do not run in separate processes",
     **dict.fromkeys(("max_env_step", "max_actions_per_traj"), "use max_steps instead"),
 }
+"""Options of ROLL that are refused unless they are null, with the rest of the message."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,11 @@ class EnvTemplate:
     def _check_template(self) -> None:
         """Refuses an agent_template with fields that have no value."""
         available = [*TRAJECTORY_FIELDS]
-        with_step = f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}"
+        further_fields = ""
         if self.by_step:
             available += STEP_FIELDS
-            with_step = ""
+        else:
+            further_fields = f"; with env_manager_cls: step also {', '.join(STEP_FIELDS)}"
         try:
             unknown = sorted(self.fields - set(available))
         except ValueError as error:
@@ -203,10 +207,8 @@ class EnvTemplate:
         if not unknown:
             return
         hint = did_you_mean(unknown[0], available)
-        self._refuse(
-            "agent_template",
-            f"only the fields {', '.join(available)}{with_step}; found {{{unknown[0]}}}{hint}; double other braces",
-        )
+        expected = f"only the fields {', '.join(available)}{further_fields}"
+        self._refuse("agent_template", f"{expected}; found {{{unknown[0]}}}{hint}; double other braces")
 
     @property
     def by_step(self) -> bool:
@@ -265,6 +267,7 @@ def env_templates(custom_envs: Mapping[str, object]) -> dict[str, EnvTemplate]:
 
 def _options_of_entry(tag: str, entry: object) -> JsonObject:
     """Returns the options of an entry for `EnvTemplate`. Options of ROLL that are null are left out."""
+    # no options, and so no env_type: `env_templates` refuses the entry
     if not isinstance(entry, Mapping):
         return {}
     names = [option.name for option in fields(EnvTemplate) if option.name != "tag"]

@@ -86,6 +86,9 @@ class _ServerReply(Protocol):
 class VerifiersEnv:
     """An environment of `verifiers`. Its own rollout loop runs, with the agent in place of the model's client.
 
+    The loop runs in a thread and calls `get_response` for each turn of the model. Two queues connect it with `reset`
+    and `step`: `_requests` takes the loop's prompts and at last its end, `_responses` takes the agent's turns.
+
     The last step returns the reward and the metrics of the rubric. If verifiers ends the rollout with an error, or a
     reward function raises, the episode fails; verifiers alone would continue with the reward 0.
 
@@ -176,6 +179,7 @@ class VerifiersEnv:
         return await self._responses.get()
 
     def _serve(self) -> None:
+        """Runs the event loop of the rollouts in its thread, until `close` stops it."""
         self._loop.run_forever()
         self._loop.close()
 
@@ -191,23 +195,28 @@ class VerifiersEnv:
         self._requests: asyncio.Queue[tuple[list[_Message], Tools] | asyncio.Future[_FinalState]] = asyncio.Queue()
         self._responses: asyncio.Queue[object] = asyncio.Queue()
         self._episode = asyncio.ensure_future(self._rollout(row))
-        # the last request is the ended episode itself, so that `_exchange` does not wait forever
+        # when the loop ends, its future follows the prompts into the queue; otherwise `_exchange` would wait forever
         self._episode.add_done_callback(self._requests.put_nowait)
         final_state = await self._exchange()
         if final_state is not None:
             raise RuntimeError(f"verifiers ended the episode before its first turn: {final_state['stop_condition']}")
 
     async def _cancel(self) -> None:
+        """Ends the episode that is running, if there is one."""
         self._episode.cancel()
         await asyncio.wait({self._episode})
 
     async def _exchange(self, response: object = None) -> _FinalState | None:
-        """Passes a turn to the rollout and waits for the next prompt. Returns the state if the episode has ended."""
+        """Passes a turn to the rollout, if there is one, and waits for the next prompt.
+
+        Returns the state if the episode has ended, and raises the exception of an episode that failed.
+        """
         if self._episode.done() and self._requests.empty():
             raise RuntimeError("the episode has ended; call reset")
         if response is not None:
             await self._responses.put(response)
         request = await self._requests.get()
+        # the future of the episode, which has ended
         if isinstance(request, asyncio.Future):
             return request.result()
         self._prompt, self.tools = request
@@ -310,6 +319,7 @@ class OpenEnv:
         result = self._call("reset", **options)
         self.score = 0.0
         self.text = self._text(result.observation)
+        # the connection to the server's session of this episode; see `step`
         self.connection = self.client._ws
         return self.text, {"env_instruction": self.instruction}
 
@@ -354,10 +364,13 @@ class OpenEnv:
         if hasattr(observation, "model_dump"):
             fields = observation.model_dump()
         name = self.observation_field
-        if not isinstance(fields, Mapping) or not fields or (name is not None and name not in fields):
+        is_missing = name is not None and isinstance(fields, Mapping) and name not in fields
+        if not isinstance(fields, Mapping) or not fields or is_missing:
             expected = f"the field {name}" if name else "an observation with fields"
             raise RuntimeError(f"base_url={self.base_url!r}: the server returned {fields!r:.200}, expected {expected}")
-        content = fields if name is None else fields[name]
+        content: object = fields
+        if name is not None:
+            content = fields[name]
         if isinstance(content, str):
             return content
         return json.dumps(content, ensure_ascii=False, default=str)
@@ -373,10 +386,13 @@ class _RaisingHandler(logging.Handler):
 def _import_verifiers() -> types.ModuleType:
     """Imports verifiers, and adapts it to a rollout in a thread whose model is an agent."""
     verifiers = _import("verifiers.legacy", "verifiers")
-    importlib.import_module("verifiers.legacy.clients").Client.register(VerifiersEnv)
+    # its rollouts take only an instance of this class for a client
+    clients = importlib.import_module("verifiers.legacy.clients")
+    clients.Client.register(VerifiersEnv)
     # each environment would replace the process's signal handlers, which only the main thread can do
-    signals = types.SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIGTERM=None)
-    vars(importlib.import_module("verifiers.legacy.envs.environment"))["signal"] = signals
+    environment_module = importlib.import_module("verifiers.legacy.envs.environment")
+    vars(environment_module)["signal"] = types.SimpleNamespace(signal=lambda *_: None, SIGINT=None, SIGTERM=None)
+    # a failed reward function must fail the episode
     logger = logging.getLogger("verifiers.legacy.rubrics.rubric")
     logger.handlers = [_RaisingHandler()]
     logger.setLevel(logging.ERROR)

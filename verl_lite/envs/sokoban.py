@@ -296,14 +296,12 @@ def _draw(room: Room, player: Cell, boxes: frozenset[Cell]) -> list[str]:
     def letter(cell: Cell) -> str:
         if cell in room.walls:
             return "#"
+        is_target = cell in room.targets
         if cell == player:
-            letters = "PS"
-        elif cell in boxes:
-            letters = "X√"
-        else:
-            letters = "_O"
-        # the second letter is that of a target
-        return letters[cell in room.targets]
+            return "S" if is_target else "P"
+        if cell in boxes:
+            return "√" if is_target else "X"
+        return "O" if is_target else "_"
 
     rows = []
     for row in range(room.height):

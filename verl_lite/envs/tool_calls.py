@@ -100,7 +100,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 
 def calls_behind_thinking(text: str) -> ParsedCalls:
-    """Reads calls between tags, with their place in the answer. Those in its thinking are drafts and are left out."""
+    """Reads calls between tags, with their place in the answer. Calls in its thinking are drafts and are left out."""
     end = end_of_thinking(text)
     parsed = tagged_calls(text[end:])
     return ParsedCalls(parsed.calls, end + parsed.start, end + parsed.end)

@@ -155,13 +155,13 @@ def release_freed_memory() -> None:
     global _other_bytes
     if _bytes_not_in_use(libc) - _other_bytes > KEPT_FREED_BYTES:
         libc.malloc_trim(0)
-        # what is still resident and not in use after the trim belongs to others
+        # the bytes that are not in use even after the trim belong to others
         _other_bytes = _bytes_not_in_use(libc)
 
 
 def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
     """Returns the resident bytes of this process that belong to no allocated block."""
-    # glibc's own number of free bytes includes those that it has given back
+    # not glibc's own number of free bytes, which includes bytes that it has given back to the system
     libc.mallinfo2.restype = _MallocInfo
     blocks = libc.mallinfo2()
     statm = Path("/proc/self/statm").read_text().split()

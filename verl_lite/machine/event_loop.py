@@ -23,7 +23,7 @@ def run_async(coroutine: Coroutine[object, None, T], check: Callable[[], None] =
             coroutine and pass through.
     """
     loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
-    # such as SystemExit, which ends the loop and not only the task that raises it
+    # receives an exception that ends the loop itself, such as SystemExit; other exceptions end only the coroutine
     ended_loop = Future[T]()
 
     def run_loop() -> None:

@@ -181,6 +181,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str] | None = No
 
 
 def _refused_token(setting: str, token: str, problem: str, gpus: Sequence[Gpu]) -> str:
+    """Returns the message for a name in CUDA_VISIBLE_DEVICES that cannot be used."""
     devices = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
     return f"{_VARIABLE}={setting!r}: {token!r} {problem}; the devices are {devices}"
 

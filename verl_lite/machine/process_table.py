@@ -189,7 +189,7 @@ def _stat_fields(pid: int) -> list[bytes]:
     """Returns the fields of /proc/PID/stat that follow the name of the command, which can contain anything."""
     with open(f"{_PROC}/{pid}/stat", "rb") as file:
         content = file.read()
-    # the name stands in brackets, and may contain brackets and blanks itself
+    # the name is in brackets, and may contain brackets and blanks itself
     _, _, after_name = content.rpartition(b")")
     return after_name.split()
 

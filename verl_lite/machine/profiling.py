@@ -121,5 +121,5 @@ def count_moved(size: int) -> None:
 
 
 def usage() -> np.ndarray:
-    """Returns (2,): a clock in seconds and the bytes counted so far. Differences are the usage by a call."""
+    """Returns (2,): a clock in seconds and the bytes counted so far. The usage of a call is the difference of two."""
     return np.array([time.perf_counter(), _moved_bytes])

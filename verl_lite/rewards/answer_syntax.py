@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from verl_lite.rewards.answer_tokens import FUNCTIONS, Token, UnknownSyntax, clean, tokens_of
-from verl_lite.rewards.answer_tree import Node, is_integer, render
+from verl_lite.rewards.answer_tree import Node, is_integer, names_of, render
 
 _GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
@@ -156,7 +156,7 @@ class _Parser:
             else:
                 break
         node = _one_or_all("sum", terms)
-        self._skip_unit(node)
+        self._take_unit(node)
         return node
 
     def _signed_term(self) -> Node:
@@ -174,7 +174,7 @@ class _Parser:
             if self._accept("*", "\\cdot", "\\times"):
                 node = Node("product", (node, self._signed_factor()))
             elif self._accept("/", "\\div", ":"):
-                # the slash of 5/min begins a unit, which `_skip_unit` reads
+                # the slash of 5/min begins a unit, which `_take_unit` reads
                 is_unit = self.token is not None and self.token.kind in ("word", "text")
                 if is_unit:
                     self._rest.append(Token("mark", "/"))
@@ -201,14 +201,36 @@ class _Parser:
                 break
             factor = self._power()
             # an integer before a fraction forms a mixed number with it
-            mixed = _mixed(factors[-1], factor, self)
+            mixed = self._mixed(factors[-1], factor)
             if mixed is None:
                 factors.append(factor)
             else:
                 factors[-1] = mixed
         return _one_or_all("product", factors)
 
-    def take_denominator(self) -> str | None:
+    def _mixed(self, whole: Node, following: Node) -> Node | None:
+        r"""Returns the mixed number that an integer and what follows it are (2\frac{1}{2}, 2 1/2), else None."""
+        if not is_integer(whole):
+            return None
+        if following.kind == "quotient":
+            above, below = following.parts
+        elif is_integer(following):
+            denominator = self._take_denominator()
+            if denominator is None:
+                return None
+            above = following
+            below = Node("number", (), denominator)
+        else:
+            return None
+
+        # an integer next to any other fraction could be a sum (a mixed number) or a product
+        are_integers = is_integer(above) and is_integer(below)
+        is_proper = are_integers and 0 < int(above.text) < int(below.text)
+        if not is_proper:
+            raise UnknownSyntax("an integer stands beside a fraction that is not proper")
+        return Node("mixed", (whole, above, below))
+
+    def _take_denominator(self) -> str | None:
         """Takes a slash and an integer, and returns the integer; takes nothing and returns None otherwise."""
         if len(self._rest) < 2:
             return None
@@ -246,7 +268,7 @@ class _Parser:
         if token.kind == "text":
             return _is_unit(token.text)
         # in 2ab, b is a symbol rather than a unit
-        if any(map(_contains_names, factors)):
+        if any(map(names_of, factors)):
             return False
         if token.kind == "word":
             is_long = len(token.text) > 2 and token.text.isascii()
@@ -261,7 +283,7 @@ class _Parser:
         following = self._rest[-2]
         return following.text in (",", ";", "/", "^")
 
-    def _skip_unit(self, value: Node) -> None:
+    def _take_unit(self, value: Node) -> None:
         """Takes the unit of a value: words, with exponents, and products and quotients of them."""
         is_rate = self._is("/") and self._is_unit_next()
         if not is_rate and not self._at_unit([value]):
@@ -285,8 +307,9 @@ class _Parser:
             else:
                 break
 
+        letters = "".join(words).lower()
         # without spaces: "square cm" and "squarecm" are the same unit
-        unit = "".join(" ".join(words).lower().split())
+        unit = "".join(letters.split())
         if len(unit) > _LONGEST_UNIT:
             raise UnknownSyntax("a unit is too long")
         self.unit = self.unit or unit  # the first one of "7 cm, 8 cm"
@@ -504,10 +527,6 @@ def _one_or_all(kind: str, parts: list[Node]) -> Node:
     return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
 
 
-def _contains_names(node: Node) -> bool:
-    return any(part.kind in ("symbol", "word") for part in node.walk())
-
-
 def _symbol(letter: str) -> Node:
     """Returns the node of a letter. e and i are always the constants."""
     kind = "constant" if letter in "ei" else "symbol"
@@ -532,29 +551,6 @@ def _number(text: str) -> Node:
     ten = Node("number", (), "10")
     power_of_ten = Node("power", (ten, exponent))
     return Node("product", (number, power_of_ten))
-
-
-def _mixed(whole: Node, following: Node, parser: _Parser) -> Node | None:
-    r"""Returns the mixed number that an integer and what follows it are (2\frac{1}{2}, 2 1/2), else None."""
-    if not is_integer(whole):
-        return None
-    if following.kind == "quotient":
-        above, below = following.parts
-    elif is_integer(following):
-        denominator = parser.take_denominator()
-        if denominator is None:
-            return None
-        above = following
-        below = Node("number", (), denominator)
-    else:
-        return None
-
-    # beside an integer, any other fraction could be a sum (a mixed number) or a product
-    are_integers = is_integer(above) and is_integer(below)
-    is_proper = are_integers and 0 < int(above.text) < int(below.text)
-    if not is_proper:
-        raise UnknownSyntax("an integer stands beside a fraction that is not proper")
-    return Node("mixed", (whole, above, below))
 
 
 def _is_unit(text: str) -> bool:

@@ -55,7 +55,7 @@ def clean(text: str) -> str:
     text = _SUPERSCRIPT.sub(_exponent_of_superscript, text)
     text = "".join(map(_as_latex, text)).strip()
 
-    # marks around the whole answer, which can be nested
+    # marks around the whole answer, which can be nested; the last group of both patterns is what they enclose
     while match := _EMPHASIS.match(text) or _DISPLAY.match(text):
         content = match[match.lastindex or 0]
         text = content.strip()
@@ -126,13 +126,20 @@ _COMMAS = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?")
 FUNCTIONS = (
     "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp arsinh arcosh artanh"
 ).split()
-_NAMES = {"pi": "\\pi", "infty": "\\infty", "infinity": "\\infty", "inf": "\\infty", "sqrt": "\\sqrt", "oo": "\\infty"}
+_COMMANDS_OF_WORDS = {
+    "pi": "\\pi",
+    "infty": "\\infty",
+    "infinity": "\\infty",
+    "inf": "\\infty",
+    "sqrt": "\\sqrt",
+    "oo": "\\infty",
+}
 _SYNONYMS = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\leqslant": "\\le",
     "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">", "\\ast": "*", "\\degree": "\\circ",
     "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\mid": "|", "\\vert": "|", "\\lvert": "|",
-    "\\rvert": "|", "\\backslash": "\\setminus", "\\iff": "\\iff", "\\%": "%", "\\colon": ":", "\\land": ",",
-    "\\wedge": "\\wedge", "\\lor": ",", "\\langle": "(", "\\rangle": ")", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
+    "\\rvert": "|", "\\backslash": "\\setminus", "\\%": "%", "\\colon": ":", "\\land": ",",
+    "\\lor": ",", "\\langle": "(", "\\rangle": ")", "\\thickapprox": "\\approx", "\\simeq": "\\approx",
 }  # fmt: skip
 _SEPARATORS = re.compile(r"(?i),?\s*(?:and|or|且|或|和)\s*,?")
 _PERCENT = re.compile(r"(?i)percent(?:age)?|per\s+cent|pct|%|\\%")
@@ -255,8 +262,8 @@ def _text_tokens(content: str, follows_space: bool) -> list[Token]:
 
 def _word_tokens(word: str, follows_space: bool) -> list[Token]:
     """Returns the token of letters outside of commands, some of which are names of functions, constants or signs."""
-    if word in _NAMES:
-        return [Token("command", _NAMES[word], follows_space)]
+    if word in _COMMANDS_OF_WORDS:
+        return [Token("command", _COMMANDS_OF_WORDS[word], follows_space)]
     if word in FUNCTIONS:
         return [Token("command", f"\\{word}", follows_space)]
     if _SEPARATORS.fullmatch(word):

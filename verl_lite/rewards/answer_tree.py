@@ -28,6 +28,11 @@ class Node:
             yield from part.walk()
 
 
+def names_of(node: Node) -> set[str]:
+    """Returns all symbols and words of an expression in lower case."""
+    return {part.text.lower() for part in node.walk() if part.kind in ("symbol", "word")}
+
+
 def is_integer(node: Node) -> bool:
     """Returns True for an integer without a sign."""
     return node.kind == "number" and node.text.isdigit()

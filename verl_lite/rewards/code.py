@@ -403,7 +403,7 @@ def _tests_of_list(content: Sequence[JsonValue], max_tests: int | None) -> PairT
 
 def _tests_of_dict(content: JsonMapping, max_tests: int | None) -> PairTests | SnippetTests | None:
     """Returns the tests of a dict with inputs and outputs, with asserts, or with test code; None for other dicts."""
-    # beside assert_case, inputs and outputs may be placeholders
+    # the inputs and outputs of a dict with assert_case may be placeholders
     has_pairs = "outputs" in content and len(content.get("inputs", "")) > 0
     if has_pairs and not content.get("assert_case"):
         inputs = list(content["inputs"])

@@ -46,8 +46,8 @@ def are_equal(gold: Expression | None, answer: Expression | None) -> bool:
         return False
 
     exact_gold = _exact(gold)
-    exact_answer = _snapped(_exact(answer), answer, exact_gold)
-    exact_gold = _snapped(exact_gold, gold, exact_answer)
+    exact_answer = _with_unrounded_constants(_exact(answer), answer, exact_gold)
+    exact_gold = _with_unrounded_constants(exact_gold, gold, exact_answer)
     # first, because math-verify's simplification of log_2 3 - 10^30 would compute a power with 10^30 digits
     if _is_contradicted(exact_gold, exact_answer):
         return False
@@ -95,14 +95,13 @@ def _constants(node: Expression) -> set[sympy.Expr]:
     return constants
 
 
-def _snapped(exact: Expression, written: Expression, other: Expression) -> Expression:
+def _with_unrounded_constants(exact: Expression, written: Expression, other: Expression) -> Expression:
     """Replaces rounded decimals by the constants of the other expression that they round.
 
     Args:
         exact: the expression with decimals as fractions.
         written: the same expression with its decimals.
-        other: the other expression, with decimals as fractions. A constant with a finite decimal expansion is rounded
-            only by decimals if it is one with many digits itself.
+        other: the other expression, with decimals as fractions. Its short decimals, such as 0.5, are never rounded.
     """
     if not isinstance(exact, sympy.Basic | sympy.MatrixBase):
         return exact
@@ -161,9 +160,9 @@ def _is_close(number: sympy.Rational, constant: sympy.Expr) -> bool:
 
 
 def _is_contradicted(gold: Expression, answer: Expression) -> bool:
-    """Returns True if values show that two expressions differ, which math-verify takes for equal.
+    """Returns True if the values of two expressions differ, although math-verify may take the expressions for equal.
 
-    math-verify compares absolutely: 1e-19 times the root of 2 and of 3 are equal to it.
+    math-verify compares absolutely: for it, 1e-19 times the root of 2 equals 1e-19 times the root of 3.
     """
     match gold, answer:
         case sympy.MatrixBase(), sympy.MatrixBase():
@@ -201,7 +200,12 @@ def _is_missing(element: sympy.Expr, elements: sympy.FiniteSet) -> bool:
 
 
 def _differ(first: sympy.Expr, second: sympy.Expr, points: Mapping[sympy.Symbol, sympy.Expr]) -> bool:
-    """Returns True if the values of two expressions differ relatively where their symbols have the values `points`."""
+    """Returns True if the values of two expressions differ by more than the share `_EQUAL` of the larger one.
+
+    Args:
+        first, second: the expressions.
+        points: the values of their symbols.
+    """
     first_value = _value_at(first, points)
     second_value = _value_at(second, points)
     # without values, math-verify's verdict stays
@@ -261,6 +265,7 @@ def _is_solved(relation: Relational) -> bool:
 
 
 def _is_defined_name(node: sympy.Basic) -> bool:
+    """Returns True for the side of an equation that it defines: f(x), or symbols alone."""
     return isinstance(node, AppliedUndef) or is_expr_of_only_symbols(node)
 
 

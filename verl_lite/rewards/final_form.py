@@ -17,9 +17,9 @@ from math_verify import LatexExtractionConfig, parse, verify
 from verl_lite.rewards.answer_in_text import answer_in_text
 from verl_lite.rewards.answer_syntax import Answer, parse_answer
 from verl_lite.rewards.answer_tokens import UnknownSyntax, clean
-from verl_lite.rewards.answer_tree import Node, render
+from verl_lite.rewards.answer_tree import Node, names_of, render
 from verl_lite.rewards.equal_values import MOST_BITS, MOST_TERMS, Expression, are_equal, is_too_large
-from verl_lite.rewards.open_operations import is_final, names_of, symbols_of
+from verl_lite.rewards.open_operations import is_final, symbols_of
 
 # it warns that its own time limit is off
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -144,9 +144,9 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     try:
         answer = parse_answer(text, letters_are_units=not has_symbols)
     except UnknownSyntax:
-        return _compare_unknown(ground_truth, reference, text), text
+        return _compare_unreadable(ground_truth, reference, text), text
     if reference is None:
-        return _compare_with_unknown(ground_truth, answer), answer.latex()
+        return _compare_with_unreadable(ground_truth, answer), answer.latex()
 
     # the reference is an interval or a union of some: an answer may write it as inequalities
     if reference.node.kind in ("brackets", "operation"):
@@ -163,8 +163,8 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     return is_equal, pred
 
 
-def _compare_with_unknown(ground_truth: str, answer: Answer) -> bool:
-    """Compares an answer with a reference that only math-verify can read."""
+def _compare_with_unreadable(ground_truth: str, answer: Answer) -> bool:
+    """Compares an answer with a reference that `answer_syntax` cannot read; math-verify may be able to."""
     if not is_final(answer.node, None):
         return False
     return are_equal(_gold_expression(ground_truth), _parse_rendered(answer))
@@ -178,7 +178,7 @@ def _gold_expression(ground_truth: str) -> Expression | None:
     return gold
 
 
-def _compare_unknown(ground_truth: str, reference: Answer | None, text: str) -> bool:
+def _compare_unreadable(ground_truth: str, reference: Answer | None, text: str) -> bool:
     """Compares an answer that `answer_syntax` cannot read, if it cannot read the reference either.
 
     The answer may use only the commands of the reference: both may be binomial coefficients, for example.

@@ -49,7 +49,7 @@ def compare(ground_truth: str, answer: str, is_boxed: bool, strict: bool) -> tup
     # a reply belongs to the request before it
     with _ONE_AT_A_TIME:
         problem, result = _reply(request)
-    # the process writes `problem` before it reads the answer, so an empty line is the fault of the reference
+    # the process writes `problem` before it looks at the answer, so a missing line is the fault of the reference
     if not problem:
         raise ValueError(too_large)
     if problem != "null\n":
@@ -78,23 +78,26 @@ def _is_too_long(text: str) -> bool:
     return False
 
 
-def _reply(request: str) -> list[str]:
+def _reply(request: str) -> tuple[str, str]:
     """Returns the two lines of `serve`'s reply. A line is empty if the process died before it wrote the line."""
     process = _process(os.getpid())
-    lines = ["", ""]
+    assert process.stdout is not None
+    problem = ""
+    result = ""
     try:
         print(request, file=process.stdin, flush=True)
-        lines = [process.stdout.readline() for _ in lines]  # type: ignore[union-attr]
+        problem = process.stdout.readline()
+        result = process.stdout.readline()
     except BrokenPipeError:
         # the process died between two requests
         pass
     finally:
         # the process died, or this thread was interrupted
-        if not lines[-1]:
+        if not result:
             process.kill()
             process.communicate()
             _process.cache_clear()
-    return lines
+    return problem, result
 
 
 # by process id, so that a fork of this process starts its own and does not share the pipes

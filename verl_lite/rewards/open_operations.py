@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from sympy import integer_nthroot
 
-from verl_lite.rewards.answer_tree import Node, is_integer, render
+from verl_lite.rewards.answer_tree import Node, is_integer, names_of, render
 
 _POLYNOMIAL = {"number", "symbol", "sum", "negative", "product", "power", "quotient", "mixed", "constant", "root"}
 _COLLECTIONS = ("matrix", "brackets", "set")
@@ -54,21 +54,19 @@ def _allowed_operations(reference: Node) -> set[str]:
 
 def symbols_of(node: Node) -> set[str]:
     """Returns the symbols and words of an expression in lower case, without the name that a solved relation defines."""
-    parts = node.parts
-    if node.kind == "relation" and _is_name(parts[0]) and set(node.text.split()) <= {"=", "\\in"}:
-        parts = parts[1:]  # y = x^2 is right for x^2
-    elif node.kind not in ("list", "set"):
+    if node.kind == "relation" and _is_name(node.parts[0]) and set(node.text.split()) <= {"=", "\\in"}:
+        # y = x^2 is right for x^2
+        parts = node.parts[1:]
+    elif node.kind in ("list", "set"):
+        # each may be a solved relation
+        parts = node.parts
+    else:
         return names_of(node)
 
     symbols: set[str] = set()
     for part in parts:
         symbols |= symbols_of(part)
     return symbols
-
-
-def names_of(node: Node) -> set[str]:
-    """Returns all symbols and words of an expression in lower case."""
-    return {part.text.lower() for part in node.walk() if part.kind in ("symbol", "word")}
 
 
 def _is_name(node: Node) -> bool:
@@ -250,7 +248,7 @@ def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
     elif len(numbers_below) == 1 and numbers_below[0].text in ("0", "1"):
         names.add("quotient")
 
-    # factorials and powers beside a number they may share a factor with: 10 * 9!, 2^101 / 2
+    # a factorial or a power may share a factor with the number next to it: 10 * 9!, 2^101 / 2
     has_operation_above = any(map(_is_factor_of_integers, above))
     if has_operation_above and numbers_above:
         names.add("product")
@@ -260,6 +258,7 @@ def _open_numbers(above: list[Node], below: list[Node]) -> set[str]:
 
 
 def _is_factor_of_integers(factor: Node) -> bool:
+    """Returns True for a factorial or a power of an integer."""
     return factor.kind != "function" and not names_of(factor) and _is_operation(factor)
 
 
@@ -303,7 +302,7 @@ def _factors(node: Node) -> tuple[list[Node], list[Node]]:
         first, second = node.parts
         above, below = _factors(first)
         divisors, nested_divisors = _factors(second)
-        # a quotient below the line remains one, so that `_open_product` sees it: 1 / (2/3)
+        # a quotient below the line remains one, so that `_open_product` sees it: 1 / (2/3); its value does not matter
         nested_quotients = [Node("quotient", (factor, factor)) for factor in nested_divisors]
         return above, below + divisors + nested_quotients
     return [node], []

@@ -71,15 +71,15 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
     """
     conclusion = reply.rpartition("</think>")[2]
     text = _ascii(conclusion).rstrip()
-    is_quotable = bool(_labelled(_ascii(answer), with_inline=True))
+    may_quote_answer = bool(_labelled(_ascii(answer), with_inline=True))
 
     # each candidate is a text that begins with a rating
-    candidates = _json_rating(text) or _labelled(text, with_inline=not is_quotable)
+    candidates = _json_rating(text) or _labelled(text, with_inline=not may_quote_answer)
     if not candidates:
         raise ValueError("there is no rating")
     last = candidates[-1]
-    if is_quotable:
-        # the template asks for a rating at the end; what stands before may be the answer's
+    if may_quote_answer:
+        # the template asks for a rating at the end; ratings before the end may be quotations
         before_rating = text[: -len(last)].rpartition("\n")[2]
         if "\n" in last or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
             raise ValueError("it does not end with a rating, and the answer contains ratings that it may quote")

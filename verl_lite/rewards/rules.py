@@ -93,6 +93,8 @@ SEARCHED_FOR_BOX = 100
 NO_ANSWER = "[INVALID]"
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+# the steps of `normalize_answer`, in its order: texts and what replaces them, units and filler words, LaTeX without
+# meaning, and patterns
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -148,8 +150,9 @@ def math_dapo(
         is_right = bool(boxed) and boxed == str(ground_truth)
     else:
         end = solution_str[-SEARCHED_CHARACTERS:]
-        answers = _ANSWER_LINE.findall(end) or [last_boxed(end) or NO_ANSWER]
-        pred = normalize_answer(answers[-1])
+        answers = _ANSWER_LINE.findall(end)
+        answer = answers[-1] if answers else last_boxed(end)
+        pred = normalize_answer(answer or NO_ANSWER)
         truth = normalize_answer(str(ground_truth))
         # an empty answer is not right, even if the ground truth is empty by mistake
         is_right = bool(truth) and pred == truth

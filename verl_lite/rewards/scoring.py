@@ -145,7 +145,7 @@ class RewardPart:
             raise UserError(
                 f"The reward function returned {description} for {len(items)} samples; expected one result each"
             )
-        return [_guarded(lambda result=result: result) for result in returned]
+        return [_guarded(_unchanged, result) for result in returned]
 
     def score_all(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores samples in this process, without raising exceptions.
@@ -396,6 +396,10 @@ def _guarded(work: Callable[..., object], *args: object) -> RewardResult:
         return RewardResult(score, extra)
     except RAISED_BY_REWARDS as error:
         return _failure(error)
+
+
+def _unchanged(returned: object) -> object:
+    return returned
 
 
 def _failure(error: BaseException) -> RewardResult:

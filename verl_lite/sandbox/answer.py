@@ -20,6 +20,7 @@ from verl_lite.sandbox.values import (
     decode,
     encode,
     fields,
+    raised_exception,
     read_line,
     send,
 )
@@ -53,7 +54,8 @@ class UntrustedCode:
     def begin(self) -> tuple[Namespace, JsonObject | None]:
         """Waits until the code has run.
 
-        Returns the values by name that tests can use, and a message of `run_tests` if the code failed, else None.
+        Returns the values by name that tests can use, and None. If the code failed: no values, and the message with
+        which `run_tests` reports it.
         """
         try:
             first = self._read()
@@ -77,13 +79,13 @@ class UntrustedCode:
         if not self.is_broken:
             self.problem = ""
 
-    def call(self, of: int | None, name: str, /, *args: object, **kwargs: object) -> object:
-        """Calls a function in the other process, or a method of its object number `of`.
+    def call(self, object_number: int | None, name: str, /, *args: object, **kwargs: object) -> object:
+        """Calls a function in the other process, or a method of the object that it keeps under this number.
 
         Lists, dicts and other containers among the arguments get the content that they have after the call, because
         tests of functions that work in place read it there.
         """
-        reply = self._request(name, of, list(args), kwargs)
+        reply = self._request(name, object_number, list(args), kwargs)
         contents_after = reply.pop("after", None)
         if type(contents_after) is not list or len(contents_after) != len(args):
             raise self._broken()
@@ -96,20 +98,22 @@ class UntrustedCode:
                 raise self._broken()
         return self._value_of(reply)
 
-    def get(self, of: int, name: str) -> object:
-        """Returns an attribute of object number `of` in the other process."""
-        reply = self._request(name, of, None, {})
-        function = self._function_proxy(reply, of, name)
+    def get(self, object_number: int, name: str) -> object:
+        """Returns an attribute of the object that the other process keeps under this number."""
+        reply = self._request(name, object_number, None, {})
+        function = self._function_proxy(reply, object_number, name)
         if function is not None:
             return function
         return self._value_of(reply)
 
-    def _function_proxy(self, described: JsonValue, of: int | None, name: str) -> Callable[..., object] | None:
+    def _function_proxy(
+        self, described: JsonValue, object_number: int | None, name: str
+    ) -> Callable[..., object] | None:
         """Returns a function that calls the described function or method; None if the description is of another value.
 
         The code's `async def` becomes one here, so that tests can await its calls; the other process runs it at once.
         """
-        call = functools.partial(self.call, of, name)
+        call = functools.partial(self.call, object_number, name)
         if described == {"function": True}:
             return call
         if described != {"coroutine": True}:
@@ -140,12 +144,14 @@ class UntrustedCode:
         except (Unreadable, MemoryError):
             raise self._broken() from None
 
-    def _request(self, name: str, of: int | None, args: list[object] | None, kwargs: dict[str, object]) -> JsonObject:
+    def _request(
+        self, name: str, object_number: int | None, args: list[object] | None, kwargs: dict[str, object]
+    ) -> JsonObject:
         """Sends a request and returns the reply. Raises the exception that the other process raised, rebuilt here.
 
         Args:
             name: the function, method or attribute.
-            of: number of the object that has it; None for a function of the module.
+            object_number: number of the object that has it; None for a function of the module.
             args: arguments of the call; None to read an attribute.
             kwargs: keyword arguments of the call.
         """
@@ -154,7 +160,7 @@ class UntrustedCode:
             if self.is_broken:
                 raise EndOfTest(self.problem)
             self.requests += 1
-            request: JsonObject = {"call": name, "of": of, "number": self.requests, "args": None}
+            request: JsonObject = {"call": name, "of": object_number, "number": self.requests, "args": None}
             try:
                 if args is not None:
                     request["args"] = encode(args)
@@ -170,8 +176,9 @@ class UntrustedCode:
 
         if "raised" in reply:
             kind, base, text = self._raised(reply)
-            exception = self._exceptions.get(kind, _exception_type(base))
-            raise exception(text[:ERROR_CHARACTERS])
+            # a type that the code defines, as `begin` has rebuilt it, or the nearest one of Python
+            exception_type = self._exceptions.get(kind, _exception_type(base))
+            raise exception_type(text[:ERROR_CHARACTERS])
         return reply
 
     def _read(self, request: bytes = b"") -> JsonObject:
@@ -185,11 +192,8 @@ class UntrustedCode:
             raise self._broken() from error
 
     def _raised(self, message: JsonObject) -> list[str]:
-        """Returns the name, base and text of an exception in a message."""
-        raised = fields(message, raised=dict)
-        if raised is None:
-            raise self._broken()
-        exception = fields(raised[0], name=str, base=str, text=str)
+        """Returns the name, base and text of an exception in a message. Raises EndOfTest for another message."""
+        exception = raised_exception(message)
         if exception is None:
             raise self._broken()
         return exception

@@ -33,6 +33,7 @@ from verl_lite.sandbox.values import (
     as_line,
     encode,
     fields,
+    raised_exception,
     read_line,
 )
 
@@ -54,6 +55,8 @@ _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"
 """The whole environment of the fork server. Without the caller's variables, programs cannot read its keys."""
 # instead of infinity, which JSON does not have
 _LONGEST_JOB_S = 1e9
+# length of `server.FILES`, without the imports of the server
+_FILES_PER_PROGRAM = 5
 _SYSTEM_FILES = (
     "/lib",
     "/lib64",
@@ -240,7 +243,7 @@ class Sandbox:
                 outcomes.append(Outcome(True, True))
         if tester.met or tester.exit_code:
             outcomes.append(tester.outcome())
-        # the exceeded limit is the reason of the first failure
+        # the exceeded limit of the tested code is the reason of the first failure, or a failure of its own
         if functions.met:
             first_failure = 0
             while first_failure < len(outcomes) and not outcomes[first_failure].error:
@@ -279,15 +282,15 @@ class Sandbox:
         try:
             for _, task in programs:
                 task_bytes = b"".join(map(as_line, task))
-                # see `server.FILES`
+                # stdin, stdout, stderr, task and reply; the empty ones are written by the program
                 for content in (stdin_bytes, b"", b"", task_bytes, b""):
                     files.append(_file(content))
             reports = self._send_job(request, files)
 
             ended = []
             for number, report in enumerate(reports):
-                # each program has five files
-                own_files = files[5 * number : 5 * number + 5]
+                first = number * _FILES_PER_PROGRAM
+                own_files = files[first : first + _FILES_PER_PROGRAM]
                 ended.append(_read_results(report, own_files, reply_bytes))
             return ended
         finally:
@@ -372,11 +375,15 @@ def _server_program(control: int) -> str:
     own_root = str(Path(verl_lite.__file__).parents[1])
     # the server runs without the module `site`, which adds them
     packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-    return (
-        f"import sys; sys.path.insert(0, {own_root!r}); from verl_lite.sandbox.server import main; "
-        f"sys.path[:] = [path for path in sys.path if path not in ('', {own_root!r})] + {packages!r}; "
-        f"main({control}, {_readable_folders()!r})"
-    )
+    lines = [
+        "import sys",
+        f"sys.path.insert(0, {own_root!r})",
+        "from verl_lite.sandbox.server import main",
+        f"other_folders = [path for path in sys.path if path not in ('', {own_root!r})]",
+        f"sys.path[:] = other_folders + {packages!r}",
+        f"main({control}, {_readable_folders()!r})",
+    ]
+    return "\n".join(lines)
 
 
 def _file(content: bytes) -> int:
@@ -437,11 +444,8 @@ def _returned(message: JsonObject, number: int) -> Outcome:
     # the number shows a line that the code itself has written between the replies
     if number and message.pop("number", None) != number:
         return forged
-    raised = fields(message, raised=dict)
-    if raised is not None:
-        exception = fields(raised[0], name=str, base=str, text=str)
-        if exception is None:
-            return forged
+    exception = raised_exception(message)
+    if exception is not None:
         name, _, text = exception
         error = f"{name}: {text}"
         return Outcome(True, error=error[:ERROR_CHARACTERS])

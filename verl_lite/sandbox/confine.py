@@ -63,6 +63,7 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
     # a group of its own, which the server kills as a whole
     os.setsid()
     os.chdir(folder)
+
     for name, value in (
         (resource.RLIMIT_CPU, _LONGEST_CPU_S),
         (resource.RLIMIT_AS, limits.memory_mb << 20),
@@ -77,6 +78,7 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)
         resource.setrlimit(name, (value, value))
+
     # only if the user nobody can import these packages
     if os.getuid() == 0 and all(map(_is_open_to_all, readable)):
         os.chown(folder, NOBODY, NOBODY)
@@ -89,6 +91,7 @@ def confine(limits: Limits, folder: str, readable: Sequence[str]) -> None:
     header = struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0)
     no_capabilities = struct.pack("=6I", 0, 0, 0, 0, 0, 0)
     libc.capset(header, no_capabilities)
+
     has_landlock = landlock_version(libc) > 0
     # Landlock and seccomp require it
     libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
@@ -115,7 +118,7 @@ def _is_open_to_all(path: str) -> bool:
     return True
 
 
-# constants of the kernel's linux/landlock.h; the numbers of its system calls are those of both machines
+# constants of the kernel's linux/landlock.h; its system calls have the same numbers on both machines
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446

@@ -234,9 +234,9 @@ def run_tests(task: int, reply: int, answer: int) -> None:
         setup, *tests = [compile(text, TESTS, "exec", dont_inherit=True) for text in texts]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return _send(reply, {"broken": str(error)})
-    names, unusable = tested.begin()
-    if unusable:
-        return _send(reply, unusable)
+    names, failure_of_code = tested.begin()
+    if failure_of_code:
+        return _send(reply, failure_of_code)
 
     # this function runs the tests instead
     vars(unittest)["main"] = lambda *args, **kwargs: None
@@ -250,7 +250,8 @@ def run_tests(task: int, reply: int, answer: int) -> None:
             or _error_of(tested, _collect, cases, namespace, names, message["call"])
         )
         # the snippet itself counts as one already
-        count += max(1, len(cases)) - 1
+        further_cases = max(0, len(cases) - 1)
+        count += further_cases
         # before the tests run, so that a killed process leaves the right number
         _send(reply, {"tests": count})
 
@@ -270,7 +271,7 @@ def run_tests(task: int, reply: int, answer: int) -> None:
 def _prepare_answer() -> None:
     """Gives an answer's code the names of `_PRELUDE_MODULES`, where Python looks last: among the builtins.
 
-    So the code's own names, and the real builtins, take precedence, and the names are not those of the answer.
+    So the code's own names, and the real builtins, take precedence, and tests do not see these names as the answer's.
     """
     _allow_long_integers()
     prelude: Namespace = {}
@@ -456,9 +457,9 @@ def _collect(cases: list[unittest.TestCase], namespace: Namespace, names: Namesp
             elif name.startswith("Test"):
                 cases += _cases_of_class(_test_case(value))
         elif type(value) is types.FunctionType and name.startswith("test"):
+            takes_arguments = bool(inspect.signature(value).parameters)
             # a function such as `testing(value)` is a helper of the tests
-            is_helper = not name.startswith("test_") and inspect.signature(value).parameters
-            if not is_helper:
+            if name.startswith("test_") or not takes_arguments:
                 test = _running_coroutines(value)
                 cases.append(unittest.FunctionTestCase(test))
 
@@ -539,6 +540,6 @@ def _become_main(name: str) -> types.ModuleType:
 
 
 def _short(error: BaseException | None) -> str:
-    """Returns the end of an exception's type and message. unittest's type of an exception includes None."""
+    """Returns the end of an exception's type and message. None is possible only by the types of unittest."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return text[-ERROR_CHARACTERS:]

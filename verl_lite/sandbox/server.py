@@ -89,12 +89,15 @@ def _run_job(
                 files[-1] = end_of_code.fileno()
             elif has_connection:
                 files.append(end_of_tests.fileno())
-            processes.append(_Process(program, files, limits, number * _GRACE_S, readable))
+            # none for the first program
+            grace_s = number * _GRACE_S
+            processes.append(_Process(program, files, limits, grace_s, readable))
         # now only the processes hold them, so that each notices the end of the other
         end_of_code.close()
         end_of_tests.close()
 
-        _watch(processes, fds[-1], connection, deadline)
+        reply_of_last = fds[-1]
+        _watch(processes, reply_of_last, connection, deadline)
     finally:
         # the functions may still run when the tests have ended
         reports = [process.end() for process in processes]

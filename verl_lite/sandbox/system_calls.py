@@ -260,6 +260,7 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
 
     # a clone without this flag is a new process
     lines += _if_called(CLONE[column], 0, [(_JUMP_BITS, 0, 1, _CLONE_THREAD)])
+    # the call, the number of one of its arguments, and the values of it that are allowed
     for call, argument, values in (
         (KILL, 0, (pid,)),
         (TGKILL, 0, (pid,)),
@@ -271,15 +272,17 @@ def _program(pid: int, may_write: bool) -> list[_Instruction]:
         tests: list[_Instruction] = [(_JUMP_EQUAL, 0, 1, value) for value in values]
         lines += _if_called(call[column], argument, tests)
     if not may_write:
+        # the call, and the number of its argument with the flags
         for name, argument in (("open", 1), ("openat", 2)):
             number = OPEN[name][column]
             if number != NONE:
+                # passes if no flag of writing is set
                 lines += _if_called(number, argument, [(_JUMP_BITS, 1, 0, _WRITING)])
     return [*lines, _REFUSE]
 
 
 def _if_called(number: int, argument: int, tests: list[_Instruction]) -> list[_Instruction]:
-    """Returns instructions that refuse a system call unless a test of its argument passes.
+    """Returns instructions that allow a system call if one of the tests of its argument passes, and else refuse it.
 
     A passing test jumps to the instruction behind it, which allows the call. The tests read the lower 32 bits of the
     argument, as the kernel does for these calls. Both machines are little-endian.

@@ -27,6 +27,7 @@ DEPTH_MAX = 300
 _LONG_NUMBER_BITS = 8192
 """Integers with more bits are sent in base 16, because Python does not parse thousands of decimal digits."""
 
+# the attributes of a value that are the arguments of its constructor
 _ATTRIBUTES: dict[type, str] = {
     # before date, of which it is a subclass
     datetime.datetime: "year month day hour minute second microsecond",
@@ -40,7 +41,7 @@ _ATTRIBUTES: dict[type, str] = {
 _COLLECTIONS = (tuple, set, frozenset, deque, bytes, bytearray)
 _ENCODED = (dict, *_COLLECTIONS, *_ATTRIBUTES, Decimal)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in _ENCODED}
-"""Types that are encoded as {name: arguments of the constructor}. The first matching type is used."""
+"""Types that are encoded as {name: list of the constructor's arguments}. The first matching type is used."""
 
 
 class Unreadable(ValueError):
@@ -158,6 +159,14 @@ def fields(message: object, **kinds: type) -> list[Any] | None:
             return None
         values.append(value)
     return values
+
+
+def raised_exception(message: JsonObject) -> list[str] | None:
+    """Returns the name, base and text of the exception that a message reports; None for a message of another shape."""
+    raised = fields(message, raised=dict)
+    if raised is None:
+        return None
+    return fields(raised[0], name=str, base=str, text=str)
 
 
 def send(fd: int, line: bytes) -> None:

@@ -60,12 +60,8 @@ class Mesh:
     @property
     def collecting(self) -> list[int]:
         """Ranks whose results are used, in the order of their parts."""
-        ranks = []
-        for rank, collects in enumerate(self.is_collect):
-            if collects:
-                ranks.append(rank)
-        ranks.sort(key=self.dp_rank.__getitem__)
-        return ranks
+        ranks = [rank for rank, collects in enumerate(self.is_collect) if collects]
+        return sorted(ranks, key=lambda rank: self.dp_rank[rank])
 
 
 class RankGroup(Protocol):
@@ -84,16 +80,16 @@ class Dispatched:
     Attributes:
         calls: arguments of each rank.
         collect: ranks whose results are used, in order.
-        rows: rows of the caller's batch.
-        padding: rows added at its end.
-        marked: True if the dispatch added the column is_padding.
+        rows: number of rows of the caller's batch.
+        padding: number of rows that were added at its end.
+        has_new_column: True if the dispatch added the column is_padding to the batch.
     """
 
     calls: list[WorkerArguments]
     collect: list[int]
     rows: int = 0
     padding: int = 0
-    marked: bool = False
+    has_new_column: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,12 +168,14 @@ def _entry(rank: int, value: object) -> object:
 
 
 def _one_to_all(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
+    """Calls all ranks with the same arguments, or with their entries of a PerRank."""
     size = group.world_size
     calls = _calls_of_ranks(size, arguments, _entry)
     return Dispatched(calls, collect=list(range(size)))
 
 
 def _lists(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
+    """Calls each rank with its entry of each argument."""
     return _one_to_all(group, arguments.map(_as_per_rank))
 
 
@@ -202,9 +200,9 @@ def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
         )
     [rows] = sizes
     padding = -rows % mesh.dp_size
-    # a column of the caller stays in the result
-    is_marked_by_caller = any("is_padding" in batch for batch in batches.values())
-    marked = padding > 0 and not is_marked_by_caller
+    # `pad` adds the column only together with rows; a column of the caller stays in the result
+    has_column_of_caller = any("is_padding" in batch for batch in batches.values())
+    has_new_column = padding > 0 and not has_column_of_caller
 
     # Each part is cut once. Tensor or sequence parallel ranks get the same object, which the transport sends once.
     parts: dict[int, list[wire.Packed]] = {}
@@ -220,10 +218,11 @@ def _split(mesh: Mesh, arguments: WorkerArguments) -> Dispatched:
         return parts[id(value)][part]
 
     calls = _calls_of_ranks(len(mesh.dp_rank), arguments, value_for)
-    return Dispatched(calls, mesh.collecting, rows, padding, marked)
+    return Dispatched(calls, mesh.collecting, rows, padding, has_new_column)
 
 
 def _split_flat(group: RankGroup, arguments: WorkerArguments) -> Dispatched:
+    """Splits every batch into one part per rank."""
     size = group.world_size
     flat = Mesh(dp_size=size, dp_rank=tuple(range(size)), is_collect=(True,) * size)
     return _split(flat, arguments)
@@ -263,7 +262,7 @@ def _concat(group: RankGroup, results: list[object], dispatched: Dispatched) -> 
             "they cannot be told apart, return a fixed number of rows for each row"
         )
     batch = batch.slice(0, dispatched.rows * rows_per_row)
-    if dispatched.marked and "is_padding" in batch:
+    if dispatched.has_new_column and "is_padding" in batch:
         batch.pop(["is_padding"])
     return batch
 

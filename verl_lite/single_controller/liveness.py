@@ -43,6 +43,7 @@ def silence_of(address: Address) -> str | None:
 
 
 def _refuses(address: Address) -> bool:
+    """Returns True if a connection is refused, so that no process listens at the address."""
     try:
         socket.create_connection(address, timeout=_ANSWER_S).close()
     except OSError as error:

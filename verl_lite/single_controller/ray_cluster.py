@@ -279,7 +279,7 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
     cluster.environment = set_environment(
         {
             watcher.CLUSTER_MARK: guard.token,
-            # Ray then turns authentication on; it would read a given value too early
+            # without a mode, `ray.init` turns authentication on and reads its settings again; with one, it keeps them
             "RAY_AUTH_MODE": None,
             "RAY_AUTH_TOKEN": _AUTH_TOKEN,
             "RAY_AUTH_TOKEN_PATH": None,
@@ -507,9 +507,10 @@ def restore_log(log_file: str | None) -> None:
 
 def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> None:
     """Raises NoRoomError if no server answers at HOST:PORT within `wait_s` seconds. Ray would try for many minutes."""
-    host, _, port = address.rpartition(":")
+    # Ray then looks for the cluster of this machine itself
     if address == "auto":
         return
+    host, _, port = address.rpartition(":")
     if not port.isdigit() or "//" in address:
         raise UserError(f"{_KEY}{address}: expected HOST:PORT, as `ray start --head` prints it")
     if host in ("localhost", "127.0.0.1", "::1"):
@@ -526,5 +527,5 @@ def require_answer(address: str, wait_s: float, log: Callable[[str], None]) -> N
             )
         if not is_logged:
             log(f"nobody answers at {host}:{port}; waiting up to {wait_s:g} s (ray_init.wait_for_nodes_s)")
-        is_logged = True
+            is_logged = True
         time.sleep(min(1.0, wait_s))

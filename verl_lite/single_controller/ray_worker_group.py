@@ -32,14 +32,15 @@ from verl_lite.single_controller.liveness import Address, Lookout, silence_of, s
 from verl_lite.single_controller.resource_pool import ClassWithInitArgs, ResourcePool
 from verl_lite.single_controller.worker import Slot, construct, invoke, open_store
 
+# wait this long for a reservation in a private cluster
 _PRIVATE_PATIENCE_S = 60.0
-# wait this long for a reservation before the log mentions it
+# wait this long for a reservation in a joined cluster before the log mentions it
 _SILENT_PATIENCE_S = 3.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.5
 # after an error: time for the other ranks to return or to report the real cause
 _GRACE_S = 2.0
-# the same if all errors so far are only consequences of another one
+# the same while all errors so far only report that another rank has ended
 _CAUSE_PATIENCE_S = 15.0
 
 Bundle = dict[str, float]
@@ -55,19 +56,23 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
     """
     bundles = _bundles(pool)
     joined = ray_cluster.joined_cluster()
-    patience_s = _PRIVATE_PATIENCE_S if joined is None else joined.wait_s
-    if joined is None and not any(machine.has(bundles[0]) for machine in ray_cluster.machines()):
-        patience_s = 0.0  # a private cluster does not grow
+    if joined is not None:
+        patience_s = joined.wait_s
+        report_after_s = min(patience_s, _SILENT_PATIENCE_S)
+    else:
+        patience_s = _PRIVATE_PATIENCE_S
+        # a private cluster does not grow
+        if not any(machine.has(bundles[0]) for machine in ray_cluster.machines()):
+            patience_s = 0.0
+        report_after_s = patience_s
 
     strategy = "STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK"
     group = ray_cluster.call_ray(lambda: placement_group(bundles, strategy=strategy))
     start_time = time.monotonic()
-    is_logged = joined is None
     while not group.wait(timeout_seconds=1.0):
         waited_s = time.monotonic() - start_time
         ray_cluster.require_ray()
-        silent_s = patience_s if is_logged else min(patience_s, _SILENT_PATIENCE_S)
-        if waited_s < silent_s:
+        if waited_s < report_after_s:
             continue
         missing = shortage(bundles, pool.world_size, ray_cluster.machines(), ray.available_resources())
         if waited_s >= patience_s:
@@ -76,7 +81,8 @@ def reserve(pool: ResourcePool) -> PlacementGroup:
             if joined is not None:
                 limit = f" after {patience_s:g} s (ray_kwargs.ray_init.wait_for_nodes_s)"
             raise NoRoomError(f"there is no room for the run{limit}: {missing}")
-        is_logged = True
+        # one message, then silence up to the end of the patience
+        report_after_s = patience_s
         if joined is not None:
             joined.log(f"waiting up to {patience_s:g} s for room in the cluster: {missing}")
     return group
@@ -467,9 +473,12 @@ class RayTransport:
             errors += new_errors
         if all(map(ray_errors.is_consequence, errors)):
             # the cause may be a machine that is gone, whose ranks cannot report it
-            errors += filter(None, map(self._lost_machine, pending))
-        # min keeps the earliest of equals
-        first = min(errors, key=ray_errors.is_consequence)
+            for handle in pending:
+                lost_machine = self._lost_machine(handle)
+                if lost_machine is not None:
+                    errors.append(lost_machine)
+        causes = [error for error in errors if not ray_errors.is_consequence(error)]
+        first = (causes or errors)[0]
         if pending:
             ranks = [handle.rank for handle in pending]
             first.add_note(f"ranks {ranks} did not return within seconds, so all workers of the pool were ended")

@@ -79,7 +79,7 @@ def end(
         time.sleep(_POLL_S)
 
     if shared_files:
-        # files that another process has mapped, too, are not those of the run alone
+        # a file that another process has mapped, too, does not belong to the run alone
         in_use = shared_memory_of(other_processes())
         for path in shared_files - in_use:
             Path(path).unlink(missing_ok=True)

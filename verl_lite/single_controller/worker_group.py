@@ -95,6 +95,7 @@ class LocalTransport:
         return wait
 
     def _run(self, slot: Slot, role: str, method: str, arguments: WorkerArguments) -> _Outcome:
+        """Runs a call to its end, and adds its usage."""
         try:
             result, usage = invoke(slot, role, method, arguments)
         except Exception as error:

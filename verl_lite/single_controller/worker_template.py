@@ -63,7 +63,7 @@ def serve(path: str) -> WorkerStart | None:
     """
     # the kernel removes ended workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # the workers inherit the mask, as those that Ray's own daemons start
+    # the workers inherit this mask, like workers that Ray's own daemons start
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
     template = os.getpid()
     # Ray keeps the settings of the environment at its import, so each worker imports it with its own environment
@@ -134,7 +134,7 @@ def main(path: str, argv: list[str]) -> None:
     if argv:
         request_worker(path, argv)
         return
-    # the folder of this file, whose modules would hide those of the same names
+    # the folder of this file: its modules would hide others with the same names
     del sys.path[0]
     gc.disable()  # while there are only imports
     worker = serve(path)

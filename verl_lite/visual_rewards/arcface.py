@@ -22,7 +22,9 @@ from verl_lite.errors import UserError
 from verl_lite.visual_rewards.base import Faces, scaled_points
 
 STRIDES = (8, 16, 32)
+"""Pixels between the cells of the three grids, the levels, on which SCRFD looks for small, medium and large faces."""
 ANCHORS = 2
+"""Anchors per cell: each can be a face, so that two faces may have the same cell."""
 NUMBERS = (1, 4, 10)
 """Numbers per anchor in the three kinds of outputs: score, distances of the box, distances of the five points."""
 
@@ -167,10 +169,10 @@ def decode_scrfd(
 
 
 def _levels_by_kind(outputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns the outputs of each kind in `NUMBERS`, by level, each of shape (anchors, numbers)."""
+    """Returns for each kind in `NUMBERS` its outputs at the levels of `STRIDES`, each of shape (anchors, numbers)."""
     levels_by_kind = []
     for kind, numbers in enumerate(NUMBERS):
-        # the levels of a kind follow each other
+        # the model returns all levels of one kind before the next kind
         start = kind * len(STRIDES)
         stop = start + len(STRIDES)
         levels = [output.reshape(-1, numbers) for output in outputs[start:stop]]
@@ -239,10 +241,12 @@ def _onnx2torch(option: str) -> Callable[[Path], nn.Module]:
     stand_ins: dict[str, ModuleType] = {}
     if importlib.util.find_spec("torchvision") is None:
         # onnx2torch imports torchvision for two operators that face models do not use, NonMaxSuppression and RoiAlign
+        package = ModuleType("torchvision")
         operators = ModuleType("torchvision.ops")
-        operators.__dict__.update(dict.fromkeys(("roi_align", "nms", "box_convert")))
-        stand_ins = {"torchvision": ModuleType("torchvision"), "torchvision.ops": operators}
-        stand_ins["torchvision"].__dict__["ops"] = operators
+        vars(package)["ops"] = operators
+        for name in ("roi_align", "nms", "box_convert"):
+            vars(operators)[name] = None
+        stand_ins = {"torchvision": package, "torchvision.ops": operators}
     sys.modules.update(stand_ins)
     try:
         from onnx2torch import convert
@@ -256,6 +260,7 @@ def _onnx2torch(option: str) -> Callable[[Path], nn.Module]:
 
 
 def _is_flipped(role: str, channels: str) -> bool:
+    """Returns True if a model takes blue first, unlike the frames. Raises UserError for another order of channels."""
     if channels not in ("rgb", "bgr"):
         raise UserError(f"reward.kwargs.{role} channels={channels!r}; expected rgb or bgr")
     return channels == "bgr"

@@ -173,10 +173,10 @@ def align(pixels: torch.Tensor, keypoints: torch.Tensor, size: int) -> torch.Ten
     frame_to_crop = similarity_transform(keypoints, template)
 
     # affine_grid takes the map from the crop to the frame, both in coordinates from -1 to 1
-    frame_pixels = _to_pixels(height, width, frame_to_crop)
-    crop_pixels = _to_pixels(size, size, frame_to_crop)
-    coordinates_to_crop = frame_to_crop @ frame_pixels
-    theta = torch.linalg.inv(coordinates_to_crop) @ crop_pixels
+    frame_coordinates_to_pixels = _to_pixels(height, width, frame_to_crop)
+    crop_coordinates_to_pixels = _to_pixels(size, size, frame_to_crop)
+    frame_coordinates_to_crop_pixels = frame_to_crop @ frame_coordinates_to_pixels
+    theta = torch.linalg.inv(frame_coordinates_to_crop_pixels) @ crop_coordinates_to_pixels
     # without the last row of an affine map, which is always (0, 0, 1)
     grid = F.affine_grid(theta[:, :2], [count, channels, size, size], align_corners=False)
     return F.grid_sample(pixels, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
@@ -213,5 +213,9 @@ def similarity_transform(points: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def _to_pixels(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the 3 x 3 map from grid_sample's coordinates, [-1, 1] at the borders, to pixels with integer centres."""
+    """Returns the 3 x 3 map from grid_sample's coordinates to pixels, with the dtype and device of `like`.
+
+    The coordinates are -1 and 1 at the borders of the picture. Pixel centres are whole numbers, so the borders are at
+    -0.5 and width - 0.5.
+    """
     return like.new_tensor([[width / 2, 0, (width - 1) / 2], [0, height / 2, (height - 1) / 2], [0, 0, 1]])

@@ -197,6 +197,15 @@ def test_references_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.omega.data.max_response_length == 512
 
 
+@pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
+def test_a_reference_in_a_file_finds_a_key_of_verl_below_its_prefix(prefix: str, tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    sections = "{model: {path: m}, actor: {grad_clip: 0.5}}"
+    critic = f"{{grad_clip: '${{{prefix}actor.grad_clip}}'}}"
+    file.write_text(f"actor_rollout_ref: {sections}\ncritic: {critic}\nalgorithm: {{adv_estimator: gae}}\n")
+    assert load_config([f"--config={file}"]).config.critic.optim.clip_grad == 0.5
+
+
 def test_a_reference_can_stand_for_a_whole_dictionary() -> None:
     reference = "agentic.program_kwargs=${reward.reward_kwargs}"
     loaded = load("agentic.program_kwargs.b=1", "reward.reward_kwargs={a: true}", reference)

@@ -37,9 +37,9 @@ _TABLES: tuple[tuple[tuple[type, ...], tuple[Conflict[Any], ...]], ...] = (
 def table_of(root: type) -> list[Conflict[Any]]:
     """Returns the rows for the options of a command, which the dataclass `root` declares."""
     rows: list[Conflict[Any]] = []
-    for roots, of_these in _TABLES:
+    for roots, rows_of_roots in _TABLES:
         if issubclass(root, roots):
-            rows += of_these
+            rows += rows_of_roots
     return rows
 
 

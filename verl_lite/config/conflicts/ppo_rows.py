@@ -87,6 +87,7 @@ def _selects_prompts_twice(config: PPOConfig, sampler: str | None) -> bool:
 
 
 def _context(config: PPOConfig) -> int:
+    """Returns the context length of the rollout engine in tokens."""
     return config.rollout.max_model_len or config.longest_sample
 
 
@@ -221,13 +222,14 @@ def _has_unbounded_weights(config: PPOConfig, threshold: int) -> bool:
     return not is_corrected and not is_bounded
 
 
-def _is_recomputed(config: PPOConfig) -> bool:
-    """True if the ratio of policy and rollout is not the one that a3po weighs itself."""
+def _prevents_a3po(config: PPOConfig) -> bool:
+    """True if old_log_probs are not those of the rollout, or if the correction weighs the samples as well."""
     correction = config.algorithm.rollout_correction
     return not correction.bypass_mode or correction.rollout_is is not None
 
 
 def _losses_that_bound_the_ratio(config: PPOConfig) -> str:
+    """Returns the remedy for unbounded weights, with the names of the losses that bound them."""
     bounded = [name for name, facts in POLICY_LOSS_REGISTRY.facts.items() if facts.get("bounds_ratio")]
     return (
         f"choose loss_type=ppo_clip and a loss_mode of {', '.join(sorted(bounded))}, or truncate the weights: set "
@@ -291,7 +293,7 @@ ASYNC_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         (_LOSS_MODE,),
-        lambda config, mode: mode == "a3po" and _is_recomputed(config),
+        lambda config, mode: mode == "a3po" and _prevents_a3po(config),
         "a3po weighs the rollout's log-probs itself",
         "set algorithm.rollout_correction.bypass_mode=true and algorithm.rollout_correction.rollout_is=null",
         beside=(f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is"),
@@ -431,6 +433,15 @@ def _has_no_score(config: PPOConfig, weight: float) -> bool:
     return weight == 0
 
 
+def _is_other_kind_of_loss(config: PPOConfig, uses_policy_gradient: bool | None) -> bool:
+    """True if the distillation loss cannot be trained in the way that the option chooses."""
+    # null leaves it to the loss
+    if uses_policy_gradient is None:
+        return False
+    is_advantage = config.distillation.distillation_loss.loss_mode == "k1"
+    return uses_policy_gradient is not is_advantage
+
+
 REWARD_ROWS: tuple[Conflict[PPOConfig], ...] = (
     Conflict(
         ("reward.function_weight",),
@@ -472,9 +483,7 @@ REWARD_ROWS: tuple[Conflict[PPOConfig], ...] = (
     ),
     Conflict(
         ("distillation.distillation_loss.use_policy_gradient",),
-        lambda config, is_used: (
-            is_used is not None and is_used is not (config.distillation.distillation_loss.loss_mode == "k1")
-        ),
+        _is_other_kind_of_loss,
         "k1 is an advantage, because its own gradient does not depend on the teacher; the other losses are "
         "differentiated",
         "set distillation.distillation_loss.use_policy_gradient=null, or another loss_mode",

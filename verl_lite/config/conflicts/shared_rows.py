@@ -41,11 +41,11 @@ RUN_ROWS: tuple[Conflict[RunOptions], ...] = (
 
 
 def _are_no_layers(config: PPOConfig | SFTConfig, layers: list[str]) -> bool:
-    """True if an adapter would have no layers, or all-linear stands beside other names."""
+    """True if an adapter would have no layers, or if all-linear is listed together with other names."""
     if config.model.lora_rank == 0:
         return False
-    stands_beside_others = "all-linear" in layers and len(layers) > 1
-    return not layers or stands_beside_others
+    has_further_names = "all-linear" in layers and len(layers) > 1
+    return not layers or has_further_names
 
 
 ADAPTER_ROWS: tuple[Conflict[PPOConfig | SFTConfig], ...] = (

@@ -62,6 +62,7 @@ class Conflict(Generic[C]):
 
 
 def _text(text: Text[C], config: C) -> str:
+    """Returns a text of a row, which may have to be built from the configuration."""
     return text if isinstance(text, str) else text(config)
 
 

@@ -26,12 +26,12 @@ def beside_is_not(name: str, *values: object) -> Condition:
 
 
 def is_unused(name: str) -> Condition:
-    """Returns a condition that holds if the run has no such pass."""
+    """Returns a condition that holds if the run does not need the pass `name`; see `Situation.unused_passes`."""
     return lambda situation, key: name in situation.unused_passes
 
 
 def loss_is_not(*losses: str) -> Condition:
-    """Returns a condition that holds if the policy loss is another one of this project."""
+    """Returns a condition that holds if this project has the run's policy loss, and it is none of `losses`."""
 
     def is_idle(situation: Situation, key: str) -> bool:
         config = situation.config
@@ -49,7 +49,7 @@ def loss_is_not(*losses: str) -> Condition:
 
 
 def estimator_is_not(*estimators: str) -> Condition:
-    """Returns a condition that holds if the estimator is another one of this project."""
+    """Returns a condition that holds if this project has the run's estimator, and it is none of `estimators`."""
 
     def is_idle(situation: Situation, key: str) -> bool:
         chosen = situation.config.algorithm.adv_estimator

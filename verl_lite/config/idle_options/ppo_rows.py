@@ -69,6 +69,12 @@ _FUNCTION_KEYS = tuple(
     )
 )
 
+
+def _while_off(switch: str, *keys: str) -> IdleOption:
+    """Returns the row of options that have no effect while a switch is off."""
+    return IdleOption(keys, unless(switch), f"{switch}=false", f"set {switch}=true, or leave it out")
+
+
 PPO_ROWS: tuple[IdleOption, ...] = (
     # distillation
     IdleOption(
@@ -176,12 +182,7 @@ PPO_ROWS: tuple[IdleOption, ...] = (
         "with model.lora_rank above 0 the reference is the policy without its adapter",
         "set actor.fsdp_config, or leave it out",
     ),
-    IdleOption(
-        ("reward_model.",),
-        unless("reward_model.enable"),
-        "reward_model.enable=false",
-        "set reward_model.enable=true, or leave it out",
-    ),
+    _while_off("reward_model.enable", "reward_model."),
     IdleOption(
         (
             "rollout.log_prob_use_dynamic_bsz",
@@ -253,12 +254,7 @@ PPO_ROWS: tuple[IdleOption, ...] = (
         "only actor.loss_agg_mode=seq-mean-token-sum-norm divides by it",
         "set that mode, or leave it out",
     ),
-    IdleOption(
-        ("actor.kl_loss_coef", "actor.kl_loss_type"),
-        unless("actor.use_kl_loss"),
-        "actor.use_kl_loss=false",
-        "set actor.use_kl_loss=true, or leave it out",
-    ),
+    _while_off("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"),
     # generation
     IdleOption(
         ("rollout.nnodes", "rollout.n_gpus_per_node"),
@@ -324,30 +320,19 @@ PPO_ROWS: tuple[IdleOption, ...] = (
         "only gdpo reads it",
         "set algorithm.adv_estimator=gdpo, or leave it out",
     ),
-    IdleOption(
-        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
-        unless("algorithm.filter_groups.enable"),
-        "algorithm.filter_groups.enable=false",
-        "set algorithm.filter_groups.enable=true, or leave it out",
+    _while_off(
+        "algorithm.filter_groups.enable",
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.max_num_gen_batches",
     ),
-    IdleOption(
-        ("algorithm.pf_ppo.",),
-        unless("algorithm.use_pf_ppo"),
-        "algorithm.use_pf_ppo=false",
-        "set algorithm.use_pf_ppo=true, or leave it out",
-    ),
+    _while_off("algorithm.use_pf_ppo", "algorithm.pf_ppo."),
     IdleOption(
         ("algorithm.pf_ppo.weight_pow",),
         beside_is_not("reweight_method", "pow"),
         "only algorithm.pf_ppo.reweight_method=pow reads it",
         LEAVE_OUT,
     ),
-    IdleOption(
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
-        unless("algorithm.use_kl_in_reward"),
-        "algorithm.use_kl_in_reward=false",
-        "set algorithm.use_kl_in_reward=true, or leave it out",
-    ),
+    _while_off("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl."),
     IdleOption(
         ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
         beside_is_not("type", "adaptive"),
@@ -369,12 +354,7 @@ PPO_ROWS: tuple[IdleOption, ...] = (
         "algorithm.rollout_correction.rollout_rs=null",
         "set algorithm.rollout_correction.rollout_rs, such as token_k1, or leave it out",
     ),
-    IdleOption(
-        ("algorithm.rollout_correction.loss_type",),
-        unless("algorithm.rollout_correction.bypass_mode"),
-        "algorithm.rollout_correction.bypass_mode=false",
-        "set algorithm.rollout_correction.bypass_mode=true, or leave it out",
-    ),
+    _while_off("algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.loss_type"),
     # rewards
     IdleOption(
         _FUNCTION_KEYS,
@@ -400,12 +380,7 @@ PPO_ROWS: tuple[IdleOption, ...] = (
         "reward.remote.url=null",
         "set reward.remote.url, or leave it out",
     ),
-    IdleOption(
-        ("reward.overlong_buffer.",),
-        unless("reward.overlong_buffer.enable"),
-        "reward.overlong_buffer.enable=false",
-        "set reward.overlong_buffer.enable=true, or leave it out",
-    ),
+    _while_off("reward.overlong_buffer.enable", "reward.overlong_buffer."),
     IdleOption(
         ("reward.batch_size",),
         if_config(scores_one_by_one),
