@@ -348,15 +348,14 @@ def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Pat
     if not files_by_split:
         raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
 
-    unnamed = files_by_split.get("", [])
-    some_are_named = len(files_by_split) > 1
-    if unnamed and not some_are_named and len(splits) > 1:
-        return unnamed
-    if unnamed and some_are_named:
+    unnamed = files_by_split.pop("", [])
+    if unnamed and files_by_split:
         raise UserError(
             f"{where}: some files of the folder are named after a split, but {unnamed[0].name} is not; list the "
             "intended files instead of the folder"
         )
+    if unnamed and len(splits) > 1:
+        return unnamed
     split = _choose_split(list(files_by_split), where, splits)
     return files_by_split[split]
 

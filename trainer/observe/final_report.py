@@ -185,8 +185,11 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 
 def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
-    """Returns `validation_means`; for training without a rollout, the metrics val/<name> as data sources <name>, and
-    DPO's accuracy and margin."""
+    """Returns the means that tables and lines show.
+
+    These are those of `validation_means`. Training without a rollout has none, and validates metrics val/<name>, DPO's
+    accuracy and margin among them. Each becomes a data source of the name <name>.
+    """
     means = validation_means(metrics)
     if means:
         return means

@@ -283,7 +283,11 @@ def _validation_charts(runs: Sequence[RecordedRun]) -> list[Json]:
 
 
 def _compared_means(means_by_run: Mapping[int, Mapping[str, ValidationMean]]) -> dict[int, ValidationMean]:
-    """Returns one mean of each run out of its means by variable: of a variable that all runs have, if there is one."""
+    """Chooses one mean for each run, of a variable that all runs have if there is one.
+
+    Args:
+        means_by_run: Means by variable, by number of the run.
+    """
     variables_by_run = [set(means) for means in means_by_run.values()]
     common_variables = set.intersection(*variables_by_run)
     compared = {}

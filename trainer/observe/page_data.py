@@ -301,6 +301,7 @@ def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[
     # each step that is read has room for 2 rows, the best and the worst
     most_steps = max(1, most_rows // 2)
     stride = math.ceil(len(all_groups) / most_steps)
+    # a step that is read also has the room of the steps that are left out after it
     bytes_of_step = stride * most_bytes // len(all_groups)
     rows_of_step = max(2, stride * most_rows // len(all_groups))
 

@@ -72,7 +72,9 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     bucket = max(float(bucket_bytes), largest_tensor)
     all_weights = float(network.compute * shape.parameters)
     bucket = min(all_weights, bucket)
-    own_part = 1 / network.ranks
-    gathering = bucket * (1 + on_cpu + own_part)
+    own_part = bucket / network.ranks
+    gathering = own_part + bucket
+    if on_cpu:
+        gathering += bucket
     copying = bucket + largest_tensor
     return max(gathering, copying) + FP32 * network.adapter

@@ -177,7 +177,7 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
         )
     if config.distillation.is_active:
-        # a log-prob and a token id for each of the tokens
+        # a log-prob and an id for each of the teacher's top tokens; without top tokens, the sampled token's log-prob
         values_per_token = max(1, 2 * distilled_tokens(config))
         rows = math.ceil(rows_per_step(config) / slots)
         values = values_per_token * config.data.max_response_length * rows
