@@ -194,7 +194,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         step = self.steps.global_step
         means = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
         for name in self.unlogged[0]:
-            values_of_steps = [metrics[name] for metrics in self.unlogged]
+            # a step without validation lacks those of its workers, such as perf/idle_frac/testing
+            values_of_steps = [metrics[name] for metrics in self.unlogged if name in metrics]
             means[name] = float(np.mean(values_of_steps))
         self.unlogged = []
         self.result.steps = step
