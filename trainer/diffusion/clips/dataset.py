@@ -62,8 +62,8 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
         table = _read_csv(file, [config.video_key, config.prompt_key], option)
         if not table.num_rows:
             raise UserError(f"{option}: {file} has no rows; expected at least one clip")
-        for entries in table.to_pylist():
-            location = f"{option}: {file}, row {len(rows)}"
+        for row_number, entries in enumerate(table.to_pylist()):
+            location = f"{option}: {file}, row {row_number}"
             name_of_clip = entries[config.video_key].strip()
             prompt = entries[config.prompt_key].strip()
             if not name_of_clip or not prompt:
