@@ -122,7 +122,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
                 reward=self.reward,
                 steps=self.steps,
                 tracking=tracking,
-                saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
+                saver=Saver(self.run_dir, config, {"actor": actor}, expected_bytes=0, log=tracking.note),
             )
             # checkpoints have FSDP's format; this folder is for the network's own `from_pretrained`
             if config.trainer.save_freq != 0:

@@ -113,7 +113,11 @@ class FlowActorRole(DiffusionRole):
     """The driver's handle of the policy. Its checkpoints also contain the adapter in the format of diffusers."""
 
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
-        """Takes one optimizer step on the batch. Without a column noise_seed, as in ROLL, the ranks plan the batch."""
+        """Takes one optimizer step on the batch.
+
+        A batch without the column noise_seed, as in ROLL, goes to every rank as a whole. The ranks add the column and
+        plan the batch themselves.
+        """
         if "noise_seed" not in batch:
             results = self.group.execute_all_sync("train_step", batch)
             # every rank returns the metrics of the whole step
@@ -219,7 +223,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
                 save_clips=save_clips,
                 steps=self.steps,
                 tracking=tracking,
-                saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
+                saver=Saver(self.run_dir, config, {"actor": actor}, expected_bytes=0, log=tracking.note),
             )
 
     def report(self, trainer: Any, result: DiffusionResult) -> Report:

@@ -38,6 +38,7 @@ class MemoryPlan:
         host: Bytes in host memory of each rank, by name, for offloaded tensors.
         engine: Bytes on a device of the rollout engines by name, if they have devices of their own.
         sequences: Number of sequences that decode concurrently.
+        micro_batches: Micro-batches in an optimizer step of the policy, or of the model of a supervised run.
         notes: Problems that stop the run even if the memory is enough.
         images: The assumption about the images of a vision-language model, as a sentence.
     """

@@ -81,8 +81,10 @@ class ModelShape:
         """Parameters of one layer, the unit that FSDP gathers."""
         # the projections to query and output, and to key and value
         attention = 2 * self.hidden * (self.query + self.kv)
-        attention += self.qkv_bias * (self.query + 2 * self.kv)
-        attention += self.head_norms * 2 * self.head_dim
+        if self.qkv_bias:
+            attention += self.query + 2 * self.kv
+        if self.head_norms:
+            attention += 2 * self.head_dim
 
         # gate, up and down projection
         mlp = 3 * self.hidden * self.inner

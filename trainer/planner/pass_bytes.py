@@ -72,8 +72,11 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
     mlp = size * 4 * inner
     per_token = norms + attention + mlp
     if has_adapter and size != FP32:
-        # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers
-        per_token += FP32 * (3 * hidden + query + 2 * hidden + inner)
+        # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers:
+        # query, key, value and output; gate, up and down
+        attention_inputs = 3 * hidden + query
+        mlp_inputs = 2 * hidden + inner
+        per_token += FP32 * (attention_inputs + mlp_inputs)
 
     # attention that cannot share a prompt copies it to each answer, and drops the copies afterwards
     repeated = 0
@@ -172,7 +175,9 @@ def training_pass(
     layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
     activations = kept_activations(network, run, recomputed)
     if offload:
+        # tensors that stay after they were saved, and as many that return before they are read
         width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
+        # only the inputs of recomputed layers are saved
         if all_recomputed:
             width = (AHEAD + 1) * shape.hidden
         on_device = float(run.size * run.tokens * width)

@@ -68,7 +68,8 @@ class TowerShape:
         key, value, and six fp32 tensors of the rotary positions) and the MLP."""
         input_and_norm = 2 * size * self.hidden
         attention = 3 * size * self.hidden + 6 * FP32 * self.hidden
-        mlp = size * (2 + self.has_gate) * self.inner
+        mlp_tensors = 3 if self.has_gate else 2
+        mlp = size * mlp_tensors * self.inner
         per_patch = input_and_norm + max(attention, mlp)
         patches = tokens * self.per_token
         return patches * float(per_patch)

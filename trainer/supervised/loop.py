@@ -151,8 +151,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
-        trained = self._dispatch(self.group.train, plan, batch)
-        self.metrics = {f"train/{name}": value for name, value in trained.items()}
+        loss_metrics = self._dispatch(self.group.train, plan, batch)
+        self.metrics = {f"train/{name}": value for name, value in loss_metrics.items()}
         self.metrics |= packing_metrics(plan, rows, self._micro_batch_tokens())
         return batch
 
@@ -166,8 +166,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         rows = self.task.val
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
-        measured = self._dispatch(self.group.measure, plan, batch)
-        return {f"val/{name}": value for name, value in measured.items()}
+        loss_metrics = self._dispatch(self.group.measure, plan, batch)
+        return {f"val/{name}": value for name, value in loss_metrics.items()}
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
@@ -265,6 +265,15 @@ def _largest_token(rows: Sequence[Row]) -> int:
         for text in row.texts:
             largest = max(largest, *text.prompt, *text.response)
     return largest
+
+
+def _longest_text(rows: Sequence[Row]) -> int:
+    """Returns the number of tokens of the longest sequence in the rows; 0 without rows."""
+    longest = 0
+    for row in rows:
+        for text in row.texts:
+            longest = max(longest, len(text))
+    return longest
 
 
 def fingerprint_of(rows: Sequence[Row]) -> str:
@@ -387,7 +396,7 @@ class SupervisedJob(Job[Options]):
             return
         rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
         for option, rows in rows_by_option.items():
-            longest = max((len(text) for row in rows for text in row.texts), default=0)
+            longest = _longest_text(rows)
             if longest > positions:
                 raise UserError(
                     f"{option}: the longest row has {longest} tokens, more than the {positions} positions of "
@@ -525,15 +534,16 @@ def train_within(
         report: called with each line of progress.
     """
 
-    class Lines(Console):
+    class ReportingConsole(Console):
         def progress(self, text: str) -> None:
             report(text)
 
-    console = Lines()
+    console = ReportingConsole()
     job = job_class(config, resolve_slots(config), console)
-    job.check(None)
+    job.check(available=None)
     job.check_models()
-    console.start(job.read_data())
+    total_steps = job.read_data()
+    console.start(total_steps)
     job.run_dir.mkdir(parents=True, exist_ok=True)
     # the guard ends the workers, even if this process is killed
     with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:

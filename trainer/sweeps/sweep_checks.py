@@ -61,6 +61,7 @@ def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
     size = 1
     for parameter in spec.space:
         values = parameter.values()
+        # an infinite range alone makes the space too large
         if values is None:
             size *= MOST_LISTED + 1
         else:

@@ -85,7 +85,8 @@ def check(comparison: Comparison) -> bool:
     print(compared_step(ours, theirs["metrics"]))
     comparison_of_rewards = own_answers(own_rewards, theirs["right"])
     print(f"\nFirst step, each side's own answers to the same {PROMPTS} questions: {comparison_of_rewards}")
-    return all(_relative(ours[name], theirs["metrics"][name]) <= TOLERANCE for name in COMPARED)
+    differences = [_relative(ours[name], theirs["metrics"][name]) for name in COMPARED]
+    return all(difference <= TOLERANCE for difference in differences)
 
 
 def compared_step(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
@@ -119,6 +120,7 @@ def own_answers(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def _relative(ours: float, theirs: float) -> float:
+    """Returns the difference of two values relative to the second, which may be 0."""
     denominator = max(abs(theirs), 1e-12)
     return abs(ours - theirs) / denominator
 

@@ -246,9 +246,14 @@ class VideoDataset:
         counts = Counter(sizes).most_common()
         if len(counts) == 1:
             return []
-        height, width = counts[0][0]
-        other_row = next(row for row, size in enumerate(sizes) if size != (height, width))
-        descriptions = [f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS]]
+        most_frequent, _ = counts[0]
+        height, width = most_frequent
+        other_row = 0
+        while sizes[other_row] == most_frequent:
+            other_row += 1
+        descriptions = []
+        for (clip_height, clip_width), count in counts[:_SHOWN_PROBLEMS]:
+            descriptions.append(f"{count} at {clip_width} x {clip_height}")
         listed = ", ".join(descriptions)
         return [
             f"The clips have {len(counts)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "
