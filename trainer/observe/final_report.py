@@ -133,7 +133,7 @@ def _in_cell(text: str) -> str:
 
 
 def _titled_lines(title: str, lines: Mapping[str, str]) -> list[Text]:
-    """Returns a heading and one line for each name and its text; nothing if there are none."""
+    """Returns a heading, followed by a line for each name with its text. Returns no heading without lines."""
     if not lines:
         return []
     texts = [Text(), Text(title, style="bold")]

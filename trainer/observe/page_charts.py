@@ -232,7 +232,12 @@ def color_of(number: int) -> str:
 
 
 def _time_chart(run: RecordedRun, title: str) -> Json:
-    """Returns the stacked bars of the seconds of each stage of a run with this title."""
+    """Returns the chart of a run's times: a stack of bars for each step, with the seconds of each stage.
+
+    Args:
+        run: The run.
+        title: Its title on the page.
+    """
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
     for stage, seconds in seconds_by_stage.items():
@@ -302,10 +307,7 @@ def _compared_means(means_by_run: Mapping[int, Mapping[str, ValidationMean]]) ->
 
 
 def _validation_means_by_line(runs: Sequence[RecordedRun]) -> _MeansByLine:
-    """Returns the validation means of all runs.
-
-    Their values are of no use here; they name the metrics.
-    """
+    """Returns the validation means of all runs, which name the metrics to draw. Their values are not used."""
     means_by_line: _MeansByLine = {}
     for run_number, run in enumerate(runs):
         # of all steps, because most of them have no validation

@@ -361,8 +361,13 @@ def _rows_by_interest(group: RecordedGroup) -> list[int]:
 
 
 def _images(run_dir: Path, answers: Sequence[RecordedAnswer], room: int) -> tuple[dict[str, str], int]:
-    """Returns the data URIs of images by path, and the number of all images of the answers. Images of the most answers
-    come first, until they fill `room` bytes."""
+    """Returns the data URIs of images by path, and the number of all images of the answers.
+
+    Args:
+        run_dir: The run folder.
+        answers: The answers on the page.
+        room: Limit for all URIs together, in bytes. Images that many answers have in common are taken first.
+    """
     counts: Counter[str] = Counter()
     for answer in answers:
         counts.update(answer.images)

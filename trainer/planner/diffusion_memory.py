@@ -353,7 +353,7 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
 
 
 class _WeightlessReward:
-    """A reward that no phase computes. `plan` adds the bytes of the configured one."""
+    """A reward without weights, which no phase computes. `plan` adds the bytes of the configured reward."""
 
     def prepare(self, reference_frames: torch.Tensor) -> object:
         raise NotImplementedError

@@ -179,7 +179,7 @@ _REMEDIES = {
 def _remedy_of(name: str) -> str | None:
     """Returns what makes a part of the memory smaller; None if nothing is known.
 
-    A remedy for the whole name comes before one for a piece of it, and of those the first in the table.
+    A remedy for the whole name has priority. Of several remedies for pieces of the name, the first in the table counts.
     """
     if name in _REMEDIES:
         return _REMEDIES[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-from trainer.planner.vision_tower import TowerShape, tower_of
+from trainer.planner.vision_tower import TowerShape, num_elements, tower_of
 from verl_lite.config import NetworkConfig, did_you_mean
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
@@ -333,6 +333,5 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
         return shape
     # the formulas of Llama miss parameters of other families: count all of them on the meta device
     empty = empty_network(network)
-    parameters = sum(parameter.numel() for parameter in empty.parameters())
-    uncounted = parameters - shape.parameters
+    uncounted = num_elements(empty) - shape.parameters
     return replace(shape, uncounted=uncounted, is_packed=not mixing_layers(empty))

@@ -175,27 +175,21 @@ def training_pass(
     layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
     activations = kept_activations(network, run, recomputed)
     if offload:
-        # tensors that stay after they were saved, and as many that return before they are read
-        width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
-        # only the inputs of recomputed layers are saved
-        if all_recomputed:
-            width = (AHEAD + 1) * shape.hidden
-        on_device = float(run.size * run.tokens * width)
+        on_device = _kept_despite_offload(shape, run, all_recomputed=all_recomputed)
         activations = min(activations, on_device)
-    last_norm = float(run.tokens * _norm(shape.hidden, run.size))
-
     temporary = _temporary_bytes(shape, run)
+    whole_gradients, shard = network.gradients(micro_batches)
+
+    # where the backward pass begins: of the output layer and the last layer, the one that needs more
+    output_layer = _output_layer_backward(network, run)
     last_layer = temporary
     # otherwise a recomputed layer takes the place of a later one that kept its activations and is done
     if recomputed and (offload or all_recomputed):
         last_layer = layer_bytes + temporary
-    output_layer = _output_layer_backward(network, run)
-
     last_part = "one layer"
     if output_layer > last_layer:
         last_part = "logits and output layer"
-
-    whole_gradients, shard = network.gradients(micro_batches)
+    last_norm = float(run.tokens * _norm(shape.hidden, run.size))
     at_start = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: 0.0,
@@ -207,6 +201,7 @@ def training_pass(
     if micro_batches > 1:
         at_start |= {WHOLE_GRADIENTS: whole_gradients, SHARD: shard}
 
+    # where it ends: all gradients, and the activations of the first layer
     first_layer = layer_bytes
     # offload brings back a part of the layer at a time
     if offload and not recomputed:
@@ -221,6 +216,16 @@ def training_pass(
     if sum(at_end.values()) > sum(at_start.values()):
         return at_end
     return at_start
+
+
+def _kept_despite_offload(shape: ModelShape, run: Pass, *, all_recomputed: bool) -> float:
+    """Returns the bytes of saved tensors that offload leaves on the device at one time."""
+    # tensors that stay after they were saved, and as many that return before they are read
+    width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
+    # only the inputs of recomputed layers are saved
+    if all_recomputed:
+        width = (AHEAD + 1) * shape.hidden
+    return float(run.size * run.tokens * width)
 
 
 def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:

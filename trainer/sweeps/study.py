@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def state(self) -> str:
-        """waiting | running | complete | pruned | failed."""
+        """State of the trial: waiting, running, complete, pruned or failed."""
         states = {run.state for run in self.runs}
         # before `is_pruned`: all runs can have reached their last step before they were asked to end
         if states == {"done"}:

@@ -133,7 +133,11 @@ def _watch_ray() -> None:
 
 
 def free_devices(tell: Tell) -> list[str]:
-    """Returns the devices that no other process uses, as named in CUDA_VISIBLE_DEVICES. UserError if there is none."""
+    """Returns the devices that no other process uses, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        UserError: If there is none. The message names the users of the devices.
+    """
     free_tokens = []
     refusals = []
     for visible in visible_gpus(list_gpus() or []):
