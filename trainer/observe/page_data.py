@@ -267,7 +267,7 @@ def without_folders(value: object, folders: Sequence[str] = ()) -> object:
 
 
 def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the folders of the runs, of the user and of all absolute paths in their options, longest first."""
+    """Returns the folders that contain the runs and the paths in their options, and the home folder; longest first."""
     folders = {str(Path.home())}
     for run in runs:
         run_dir = run.folder.absolute()
