@@ -35,8 +35,8 @@ def engine_work(
         tensor_parallel: Number of devices of the engine.
     """
     # no predicted tokens, because the logits of all sequences are counted below
-    run = Pass(tokens=batched_tokens, predicted=0, chunk=1, size=size)
-    prefill = layer_work(shape, run) / tensor_parallel
+    prefill_pass = Pass(tokens=batched_tokens, predicted=0, chunk=1, size=size)
+    prefill = layer_work(shape, prefill_pass) / tensor_parallel
     sampling = 4.0 * FP32 * sequences * shape.vocab
     return max(prefill, sampling)
 

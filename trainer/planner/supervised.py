@@ -121,19 +121,19 @@ def supervised_plan(
     if is_dpo and not network.adapter:
         held["reference"] = held_network(slots, device, network.shape, config.fsdp_config)
     weights, moments = place_networks(plan, held, on_cpu)
-    run = _largest_micro_batch(config, network, slots, step, on_cpu)
+    micro_batch = _largest_micro_batch(config, network, slots, step, on_cpu)
 
     if is_dpo:
         role = "reference" if "reference" in held else "model"
-        plan.phases["reference log-probs"] = weights[role] | forward_only(held[role], run)
+        plan.phases["reference log-probs"] = weights[role] | forward_only(held[role], micro_batch)
     if validation is not None:
-        run_of_validation = _largest_micro_batch(config, network, slots, validation, on_cpu)
-        plan.phases["validation"] = weights["model"] | forward_only(network, run_of_validation)
+        micro_batch_of_validation = _largest_micro_batch(config, network, slots, validation, on_cpu)
+        plan.phases["validation"] = weights["model"] | forward_only(network, micro_batch_of_validation)
 
     plan.micro_batches, _ = micro_batches(config, slots, step)
-    parts = update_parts(plan, "model", network, run, config.model)
+    parts = update_parts(plan, "model", network, micro_batch, config.model)
     if on_cpu:
-        parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
+        parts[KEPT_FREED] = kept_after_update(parts, network.shape, micro_batch, plan.micro_batches)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
     return plan
 
