@@ -164,6 +164,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         validate(self.config, count=self.slots, available=available, files=has_files)
 
     def read_data(self) -> int:
+        """Reads and checks the clips, tries the reward on one of them, and returns the number of steps."""
         self.data = VideoDataset(self.config.data)
         # the clips first, because the reward is tried on one of them
         config = self.config
@@ -173,6 +174,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         return self.count_steps(len(self.data), dataset, config.data.repeat)
 
     def plan(self) -> str:
+        """Returns the lines at launch: clips, steps, denoising steps and, on a GPU, the expected memory."""
         config = self.config
         sampler = config.sampler
         steps = sampler.final_timestep + 1
@@ -194,6 +196,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:
+        """Starts the workers and yields the trainer. Ends the workers with the context."""
         config = self.config
         data = self.data
         # workers must also import the modules that register the reward
@@ -227,6 +230,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
             )
 
     def report(self, trainer: Any, result: DiffusionResult) -> Report:
+        """Draws the pictures, and returns them with the line of Python that loads the adapter."""
         # one sample for each validation clip, drawn below the clip itself
         clips = trainer.validation[:SHOWN_CLIPS]
         groups = []

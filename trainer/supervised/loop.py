@@ -312,6 +312,7 @@ class SupervisedJob(Job[Options]):
         raise NotImplementedError
 
     def check(self, available: int | None) -> None:
+        """Raises UserError for invalid options, before anything is read."""
         if not self.config.data.train_files or self.config.model.path is None:
             raise UserError("data.train_files and model.path: give parquet, json or jsonl files, and a model's folder")
         problems = list(section_problems(self.config))
@@ -325,6 +326,7 @@ class SupervisedJob(Job[Options]):
             )
 
     def check_models(self) -> None:
+        """Checks the model folder, and notes properties of the model that the user should know."""
         model = self.config.model
         check_network(model, self.build_policy, trains=True, chat_template=self.config.data.chat_template)
         # the option is in no section, unlike that of the roles in main_ppo
@@ -373,13 +375,16 @@ class SupervisedJob(Job[Options]):
         self.batches = batches_of(self.task.train, map(self.steps.rows_of, planned_steps))
         return self.steps.total
 
+    def _rows_by_option(self) -> dict[str, Sequence[Any]]:
+        """Returns the rows by the option that names their files, for messages."""
+        return {"data.train_files": self.task.train, "data.val_files": self.task.val}
+
     def check_vocabulary(self) -> None:
         """Raises UserError if a row has a token that the model's embedding lacks."""
         # on a GPU, an index outside of the embedding would be an assertion of the device without the row or the token
         text_config = load_model_config(self.config.model).get_text_config()
         size = text_config.vocab_size
-        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
-        for option, rows in rows_by_option.items():
+        for option, rows in self._rows_by_option().items():
             largest = _largest_token(rows)
             if largest >= size:
                 raise UserError(
@@ -394,8 +399,7 @@ class SupervisedJob(Job[Options]):
         positions = longest_context(load_model_config(self.config.model))
         if positions is None:
             return
-        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
-        for option, rows in rows_by_option.items():
+        for option, rows in self._rows_by_option().items():
             longest = _longest_text(rows)
             if longest > positions:
                 raise UserError(
@@ -427,12 +431,14 @@ class SupervisedJob(Job[Options]):
         return supervised_plan(self.config, network, self.slots, self.device, largest_batch, validation_batch)
 
     def plan(self) -> str:
+        """Returns the table at launch: batches, memory and disk space."""
         total_steps = self.steps.total
         rows = supervised_rows(self.config, self.slots, total_steps, self.batches)
         rows += memory_rows(self.config, self.memory_plan, total_steps, samples_max_mb=0)
         return aligned(rows)
 
     def full_plan(self) -> tuple[str, bool]:
+        """Returns the table at launch with the memory of all phases, and True if the run fits this machine."""
         plan = self.plan()
         # without known shapes there is no prediction, which counts as fitting; the row in `plan` gives the reason
         try:
@@ -449,6 +455,7 @@ class SupervisedJob(Job[Options]):
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[TrainingLoop[EpochSteps, Trained]]:
+        """Starts the workers and yields the trainer. Ends the workers with the context."""
         config = self.config
         with ExitStack() as stack:
             join_ray(config, self.run_dir.name, tracking.note, stack)

@@ -132,6 +132,7 @@ def require_trl() -> None:
 
 
 def _read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line. Exits for a word that is no key=value."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.smollm2.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
