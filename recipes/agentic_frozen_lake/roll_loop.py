@@ -15,6 +15,7 @@ class RollLoop(AgenticPipeline):
     """A training loop with steps counted from 0, as in ROLL. Logs and checkpoints count completed steps."""
 
     def fit(self) -> FitResult:
+        """Runs the remaining steps. Validates before the first step, during the training and at its end."""
         config = self.pipeline_config
         self.set_model_update_pair(
             src_cluster=self.actor_train,
@@ -85,6 +86,7 @@ class RollLoop(AgenticPipeline):
             self.metrics.update(critic_result.meta_info["metrics"])
 
     def _log(self, global_step: int, batch: DataProto) -> None:
+        """Sends the metrics of a step to the trackers."""
         completed = global_step + 1
         metrics = {
             "training/global_step": float(completed),
@@ -95,6 +97,7 @@ class RollLoop(AgenticPipeline):
         self.tracker.log(metrics, step=completed)
 
     def _evaluate(self) -> None:
+        """Validates if that is due after the completed steps."""
         result = self.result
         is_due = self.validates and self.steps.due(self.pipeline_config.eval_steps)
         if not is_due:

@@ -108,13 +108,14 @@ def accuracy(run: Path, metric: tuple[str, str] = SAMPLED) -> list[tuple[int, fl
     prefix, suffix = metric
     means = []
     for step, metrics in read_metrics(run / "metrics.jsonl").items():
-        of_tasks = []
+        accuracies_of_tasks = []
         for name, value in metrics.items():
             if name.startswith(prefix) and name.endswith(suffix):
-                of_tasks.append(value)
+                accuracies_of_tasks.append(value)
         # most steps have no validation
-        if of_tasks:
-            means.append((step, float(np.mean(of_tasks))))
+        if accuracies_of_tasks:
+            mean = float(np.mean(accuracies_of_tasks))
+            means.append((step, mean))
     return means
 
 

@@ -59,6 +59,7 @@ def problems_of(config: FlowGRPOConfig) -> Problems:
 
 
 def _estimator_problems(config: FlowGRPOConfig) -> Problems:
+    """Yields problems of algorithm.adv_estimator: an unknown name, or inputs that do not exist here."""
     name = config.algorithm.adv_estimator
     estimator = ADV_ESTIMATOR_REGISTRY.get(name)
     # a path pkg.module:function is not in the registry
@@ -79,6 +80,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
     worker = FlowActorWorker
 
     def check(self, available: int | None) -> None:
+        """Raises ConfigError for invalid options."""
         config = self.config
         # all of them in one error, so that the user needs one more start instead of several
         problems = [
@@ -91,6 +93,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
             raise ConfigError(problems)
 
     def read_data(self) -> int:
+        """Reads the prompts, loads the reward function, and returns the number of steps."""
         # the driver scores the images, so only it imports the reward
         data = self.config.data
         self.prompts = read_prompts(data.train_files)
@@ -104,6 +107,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
         return self.count_steps(len(self.prompts), fingerprint(self.prompts))
 
     def plan(self) -> str:
+        """Returns the line at launch with the sizes of a step."""
         prompts = self.config.data.train_batch_size
         samples = self.config.rollout.n
         steps = self.config.sampler.num_train_steps
@@ -111,6 +115,7 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[FlowGRPOTrainer]:
+        """Starts the workers and yields the trainer. Before the workers end, they export the network."""
         config = self.config
         with self.workers(tracking, recipe_modules(config)) as group:
             actor = FlowActor(group, config)
@@ -122,13 +127,14 @@ class FlowGRPOJob(DiffusionJob[FlowGRPOConfig]):
                 reward=self.reward,
                 steps=self.steps,
                 tracking=tracking,
-                saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
+                saver=Saver(self.run_dir, config, {"actor": actor}, expected_bytes=0, log=tracking.note),
             )
             # checkpoints have FSDP's format; this folder is for the network's own `from_pretrained`
             if config.trainer.save_freq != 0:
                 group.export(str(self.run_dir / "model"))
 
     def report(self, trainer: object, result: DiffusionResult) -> Report:
+        """Draws the pictures, and returns them with the line of Python that loads the network."""
         samples = self.config.rollout.val_kwargs.n
         groups = []
         for row, prompt in enumerate(self.val_prompts[:SHOWN_PROMPTS]):

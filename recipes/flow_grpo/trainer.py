@@ -33,7 +33,8 @@ SOURCE = "prompts"
 """Name of the data source in the validation metrics."""
 
 FIRST, PATH, EVALUATION = 0, 1, 2
-"""Purposes of a seed, which is derived from trainer.seed, its purpose, the step, the prompt's row and the sample."""
+"""Numbers in the key of a seed. The first number of a key says for which noise the seed is: the first noise of a path
+(FIRST), or that of its steps (PATH). The second says for which samples: those of training (PATH) or EVALUATION."""
 
 
 class Reward(Protocol):
@@ -116,7 +117,7 @@ class FlowGRPOTrainer(DiffusionTrainer):
         Args:
             prompts: pairs of the prompt's row and its text.
             n: samples of a prompt.
-            purpose: PATH or EVALUATION. Seeds of the evaluation do not depend on the step.
+            purpose: PATH (training) or EVALUATION, whose seeds do not depend on the step.
         """
         step = 0 if purpose == EVALUATION else self.steps.global_step
         shares_first_noise = self.config.sampler.share_first_noise and purpose == PATH

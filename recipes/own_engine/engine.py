@@ -87,6 +87,7 @@ class PlainEngine:
         return self.version is not None
 
     def submit(self, request: Request) -> None:
+        """Adds a request to the end of the queue."""
         limit = check_request(request, self.max_model_len, self.queue, self.version)
         # an interrupted request continues from the tokens that it has
         token_ids, log_probs, versions = request.sampled.lists()
@@ -94,11 +95,13 @@ class PlainEngine:
         self.queue[request.request_id] = running
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        """Removes requests from the queue without a completion."""
         # a request that is not in the queue has ended before
         for request_id in request_ids:
             self.queue.pop(request_id, None)
 
     def snapshot(self, request_ids: Iterable[str]) -> list[Request]:
+        """Returns requests with the tokens that they have so far, so that they can be continued later."""
         requests = []
         for request_id in request_ids:
             running = self.queue[request_id]
@@ -108,6 +111,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
+        """Samples one token for each of the oldest `max_num_seqs` requests. Returns those that end with it."""
         # a dict keeps the order of its entries, so that the oldest requests run first
         queued = list(self.queue.values())
         running_requests = queued[: self.max_num_seqs]
@@ -175,6 +179,7 @@ class PlainEngine:
         return torch.tensor(numbers, device=self.device)
 
     def _finish_reason(self, running: Running) -> FinishReason | None:
+        """Returns why a response ends with its last token; None if it continues."""
         sampling = running.request.sampling
         if running.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos:
             return "stop"
@@ -185,6 +190,7 @@ class PlainEngine:
     # -------------------------------------------------------------------------------------------------- weights
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copies new weights into the model. An incomplete update leaves the engine without weights."""
         targets = self.model.state_dict(keep_vars=True)
         received = set()
         # an interrupted update leaves a mixture of weights, which must not answer

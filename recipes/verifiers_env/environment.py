@@ -30,6 +30,7 @@ def load_environment() -> SingleTurnEnv:
 
 @functools.cache
 def _environment() -> SingleTurnEnv:
+    """Builds the environment at the first call."""
     import verifiers
 
     rubric = verifiers.Rubric(funcs=[_is_exact])
@@ -41,6 +42,7 @@ def _environment() -> SingleTurnEnv:
 
 
 def _questions(split: str) -> Dataset:
+    """Returns NUMBER sums and sorts of a split, `train` or `eval`."""
     from datasets import Dataset
 
     rng = random.Random(SEEDS[split])
@@ -53,6 +55,7 @@ def _questions(split: str) -> Dataset:
 
 
 def _is_exact(completion: Sequence[ChatMessage], answer: str, **_: object) -> float:
+    """Returns 1.0 if the last message is the answer, apart from blanks around it."""
     last_message = completion[-1]
     text = str(last_message["content"]).strip()
     return float(text == answer)

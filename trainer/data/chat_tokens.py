@@ -176,16 +176,14 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
     start = 0
     while True:
         rest = text[start:]
-        if start == 0:
-            new_tokens = encode_text(rest, tokenizer)
-        else:
-            new_tokens = _encode_continuation(rest, tokenizer)
+        new_tokens = _encode_part(text, start, len(text), tokenizer)
         ends = _token_ends(rest, new_tokens, tokenizer, is_continuation=start > 0)
 
         crossed_cut = None
         num_exact = 0  # new tokens before the last cut that no token crosses
         last_exact_cut = start
         for cut in cuts[len(counts) :]:
+            # exact for the first cut only, because each exact check tokenizes the text before the cut again
             count = _tokens_before(cut - start, rest, new_tokens, ends, tokenizer, check_prompt=not counts)
             if count is None:
                 crossed_cut = cut
@@ -198,11 +196,7 @@ def encode_and_cut(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenize
 
         # the part before the cut is tokenized alone, as generation does with a prompt; tokens before earlier cuts stay
         tokens += new_tokens[:num_exact]
-        part = text[last_exact_cut:crossed_cut]
-        if last_exact_cut == 0:
-            tokens += encode_text(part, tokenizer)
-        else:
-            tokens += _encode_continuation(part, tokenizer)
+        tokens += _encode_part(text, last_exact_cut, crossed_cut, tokenizer)
         counts.append(len(tokens))
         start = crossed_cut
 
@@ -270,11 +264,11 @@ def rewritten_length(last: str, earlier: str) -> int | None:
     Returns:
         The length in `earlier`, or None if more than tags, such as an empty think block, are left out there.
     """
-    # the longest common rest: an empty think block stands at the beginning of the answer
+    # the shortest beginning of the answer that the longer chat leaves out, such as an empty think block
     for num_left_out in range(len(last)):
         remainder = last[num_left_out:]
         if earlier.startswith(remainder):
-            # without its thinking, an earlier answer would be learnt otherwise than the model writes the last one
+            # an answer without its thinking is not what a model writes that thinks first
             text_left_out = _TAG.sub("", last[:num_left_out])
             return None if text_left_out.strip() else len(remainder)
     return None
@@ -526,6 +520,14 @@ def _token_ends(
     # a tokenizer may report a smaller end after a larger one, and the ends are searched by bisection
     ascending_ends = itertools.accumulate(ends[surplus:], max)
     return list(ascending_ends)
+
+
+def _encode_part(text: str, start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the token ids of text[start:stop], as a continuation of the text before it if there is some."""
+    part = text[start:stop]
+    if start == 0:
+        return encode_text(part, tokenizer)
+    return _encode_continuation(part, tokenizer)
 
 
 def _encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

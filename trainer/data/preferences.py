@@ -122,7 +122,7 @@ def load_pairs(
             )
     if not pairs:
         raise UserError(f"{option}={list(files)}: no pairs are left; expected at least one")
-    report(row_report(option, pairs, rows_read, 0, config))
+    report(row_report(option, pairs, rows_read, cut=0, config=config))
     return pairs
 
 

@@ -412,7 +412,7 @@ def _listed(names: str | Sequence[str] | None) -> list[str]:
 
 
 def _first_found(names: Sequence[str], columns: Collection[str]) -> str | None:
-    """Returns the first name that is a column or whose first part is one (a of the dotted name a.b), or None."""
+    """Returns the first of the names that has a column, or None. The column of a dotted name a.b may also be a."""
     for name in names:
         if name in columns or name.partition(".")[0] in columns:
             return name

@@ -145,7 +145,7 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _with_columns(row: Row, columns: Sequence[str]) -> Row:
-    """Returns those of the columns that the row has."""
+    """Returns a row without all other columns. Columns that the row lacks are left out."""
     return {name: row[name] for name in columns if name in row}
 
 
@@ -238,7 +238,15 @@ def _read_json(file: Path, where: str) -> list[Row]:
 
 
 def read_json_text(file: Path, where: str) -> str:
-    """Returns the text of a json file. Raises UserError if it is no readable UTF-8. where: the file, for messages."""
+    """Returns the text of a json file.
+
+    Args:
+        file: The file.
+        where: Its location, for messages.
+
+    Raises:
+        UserError: If the file cannot be read, or is not UTF-8.
+    """
     try:
         # editors on Windows begin files with a byte order mark
         return file.read_bytes().decode("utf-8-sig")
@@ -348,15 +356,14 @@ def _files_of_split(folder: Path, where: str, splits: Sequence[str]) -> list[Pat
     if not files_by_split:
         raise UserError(f"{where}: the folder {folder.absolute()} has no parquet, json or jsonl file")
 
-    unnamed = files_by_split.get("", [])
-    some_are_named = len(files_by_split) > 1
-    if unnamed and not some_are_named and len(splits) > 1:
-        return unnamed
-    if unnamed and some_are_named:
+    unnamed = files_by_split.pop("", [])
+    if unnamed and files_by_split:
         raise UserError(
             f"{where}: some files of the folder are named after a split, but {unnamed[0].name} is not; list the "
             "intended files instead of the folder"
         )
+    if unnamed and len(splits) > 1:
+        return unnamed
     split = _choose_split(list(files_by_split), where, splits)
     return files_by_split[split]
 

@@ -59,7 +59,7 @@ class DiffusionJob(Job[Options]):
     def prepare(self) -> None:
         """Checks the options, then runs the recipe."""
         # first, because building a recipe's files can take minutes
-        self.check(None)
+        self.check(available=None)
         super().prepare()
 
     def count_steps(self, rows: int, dataset: str, repeat: int = 1) -> int:

@@ -113,7 +113,11 @@ class FlowActorRole(DiffusionRole):
     """The driver's handle of the policy. Its checkpoints also contain the adapter in the format of diffusers."""
 
     def train_step(self, batch: DataProto) -> dict[str, Metric]:
-        """Takes one optimizer step on the batch. Without a column noise_seed, as in ROLL, the ranks plan the batch."""
+        """Takes one optimizer step on the batch.
+
+        A batch without the column noise_seed, as in ROLL, goes to every rank as a whole. The ranks add the column and
+        plan the batch themselves.
+        """
         if "noise_seed" not in batch:
             results = self.group.execute_all_sync("train_step", batch)
             # every rank returns the metrics of the whole step
@@ -160,6 +164,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         validate(self.config, count=self.slots, available=available, files=has_files)
 
     def read_data(self) -> int:
+        """Reads and checks the clips, tries the reward on one of them, and returns the number of steps."""
         self.data = VideoDataset(self.config.data)
         # the clips first, because the reward is tried on one of them
         config = self.config
@@ -169,6 +174,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
         return self.count_steps(len(self.data), dataset, config.data.repeat)
 
     def plan(self) -> str:
+        """Returns the lines at launch: clips, steps, denoising steps and, on a GPU, the expected memory."""
         config = self.config
         sampler = config.sampler
         steps = sampler.final_timestep + 1
@@ -190,6 +196,7 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[RewardFlowTrainer]:
+        """Starts the workers and yields the trainer. Ends the workers with the context."""
         config = self.config
         data = self.data
         # workers must also import the modules that register the reward
@@ -219,10 +226,11 @@ class RewardFlowJob(DiffusionJob[RewardFlowConfig]):
                 save_clips=save_clips,
                 steps=self.steps,
                 tracking=tracking,
-                saver=Saver(self.run_dir, config, {"actor": actor}, 0, tracking.note),
+                saver=Saver(self.run_dir, config, {"actor": actor}, expected_bytes=0, log=tracking.note),
             )
 
     def report(self, trainer: Any, result: DiffusionResult) -> Report:
+        """Draws the pictures, and returns them with the line of Python that loads the adapter."""
         # one sample for each validation clip, drawn below the clip itself
         clips = trainer.validation[:SHOWN_CLIPS]
         groups = []

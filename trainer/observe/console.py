@@ -281,6 +281,15 @@ def following(folder: Path, console: Console) -> Iterator[None]:
         bytes_shown[file] = file.stat().st_size
     ended = threading.Event()
 
+    def show_lines(output: bytes, file: Path) -> None:
+        name = file.relative_to(folder).with_suffix("")
+        text = output.decode(errors="replace")
+        # without colors, whose control characters the console would show as text
+        plain_text = _ESCAPES.sub("", text)
+        for line in plain_text.splitlines():
+            shown_line = Text(f"{name} | {line}", style="dim")
+            console.print(shown_line)
+
     def follow() -> None:
         is_last = False
         while not is_last:
@@ -295,15 +304,6 @@ def following(folder: Path, console: Console) -> Iterator[None]:
                     added = added[:end_of_lines]
                 bytes_shown[file] = start + len(added)
                 show_lines(added, file)
-
-    def show_lines(output: bytes, file: Path) -> None:
-        name = file.relative_to(folder).with_suffix("")
-        text = output.decode(errors="replace")
-        # without colors, whose control characters the console would show as text
-        plain_text = _ESCAPES.sub("", text)
-        for line in plain_text.splitlines():
-            shown_line = Text(f"{name} | {line}", style="dim")
-            console.print(shown_line)
 
     thread = threading.Thread(target=follow, name="log-follower", daemon=True)
     thread.start()

@@ -133,7 +133,7 @@ def _in_cell(text: str) -> str:
 
 
 def _titled_lines(title: str, lines: Mapping[str, str]) -> list[Text]:
-    """Returns a heading and one line for each name and its text; nothing if there are none."""
+    """Returns a heading, followed by a line for each name with its text. Returns no heading without lines."""
     if not lines:
         return []
     texts = [Text(), Text(title, style="bold")]
@@ -185,8 +185,11 @@ def validation_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
 
 
 def shown_means(metrics: Mapping[str, float]) -> list[ValidationMean]:
-    """Returns `validation_means`; for training without a rollout, the metrics val/<name> as data sources <name>, and
-    DPO's accuracy and margin."""
+    """Returns the means that tables and lines show.
+
+    These are those of `validation_means`. Training without a rollout has none, and validates metrics val/<name>, DPO's
+    accuracy and margin among them. Each becomes a data source of the name <name>.
+    """
     means = validation_means(metrics)
     if means:
         return means

@@ -91,7 +91,8 @@ class Rule:
         """Returns one finding for each grade, about the first metric with this grade. It names three others."""
         findings_by_grade: dict[str, list[Finding]] = {grade: [] for grade in GRADES}
         for name, points in series.items():
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics):
+            is_checked = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.metrics)
+            if is_checked:
                 finding = in_range(name, points, healthy)
                 findings_by_grade[finding.grade].append(finding)
 

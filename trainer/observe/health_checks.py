@@ -114,7 +114,8 @@ def in_range(name: str, points: Points, healthy: HealthyRange) -> Finding:
     outside = []
     for point in points:
         point_grade = healthy.judge(point[1] / scale)
-        alarms += point_grade == BAD
+        if point_grade == BAD:
+            alarms += 1
         if point_grade != OK:
             outside.append(point)
     if not outside:

@@ -232,7 +232,12 @@ def color_of(number: int) -> str:
 
 
 def _time_chart(run: RecordedRun, title: str) -> Json:
-    """Returns the stacked bars of the seconds of each stage of a run with this title."""
+    """Returns the chart of a run's times: a stack of bars for each step, with the seconds of each stage.
+
+    Args:
+        run: The run.
+        title: Its title on the page.
+    """
     positions, seconds_by_stage = stage_seconds(run.steps, MAX_BARS)
     bars: list[Json] = []
     for stage, seconds in seconds_by_stage.items():
@@ -283,7 +288,11 @@ def _validation_charts(runs: Sequence[RecordedRun]) -> list[Json]:
 
 
 def _compared_means(means_by_run: Mapping[int, Mapping[str, ValidationMean]]) -> dict[int, ValidationMean]:
-    """Returns one mean of each run out of its means by variable: of a variable that all runs have, if there is one."""
+    """Chooses one mean for each run, of a variable that all runs have if there is one.
+
+    Args:
+        means_by_run: Means by variable, by number of the run.
+    """
     variables_by_run = [set(means) for means in means_by_run.values()]
     common_variables = set.intersection(*variables_by_run)
     compared = {}
@@ -298,10 +307,7 @@ def _compared_means(means_by_run: Mapping[int, Mapping[str, ValidationMean]]) ->
 
 
 def _validation_means_by_line(runs: Sequence[RecordedRun]) -> _MeansByLine:
-    """Returns the validation means of all runs.
-
-    Their values are of no use here; they name the metrics.
-    """
+    """Returns the validation means of all runs, which name the metrics to draw. Their values are not used."""
     means_by_line: _MeansByLine = {}
     for run_number, run in enumerate(runs):
         # of all steps, because most of them have no validation

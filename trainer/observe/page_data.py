@@ -267,7 +267,7 @@ def without_folders(value: object, folders: Sequence[str] = ()) -> object:
 
 
 def known_folders(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the folders of the runs, of the user and of all absolute paths in their options, longest first."""
+    """Returns the folders that contain the runs and the paths in their options, and the home folder; longest first."""
     folders = {str(Path.home())}
     for run in runs:
         run_dir = run.folder.absolute()
@@ -301,6 +301,7 @@ def _samples(run_dir: Path, most_bytes: int, most_rows: int) -> tuple[int, list[
     # each step that is read has room for 2 rows, the best and the worst
     most_steps = max(1, most_rows // 2)
     stride = math.ceil(len(all_groups) / most_steps)
+    # a step that is read also has the room of the steps that are left out after it
     bytes_of_step = stride * most_bytes // len(all_groups)
     rows_of_step = max(2, stride * most_rows // len(all_groups))
 
@@ -360,8 +361,13 @@ def _rows_by_interest(group: RecordedGroup) -> list[int]:
 
 
 def _images(run_dir: Path, answers: Sequence[RecordedAnswer], room: int) -> tuple[dict[str, str], int]:
-    """Returns the data URIs of images by path, and the number of all images of the answers. Images of the most answers
-    come first, until they fill `room` bytes."""
+    """Returns the data URIs of images by path, and the number of all images of the answers.
+
+    Args:
+        run_dir: The run folder.
+        answers: The answers on the page.
+        room: Limit for all URIs together, in bytes. Images that many answers have in common are taken first.
+    """
     counts: Counter[str] = Counter()
     for answer in answers:
         counts.update(answer.images)

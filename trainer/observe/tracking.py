@@ -245,6 +245,7 @@ def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
         step, metrics = row
         # a second training line of a step comes from a resumed run, which repeats this step and all later ones
         last_valid_step = step if TRAINED not in metrics else step - 1
+        # the steps are in ascending order, so the last one is the largest
         while steps and next(reversed(steps)) > last_valid_step:
             steps.popitem()
         steps.setdefault(step, {}).update(metrics)

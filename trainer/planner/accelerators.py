@@ -40,6 +40,7 @@ class Accelerator:
 ACCELERATORS = {
     device.name: device
     for device in (
+        # name, memory_gib, flops, bandwidth, link, network
         Accelerator("h100", 79.1, 989e12, 3.35e12, 450e9, 50e9),
         Accelerator("h200", 139.8, 989e12, 4.8e12, 450e9, 50e9),
         Accelerator("a100", 79.2, 312e12, 2.039e12, 300e9, 25e9),

@@ -37,6 +37,11 @@ FACE_MODEL_BYTES = 280_000_000
 # activations of an IResNet-100 at 112 x 112, fp32; estimated
 FACE_BYTES_PER_FRAME = 100_000_000
 
+# entries of `bytes_of_steps` besides the phases
+KEPT = "kept for the backward pass"
+FROZEN = "frozen elements"
+TRAINABLE = "trainable elements"
+
 Size = tuple[int, int, int]
 """(frames, height, width)."""
 
@@ -232,10 +237,10 @@ class LiveBytes(TorchDispatchMode):
     ) -> object:
         """Runs an operation and counts the storages that it allocates."""
         # a view, and the result of an operation in place, have the storage of an argument, which is counted already
-        argument_storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        argument_storages = {_storage_key(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            key = _storage(tensor)
+            key = _storage_key(tensor)
             if key in argument_storages or key in self._counted:
                 continue
             # several tensors can be views of one storage, which is allocated and freed once
@@ -248,6 +253,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _remove(self, key: int, size: int) -> None:
+        """Subtracts a storage that was freed. Its key may then be that of another storage."""
         self._counted.discard(key)
         self.now -= size
 
@@ -267,7 +273,8 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that all views of one storage share while that storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -346,7 +353,7 @@ def policy_of(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dtype
 
 
 class _WeightlessReward:
-    """A reward that no phase computes. `plan` adds the bytes of the configured one."""
+    """A reward without weights, which no phase computes. `plan` adds the bytes of the configured reward."""
 
     def prepare(self, reference_frames: torch.Tensor) -> object:
         raise NotImplementedError
@@ -402,8 +409,8 @@ def bytes_of_steps(
 ) -> dict[str, float]:
     """Returns the peak of live bytes in each phase of the denoising steps.
 
-    The key `kept` holds the bytes that the steps keep for the backward pass, `learn` the number of trainable elements
-    of the expert, and `numbers` that of its frozen ones.
+    The result also has the bytes that the steps keep for the backward pass (KEPT), and the numbers of frozen and of
+    trainable elements of the trained expert (FROZEN, TRAINABLE). `_step_bytes` extrapolates them all in the same way.
     """
     trained_expert = policy.model
     noise = _empty_latents(policy, video)
@@ -421,8 +428,8 @@ def bytes_of_steps(
 
     trainable = count(trained_expert, learns=True)
     peaks = {
-        "numbers": float(count(trained_expert) - trainable),
-        "learn": float(trainable),
+        FROZEN: float(count(trained_expert) - trainable),
+        TRAINABLE: float(trainable),
         "high-noise steps": 0.0,
     }
     # one counter for all phases, because the tensors that the steps keep are alive in the backward pass
@@ -435,14 +442,14 @@ def bytes_of_steps(
             policy._velocity(high_noise_expert, inputs)(noise, 1.0)
     with live.peak_of(peaks, "steps"):
         latents, divergence = policy._sample(inputs, True)
-    peaks["kept"] = float(live.now)
+    peaks[KEPT] = float(live.now)
     with live.peak_of(peaks, "backward of the steps"):
         (latents.mean() + divergence.mean()).backward()
     return peaks
 
 
 def plan(config: RewardFlowConfig, shape: PipelineShape, slots: int, *, size: int = BF16) -> MemoryPlan:
-    """Predicts the memory of a train step by extrapolation from transformers with two and with three blocks.
+    """Predicts the memory of a training step. See `_step_bytes` for its measurement on the meta device.
 
     Args:
         config: Options of the run.
@@ -570,16 +577,17 @@ def _step_bytes(config: RewardFlowConfig, shape: PipelineShape, dtype: torch.dty
         steps[name] = value + more_blocks * per_block
     return _StepBytes(
         peaks=coding_peaks | steps,
-        kept_by_steps=steps["kept"],
-        frozen_elements=steps["numbers"],
-        trainable_elements=steps["learn"],
-        gathered_elements=two_blocks["numbers"],
-        gathered_trainable=two_blocks["learn"],
+        kept_by_steps=steps[KEPT],
+        frozen_elements=steps[FROZEN],
+        trainable_elements=steps[TRAINABLE],
+        # FSDP gathers the root and two blocks at a time, which are a transformer of two blocks
+        gathered_elements=two_blocks[FROZEN],
+        gathered_trainable=two_blocks[TRAINABLE],
     )
 
 
 def launch_plan(config: RewardFlowConfig, slots: int) -> str:
-    """Returns the required memory of one device for the table at launch, or "" if config files are missing."""
+    """Returns the memory that one device needs, as text for the table at launch; "" if config files are missing."""
     try:
         shape = read_shape(str(config.model.path))
         memory = plan(config, shape, slots)

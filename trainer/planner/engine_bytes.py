@@ -35,8 +35,8 @@ def engine_work(
         tensor_parallel: Number of devices of the engine.
     """
     # no predicted tokens, because the logits of all sequences are counted below
-    run = Pass(tokens=batched_tokens, predicted=0, chunk=1, size=size)
-    prefill = layer_work(shape, run) / tensor_parallel
+    prefill_pass = Pass(tokens=batched_tokens, predicted=0, chunk=1, size=size)
+    prefill = layer_work(shape, prefill_pass) / tensor_parallel
     sampling = 4.0 * FP32 * sequences * shape.vocab
     return max(prefill, sampling)
 
@@ -72,7 +72,9 @@ def sync_bytes(network: HeldNetwork, bucket_bytes: int, *, on_cpu: bool = False)
     bucket = max(float(bucket_bytes), largest_tensor)
     all_weights = float(network.compute * shape.parameters)
     bucket = min(all_weights, bucket)
-    own_part = 1 / network.ranks
-    gathering = bucket * (1 + on_cpu + own_part)
+    own_part = bucket / network.ranks
+    gathering = own_part + bucket
+    if on_cpu:
+        gathering += bucket
     copying = bucket + largest_tensor
     return max(gathering, copying) + FP32 * network.adapter

@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.memory import memory_plan
@@ -89,24 +90,23 @@ def _decide_reduction(
         if config.trainer.nnodes > 1 and undecided_sizes:
             candidates.insert(0, (devices_per_machine, False))
 
-    decision = ""
     for size, reduces_every in candidates:
         for fsdp in undecided_sizes:
             fsdp.fsdp_size = size
         for fsdp in undecided_reductions:
             fsdp.reduce_every_micro_batch = reduces_every
-        if size > 0:
-            decision = f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
-        elif reduces_every and undecided_reductions:
-            decision = "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true"
-        else:
-            decision = ""
         if memory_gib is None:
             break
         plan = memory_plan(config, networks, slots, device)
         if plan.fits(memory_gib * GIB):
             break
-    return decision
+
+    # of the first candidate that fits; if none does, the options keep the last one, which needs the least memory
+    if size > 0:
+        return f"each machine has a copy of the weights: fsdp_config.fsdp_size={size}"
+    if reduces_every and undecided_reductions:
+        return "whole gradients do not fit: fsdp_config.reduce_every_micro_batch=true"
+    return ""
 
 
 def _decide_recomputed(
@@ -117,6 +117,12 @@ def _decide_recomputed(
     memory_bytes: float,
 ) -> list[str]:
     """Sets `gradient_checkpointing_layers`, where null, to the smallest number that fits. Returns sentences."""
+
+    def fits(model: NetworkConfig, number: int) -> bool:
+        model.gradient_checkpointing_layers = number
+        plan = memory_plan(config, networks, slots, device)
+        return plan.fits(memory_bytes)
+
     sentences = []
     trained_networks: list[tuple[str, NetworkConfig, ModelShape | None]] = [
         ("model", config.model, networks.policy),
@@ -128,14 +134,8 @@ def _decide_recomputed(
         # offload would fill the host's memory
         if shape is None or is_decided or model.enable_activation_offload:
             continue
-
-        def fits(number: int, model: NetworkConfig = model) -> bool:
-            model.gradient_checkpointing_layers = number
-            plan = memory_plan(config, networks, slots, device)
-            return plan.fits(memory_bytes)
-
         # more recomputed layers never need more memory, so the smallest number can be searched by bisection
-        number = bisect.bisect_left(range(shape.layers), True, key=fits)
+        number = bisect.bisect_left(range(shape.layers), True, key=partial(fits, model))
         # no smaller number fits: null again, which recomputes all layers
         if number == shape.layers:
             model.gradient_checkpointing_layers = None

@@ -153,7 +153,8 @@ def memory_rows(
     count = most_checkpoints(config.trainer, total_steps or 1)
     contents = "no checkpoints (trainer.save_freq)"
     if count:
-        contents = f"{count} checkpoint{'s' * (count > 1)} of {checkpoint_gib:.2f} (trainer.save_freq)"
+        noun = "checkpoint" if count == 1 else "checkpoints"
+        contents = f"{count} {noun} of {checkpoint_gib:.2f} (trainer.save_freq)"
     # supervised runs write no samples
     if isinstance(config, PPOConfig):
         contents += f", samples {samples_gib:.2f} (trainer.samples_max_mb)"

@@ -143,7 +143,7 @@ def _place(plan: MemoryPlan, role: str, name: str, size: float, *, is_offloaded:
     return {f"{name}, from the host": size}
 
 
-def update_parts(plan: MemoryPlan, role: str, network: HeldNetwork, run: Pass, model: NetworkConfig) -> Parts:
+def update_parts(plan: MemoryPlan, role: str, network: HeldNetwork, micro_batch: Pass, model: NetworkConfig) -> Parts:
     """Returns the bytes of forward and backward of an update with `plan.micro_batches` micro-batches.
 
     Adds offloaded activations to the memory of the host.
@@ -152,15 +152,15 @@ def update_parts(plan: MemoryPlan, role: str, network: HeldNetwork, run: Pass, m
         plan: The plan of the run.
         role: Role of the network.
         network: The network.
-        run: The largest micro-batch.
+        micro_batch: The largest micro-batch.
         model: Options of the network.
     """
     recomputed = recomputed_layers(model, network.shape)
     # on a CPU, offload frees nothing
     is_offloaded = model.enable_activation_offload and plan.base is None
     if is_offloaded:
-        plan.host[f"{role}: activations"] = kept_activations(network, run, recomputed)
-    return training_pass(network, run, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
+        plan.host[f"{role}: activations"] = kept_activations(network, micro_batch, recomputed)
+    return training_pass(network, micro_batch, plan.micro_batches, recomputed=recomputed, offload=is_offloaded)
 
 
 def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor: HeldNetwork, slots: int) -> None:
@@ -177,7 +177,7 @@ def _place_batch(plan: MemoryPlan, config: PPOConfig, networks: Networks, actor:
             f"{longest * tower.per_token} patches; with fewer or smaller images it is less"
         )
     if config.distillation.is_active:
-        # a log-prob and a token id for each of the tokens
+        # a log-prob and an id for each of the teacher's top tokens; without top tokens, the sampled token's log-prob
         values_per_token = max(1, 2 * distilled_tokens(config))
         rows = math.ceil(rows_per_step(config) / slots)
         values = values_per_token * config.data.max_response_length * rows
@@ -443,14 +443,14 @@ class _TrainPhases:
         config = self.config
         network = self.networks[role]
         rows = rows_per_step(config)
-        run, _ = self._micro_batch(role, stage, rows, config.data.train_batch_size, entropy=entropy)
-        parts = forward_only(network, run)
+        micro_batch, _ = self._micro_batch(role, stage, rows, config.data.train_batch_size, entropy=entropy)
+        parts = forward_only(network, micro_batch)
         if topk:
-            parts["top tokens"] = float(TOP_TOKEN_BYTES * topk * run.predicted)
+            parts["top tokens"] = float(TOP_TOKEN_BYTES * topk * micro_batch.predicted)
 
         # without gradients, a trained tower keeps nothing
         frozen = replace(network, trained=0)
-        parts |= tower_parts(frozen, run, parts)
+        parts |= tower_parts(frozen, micro_batch, parts)
         if self.plan.base is not None and TOWER in parts:
             parts[KEPT_FREED] = kept_when_freed(parts)
         return parts
@@ -472,16 +472,16 @@ class _TrainPhases:
         rows = prompts
         if config.reads_prompts:
             rows *= config.rollout.n
-        run, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
+        micro_batch, plan.micro_batches = self._micro_batch(role, stage, rows, prompts, entropy=entropy)
 
-        parts = update_parts(plan, role, network, run, model)
+        parts = update_parts(plan, role, network, micro_batch, model)
         # only the policy is distilled
         topk = distilled_tokens(config) if role == "actor" else 0
         if topk:
-            parts["distillation"] = float(DISTILLED_TOKEN_BYTES * topk * run.predicted)
-        parts |= tower_parts(network, run, parts, is_recomputed=model.enable_gradient_checkpointing)
+            parts["distillation"] = float(DISTILLED_TOKEN_BYTES * topk * micro_batch.predicted)
+        parts |= tower_parts(network, micro_batch, parts, is_recomputed=model.enable_gradient_checkpointing)
         if plan.base is not None:
-            parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
+            parts[KEPT_FREED] = kept_after_update(parts, network.shape, micro_batch, plan.micro_batches)
         return parts
 
     def _micro_batch(self, role: str, stage: str, rows: int, prompts: int, *, entropy: bool) -> tuple[Pass, int]:
@@ -525,7 +525,7 @@ class _TrainPhases:
         if network.shape.tower is not None:
             # a plan does not know the images, so all tokens of the prompts are taken for theirs
             images = distinct * data.max_prompt_length
-        run = Pass(
+        micro_batch = Pass(
             tokens=math.ceil(tokens / ranks),
             predicted=math.ceil(predicted / ranks),
             # the actor's option also counts for the other networks
@@ -537,7 +537,7 @@ class _TrainPhases:
             tile=tile_bytes(config.model, on_cpu=on_cpu),
             images=images,
         )
-        return run, math.ceil(rows_of_group / rows_of_pass)
+        return micro_batch, math.ceil(rows_of_group / rows_of_pass)
 
 
 def _section_of(role: str) -> str:

@@ -38,6 +38,7 @@ class MemoryPlan:
         host: Bytes in host memory of each rank, by name, for offloaded tensors.
         engine: Bytes on a device of the rollout engines by name, if they have devices of their own.
         sequences: Number of sequences that decode concurrently.
+        micro_batches: Micro-batches in an optimizer step of the policy, or of the model of a supervised run.
         notes: Problems that stop the run even if the memory is enough.
         images: The assumption about the images of a vision-language model, as a sentence.
     """
@@ -124,9 +125,11 @@ class MemoryPlan:
         if self.base is not None:
             more = f"with {self.base / GIB:.2f} GiB of libraries, measured"
         yield f"\n{'peak of tensors':<44}{self.peak / GIB:8.2f}   in the phase marked *"
-        yield f"{f'one {where}':<44}{self.device_bytes / GIB:8.2f}   {more}"
+        one_device = f"one {where}"
+        yield f"{one_device:<44}{self.device_bytes / GIB:8.2f}   {more}"
         if self.engine:
-            yield f"{'one ' + where + ' of an engine':<44}{self.engine_bytes / GIB:8.2f}   {_listed(self.engine)}"
+            engine_device = f"one {where} of an engine"
+            yield f"{engine_device:<44}{self.engine_bytes / GIB:8.2f}   {_listed(self.engine)}"
         if self.host:
             host = sum(self.host.values()) / GIB
             yield f"{'additional host memory of each rank':<44}{host:8.2f}   {_listed(self.host)}"
@@ -135,20 +138,25 @@ class MemoryPlan:
         if self.images:
             yield self.images
         if memory_gib is not None:
-            yield "\n".join(["", *self.notes])
-            # with notes and enough memory, the notes above are the reason
-            if self.fits(memory_gib * GIB):
-                yield f"fits {memory_gib:.1f} GiB"
-            elif self.engine_bytes > memory_gib * GIB:
-                yield f"does not fit {memory_gib:.1f} GiB: an engine needs {self.engine_bytes / GIB:.2f}"
-            elif self.device_bytes > memory_gib * GIB:
-                yield (
-                    f"does not fit {memory_gib:.1f} GiB: the phase {self.worst!r} needs {self.device_bytes / GIB:.2f}. "
-                    "Its largest parts, and what makes them smaller:"
-                )
-                yield from self._remedies()
+            yield from self._verdict(memory_gib)
         if self.base is None:
             yield "Calculated from shapes; the formulas were checked on a CPU, and on a GPU only in two small runs."
+
+    def _verdict(self, memory_gib: float) -> Iterator[str]:
+        """Yields the notes, and whether the plan fits a device with this much memory, after an empty line."""
+        yield ""
+        yield from self.notes
+        if self.fits(memory_gib * GIB):
+            yield f"fits {memory_gib:.1f} GiB"
+        elif self.engine_bytes > memory_gib * GIB:
+            yield f"does not fit {memory_gib:.1f} GiB: an engine needs {self.engine_bytes / GIB:.2f}"
+        # otherwise the memory is enough, and the notes are the reason
+        elif self.device_bytes > memory_gib * GIB:
+            yield (
+                f"does not fit {memory_gib:.1f} GiB: the phase {self.worst!r} needs {self.device_bytes / GIB:.2f}. "
+                "Its largest parts, and what makes them smaller:"
+            )
+            yield from self._remedies()
 
 
 _REMEDIES = {
@@ -165,11 +173,14 @@ _REMEDIES = {
     ENGINE_COPIES: "a smaller model",
     "bucket": "a smaller rollout.update_weights_bucket_megabytes",
 }
-"""What makes a part of the memory smaller, by its name or by a piece of its name; the first match counts."""
+"""What makes a part of the memory smaller, by its name or by a piece of its name."""
 
 
 def _remedy_of(name: str) -> str | None:
-    """Returns the remedy of a part, by its name or a piece of its name; None if there is none."""
+    """Returns what makes a part of the memory smaller; None if nothing is known.
+
+    A remedy for the whole name has priority. Of several remedies for pieces of the name, the first in the table counts.
+    """
     if name in _REMEDIES:
         return _REMEDIES[name]
     for piece, remedy in _REMEDIES.items():

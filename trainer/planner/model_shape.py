@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-from trainer.planner.vision_tower import TowerShape, tower_of
+from trainer.planner.vision_tower import TowerShape, num_elements, tower_of
 from verl_lite.config import NetworkConfig, did_you_mean
 from verl_lite.errors import UserError
 from verl_lite.json_types import JsonObject
@@ -81,8 +81,10 @@ class ModelShape:
         """Parameters of one layer, the unit that FSDP gathers."""
         # the projections to query and output, and to key and value
         attention = 2 * self.hidden * (self.query + self.kv)
-        attention += self.qkv_bias * (self.query + 2 * self.kv)
-        attention += self.head_norms * 2 * self.head_dim
+        if self.qkv_bias:
+            attention += self.query + 2 * self.kv
+        if self.head_norms:
+            attention += 2 * self.head_dim
 
         # gate, up and down projection
         mlp = 3 * self.hidden * self.inner
@@ -331,6 +333,5 @@ def read_shape(network: NetworkConfig, name: str = "model.path") -> ModelShape:
         return shape
     # the formulas of Llama miss parameters of other families: count all of them on the meta device
     empty = empty_network(network)
-    parameters = sum(parameter.numel() for parameter in empty.parameters())
-    uncounted = parameters - shape.parameters
+    uncounted = num_elements(empty) - shape.parameters
     return replace(shape, uncounted=uncounted, is_packed=not mixing_layers(empty))

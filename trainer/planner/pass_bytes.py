@@ -55,13 +55,13 @@ def tile_bytes(model: NetworkConfig, *, on_cpu: bool) -> int:
     return TILE_BYTES["cuda"]
 
 
-def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False) -> float:
+def layer_activations(shape: ModelShape, micro_batch: Pass, *, has_adapter: bool = False) -> float:
     """Returns the bytes that one layer keeps for its backward pass."""
-    size = run.size
+    size = micro_batch.size
     hidden = shape.hidden
     query = shape.query
     # more ranks than heads repeat heads
-    kv = shape.kv * max(1, run.ranks // shape.kv_heads)
+    kv = shape.kv * max(1, micro_batch.ranks // shape.kv_heads)
     inner = shape.active_inner
 
     norms = 2 * _norm(hidden, size)
@@ -72,16 +72,19 @@ def layer_activations(shape: ModelShape, run: Pass, *, has_adapter: bool = False
     mlp = size * 4 * inner
     per_token = norms + attention + mlp
     if has_adapter and size != FP32:
-        # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers
-        per_token += FP32 * (3 * hidden + query + 2 * hidden + inner)
+        # an fp32 adapter on bf16 weights keeps an fp32 copy of the input of each of the seven linear layers:
+        # query, key, value and output; gate, up and down
+        attention_inputs = 3 * hidden + query
+        mlp_inputs = 2 * hidden + inner
+        per_token += FP32 * (attention_inputs + mlp_inputs)
 
     # attention that cannot share a prompt copies it to each answer, and drops the copies afterwards
     repeated = 0
-    if run.repeated:
+    if micro_batch.repeated:
         # copies of shared prompts in query, key, value and output, and the output without these copies
-        repeated = size * (2 * query + 2 * kv) * run.repeated
-        repeated += size * query * run.tokens
-    return float(run.tokens * per_token + repeated)
+        repeated = size * (2 * query + 2 * kv) * micro_batch.repeated
+        repeated += size * query * micro_batch.tokens
+    return float(micro_batch.tokens * per_token + repeated)
 
 
 def _norm(width: int, size: int) -> int:
@@ -90,63 +93,63 @@ def _norm(width: int, size: int) -> int:
     return bytes_per_element * width
 
 
-def layer_work(shape: ModelShape, run: Pass) -> float:
+def layer_work(shape: ModelShape, micro_batch: Pass) -> float:
     """Returns the temporary bytes of a layer's forward: residual, its norm, and the larger of attention and MLP."""
     residual_and_norm = 3 * shape.hidden
     attention = 3 * shape.query + 4 * shape.kv
     mlp = 3 * shape.active_inner
     elements = residual_and_norm + max(attention, mlp)
-    return run.tokens * float(run.size * elements)
+    return micro_batch.tokens * float(micro_batch.size * elements)
 
 
-def logits_bytes(shape: ModelShape, run: Pass) -> float:
+def logits_bytes(shape: ModelShape, micro_batch: Pass) -> float:
     """Returns the bytes of one tile of fp32 logits."""
     if not shape.has_head:
         return 0.0
-    all_logits = run.predicted * shape.vocab * FP32
+    all_logits = micro_batch.predicted * shape.vocab * FP32
     # so few logits are kept for the backward pass, and more are computed tile by tile
     if all_logits <= KEPT_LOGITS_BYTES:
         return float(all_logits)
-    chunk_bytes = FP32 * shape.vocab * run.chunk
-    return float(min(chunk_bytes, run.tile, all_logits))
+    chunk_bytes = FP32 * shape.vocab * micro_batch.chunk
+    return float(min(chunk_bytes, micro_batch.tile, all_logits))
 
 
-def output_layer_bytes(shape: ModelShape, run: Pass, *, trains: bool) -> float:
+def output_layer_bytes(shape: ModelShape, micro_batch: Pass, *, trains: bool) -> float:
     """Returns the peak bytes of tiles of logits: the tile, its exponentials or the previous tile, and in training the
     larger of the entropy's terms and a copy in the compute dtype if that is not fp32."""
     tiles = 2.0
     if trains:
-        if run.entropy:
+        if micro_batch.entropy:
             tiles += 1.0
-        elif run.size != FP32:
+        elif micro_batch.size != FP32:
             tiles += 0.5
-    return tiles * logits_bytes(shape, run)
+    return tiles * logits_bytes(shape, micro_batch)
 
 
-def forward_only(network: HeldNetwork, run: Pass) -> dict[str, float]:
+def forward_only(network: HeldNetwork, micro_batch: Pass) -> dict[str, float]:
     """Returns the peak bytes of a pass without gradients by name, in addition to the engine's shards."""
     shape = network.shape
-    hidden_states = run.size * run.tokens * shape.hidden
+    hidden_states = micro_batch.size * micro_batch.tokens * shape.hidden
     return {
         "gathered weights": network.gathered,
-        "activations": layer_work(shape, run) + hidden_states,
-        "logits": output_layer_bytes(shape, run, trains=False),
+        "activations": layer_work(shape, micro_batch) + hidden_states,
+        "logits": output_layer_bytes(shape, micro_batch, trains=False),
     }
 
 
-def kept_activations(network: HeldNetwork, run: Pass, recomputed: int) -> float:
+def kept_activations(network: HeldNetwork, micro_batch: Pass, recomputed: int) -> float:
     """Returns the bytes that the layers keep for the backward pass: the inputs of the `recomputed` layers, and all
     activations of the others."""
     shape = network.shape
-    input_bytes = float(run.size * run.tokens * shape.hidden)
-    layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
+    input_bytes = float(micro_batch.size * micro_batch.tokens * shape.hidden)
+    layer_bytes = layer_activations(shape, micro_batch, has_adapter=bool(network.adapter))
     not_recomputed = shape.layers - recomputed
     return recomputed * input_bytes + not_recomputed * layer_bytes
 
 
 def training_pass(
     network: HeldNetwork,
-    run: Pass,
+    micro_batch: Pass,
     micro_batches: int,
     *,
     recomputed: int,
@@ -161,7 +164,7 @@ def training_pass(
 
     Args:
         network: The network.
-        run: The micro-batch.
+        micro_batch: The micro-batch.
         micro_batches: Number of micro-batches of the optimizer step.
         recomputed: Number of layers with gradient checkpointing.
         offload: Whether kept activations are on the host, except for the tensors that `workers.policy.activations`
@@ -169,28 +172,24 @@ def training_pass(
     """
     shape = network.shape
     all_recomputed = recomputed == shape.layers
-    layer_bytes = layer_activations(shape, run, has_adapter=bool(network.adapter))
-    activations = kept_activations(network, run, recomputed)
+    layer_bytes = layer_activations(shape, micro_batch, has_adapter=bool(network.adapter))
+    activations = kept_activations(network, micro_batch, recomputed)
     if offload:
-        width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
-        if all_recomputed:
-            width = (AHEAD + 1) * shape.hidden
-        on_device = float(run.size * run.tokens * width)
+        on_device = _kept_despite_offload(shape, micro_batch, all_recomputed=all_recomputed)
         activations = min(activations, on_device)
-    last_norm = float(run.tokens * _norm(shape.hidden, run.size))
+    temporary = _temporary_bytes(shape, micro_batch)
+    whole_gradients, shard = network.gradients(micro_batches)
 
-    temporary = _temporary_bytes(shape, run)
+    # where the backward pass begins: of the output layer and the last layer, the one that needs more
+    output_layer = _output_layer_backward(network, micro_batch)
     last_layer = temporary
     # otherwise a recomputed layer takes the place of a later one that kept its activations and is done
     if recomputed and (offload or all_recomputed):
         last_layer = layer_bytes + temporary
-    output_layer = _output_layer_backward(network, run)
-
     last_part = "one layer"
     if output_layer > last_layer:
         last_part = "logits and output layer"
-
-    whole_gradients, shard = network.gradients(micro_batches)
+    last_norm = float(micro_batch.tokens * _norm(shape.hidden, micro_batch.size))
     at_start = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: 0.0,
@@ -202,6 +201,7 @@ def training_pass(
     if micro_batches > 1:
         at_start |= {WHOLE_GRADIENTS: whole_gradients, SHARD: shard}
 
+    # where it ends: all gradients, and the activations of the first layer
     first_layer = layer_bytes
     # offload brings back a part of the layer at a time
     if offload and not recomputed:
@@ -209,7 +209,7 @@ def training_pass(
     at_end = {
         "gathered weights": network.gathered,
         WHOLE_GRADIENTS: whole_gradients,
-        "kept activations": float(run.size * run.tokens * shape.hidden),
+        "kept activations": float(micro_batch.size * micro_batch.tokens * shape.hidden),
         "one layer": first_layer + temporary,
         SHARD: shard,
     }
@@ -218,19 +218,29 @@ def training_pass(
     return at_start
 
 
-def _output_layer_backward(network: HeldNetwork, run: Pass) -> float:
+def _kept_despite_offload(shape: ModelShape, micro_batch: Pass, *, all_recomputed: bool) -> float:
+    """Returns the bytes of saved tensors that offload leaves on the device at one time."""
+    # tensors that stay after they were saved, and as many that return before they are read
+    width = 2 * AHEAD * max(shape.hidden, shape.active_inner)
+    # only the inputs of recomputed layers are saved
+    if all_recomputed:
+        width = (AHEAD + 1) * shape.hidden
+    return float(micro_batch.size * micro_batch.tokens * width)
+
+
+def _output_layer_backward(network: HeldNetwork, micro_batch: Pass) -> float:
     """Returns the bytes of the output layer's backward pass: logits, gradient of its weights, and of its inputs."""
     shape = network.shape
     weight_gradient = 0.0
     if network.trained and not network.adapter and shape.has_head:
-        weight_gradient = float(run.size * shape.embedding)
-    input_gradient = (FP32 + run.size) * run.predicted * shape.hidden
-    return output_layer_bytes(shape, run, trains=True) + weight_gradient + input_gradient
+        weight_gradient = float(micro_batch.size * shape.embedding)
+    input_gradient = (FP32 + micro_batch.size) * micro_batch.predicted * shape.hidden
+    return output_layer_bytes(shape, micro_batch, trains=True) + weight_gradient + input_gradient
 
 
 def tower_parts(
     network: HeldNetwork,
-    run: Pass,
+    micro_batch: Pass,
     parts: Mapping[str, float],
     *,
     is_recomputed: bool = False,
@@ -242,33 +252,33 @@ def tower_parts(
 
     Args:
         network: The network.
-        run: The micro-batch.
+        micro_batch: The micro-batch.
         parts: The bytes of the pass without the tower.
         is_recomputed: Whether the blocks of a trained tower are recomputed.
     """
     tower = network.shape.tower
     if tower is None:
         return {}
-    kept_bytes = tower.feature_bytes(run.images, run.size)
-    work = tower.work_bytes(run.images, run.size)
+    kept_bytes = tower.feature_bytes(micro_batch.images, micro_batch.size)
+    work = tower.work_bytes(micro_batch.images, micro_batch.size)
     if network.trains_tower:
-        kept_bytes += tower.kept_bytes(run.images, run.size, is_recomputed=is_recomputed)
+        kept_bytes += tower.kept_bytes(micro_batch.images, micro_batch.size, is_recomputed=is_recomputed)
         if is_recomputed:
-            work = max(work, tower.block_bytes(run.images, run.size))
+            work = max(work, tower.block_bytes(micro_batch.images, micro_batch.size))
 
     held_meanwhile = ("gathered weights", WHOLE_GRADIENTS, SHARD)
     later_bytes = sum(size for name, size in parts.items() if name not in held_meanwhile)
     exceeding_work = max(0.0, work - later_bytes)
     return {
-        "pixels": tower.pixel_bytes(run.images, run.size),
+        "pixels": tower.pixel_bytes(micro_batch.images, micro_batch.size),
         TOWER: kept_bytes + exceeding_work,
     }
 
 
-def _temporary_bytes(shape: ModelShape, run: Pass) -> float:
+def _temporary_bytes(shape: ModelShape, micro_batch: Pass) -> float:
     """Returns the bytes that a layer frees before the next one begins: three tensors of the MLP, two of the width."""
     elements = 3 * shape.active_inner + 2 * shape.hidden
-    return run.tokens * float(run.size * elements)
+    return micro_batch.tokens * float(micro_batch.size * elements)
 
 
 def kept_when_freed(parts: Mapping[str, float]) -> float:
@@ -281,7 +291,7 @@ def kept_when_freed(parts: Mapping[str, float]) -> float:
     return min(float(KEPT_FREED_BYTES), temporary)
 
 
-def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, micro_batches: int) -> float:
+def kept_after_update(parts: Mapping[str, float], shape: ModelShape, micro_batch: Pass, micro_batches: int) -> float:
     """Returns the freed bytes that the C library keeps on a CPU in an update.
 
     A single micro-batch leaves gaps once: half of the temporary bytes of each layer, as measured for networks of 12,
@@ -290,5 +300,5 @@ def kept_after_update(parts: Mapping[str, float], shape: ModelShape, run: Pass, 
     limit = kept_when_freed(parts)
     if micro_batches > 1:
         return limit
-    gaps = 0.5 * shape.layers * _temporary_bytes(shape, run)
+    gaps = 0.5 * shape.layers * _temporary_bytes(shape, micro_batch)
     return min(limit, gaps)

@@ -103,6 +103,7 @@ def generation_stages(
     flops = running * flops_per_answer / devices
     reading = Stage(bytes_read / (device.bandwidth * device.reading), READING)
     arithmetic = Stage(flops / (device.flops * device.prefill))
+    # the longer of the two: stages compare by their seconds
     step_seconds, bound = max(reading, arithmetic)
     step_seconds += shape.layers * device.layer_s
 
@@ -134,6 +135,7 @@ class Spread:
 
     def all_reduce_seconds(self, whole: float, device: Accelerator) -> float:
         """Returns the time to sum a rank's part of `whole` bytes over the copies."""
+        # a sum needs a reduce-scatter and a gather
         bytes_both_ways = 2.0 * whole / self.ranks
         received = bytes_both_ways * (self.copies - 1) / self.copies
         all_ranks = self.ranks * self.copies
@@ -327,7 +329,8 @@ class _Passes:
         passes = 2 if has_adapter else 3
         tower_passes = 1
         if trains_tower:
-            tower_passes = 3 + model.enable_gradient_checkpointing
+            # with gradient checkpointing, all blocks of a tower are recomputed
+            tower_passes = 4 if model.enable_gradient_checkpointing else 3
         flops_of_epoch = passes * whole + recomputed * layers + output_layer
         flops_of_epoch += tower_passes * self._tower_flops(shape)
         return self._stage(epochs * flops_of_epoch)
@@ -419,14 +422,14 @@ def time_lines(config: PPOConfig, networks: Networks, slots: int, device: Accele
     yield (
         f"  peaks of {device.name}: {device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:g} TB/s; assumed: "
         f"{device.training:.0%} of the first in training, {device.prefill:.0%} in prefill, {device.reading:.0%} of the "
-        f"second; prompts of "
-        f"{mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), all equally long"
+        f"second; prompts of {mean.prompt:g} tokens (--mean_prompt), answers of {mean.response:g} (--mean_response), "
+        "all equally long"
     )
     generation_seconds = stages["generation: prompts"].seconds + stages["generation: answers"].seconds
     share = generation_seconds / step_seconds
     if share > MOST and step_seconds >= LEAST_S:
         yield f"generation takes {share:.0%} of the step. To shorten it:"
-        for advice in _generation_advice(config, networks, slots, device, mean):
+        for advice in _generation_advice(config, plan.sequences, slots, device, mean):
             yield f"  {advice}"
 
 
@@ -439,23 +442,30 @@ def _shown(seconds: float) -> str:
 
 def _generation_advice(
     config: PPOConfig,
-    networks: Networks,
+    sequences: int,
     slots: int,
     device: Accelerator,
     mean: Lengths,
 ) -> Iterator[str]:
-    """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices."""
+    """Yields advice for shorter generation: memory for more concurrent answers, shorter answers, more devices.
+
+    Args:
+        config: Options of the run.
+        sequences: Number of answers that an engine can decode at a time.
+        slots: Number of devices.
+        device: Kind of the devices.
+        mean: Mean lengths.
+    """
     rollout = config.rollout
-    plan = memory_plan(config, networks, slots, device)
     answers = math.ceil(rows_per_step(config) * rollout.tensor_model_parallel_size / slots)
-    if plan.sequences < answers:
-        if plan.sequences == rollout.max_num_seqs:
+    if sequences < answers:
+        if sequences == rollout.max_num_seqs:
             option = "rollout.max_num_seqs"
         elif device.name == "cpu":
             option = "rollout.kv_cache_memory_mb"
         else:
             option = "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size (devices of an engine)"
-        yield f"an engine decodes {plan.sequences:,} of its {answers:,} answers at a time: raise {option}"
+        yield f"an engine decodes {sequences:,} of its {answers:,} answers at a time: raise {option}"
     if mean.response == config.data.max_response_length:
         yield "all answers are assumed to have the maximal length: set the expected length with --mean_response"
     yield "use a smaller data.max_response_length, a smaller rollout.n, or more devices"

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from trainer.planner.accelerators import Accelerator
 from trainer.planner.batch import PlanRow, adapter_rows, slots_text, steps_row
 from trainer.planner.memory import place_networks, update_parts
@@ -65,20 +63,20 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
         rows: Examples or pairs.
         batches: Row numbers of each batch.
     """
-    # a table of all rows, from which the batches of every step are summed
-    sizes = []
-    for row in rows:
-        predicted = sum(sum(text.mask) for text in row.texts)
-        prompt_length = len(row.texts[0].prompt)
-        shared = (len(row.texts) - 1) * prompt_length
-        sizes.append((len(row), predicted, shared))
-    table = np.array(sizes)
-
     result = []
     for batch in batches:
-        sizes_of_batch = table[batch]
-        longest = int(sizes_of_batch[:, 0].max())
-        tokens, predicted, shared = sizes_of_batch.sum(0).tolist()
+        longest = 0
+        tokens = 0
+        predicted = 0
+        shared = 0
+        for row_number in batch:
+            row = rows[row_number]
+            longest = max(longest, len(row))
+            tokens += len(row)
+            for text in row.texts:
+                predicted += sum(text.mask)
+            # the answers of a pair have the same prompt
+            shared += (len(row.texts) - 1) * len(row.texts[0].prompt)
         result.append(Batch(len(batch), longest, tokens, predicted, shared))
     return result
 
@@ -86,7 +84,7 @@ def batches_of(rows: Sequence[TrainingRow], batches: Iterable[Sequence[int]]) ->
 def read_network(config: SupervisedConfig, slots: int, device: Accelerator) -> HeldNetwork:
     """Returns the trained network, from its config.json. Raises UserError if that file is missing."""
     shape = read_shape(config.model)
-    # the other command trains a reward model
+    # `trainer.main_rm` trains a reward model, which has one output number
     if not isinstance(config, SFTConfig):
         shape = shape.as_scorer()
     trained, adapter = trained_parameters(config.model, shape, freezes_tower=True)
@@ -123,19 +121,19 @@ def supervised_plan(
     if is_dpo and not network.adapter:
         held["reference"] = held_network(slots, device, network.shape, config.fsdp_config)
     weights, moments = place_networks(plan, held, on_cpu)
-    run = _largest_micro_batch(config, network, slots, step, on_cpu)
+    micro_batch = _largest_micro_batch(config, network, slots, step, on_cpu)
 
     if is_dpo:
         role = "reference" if "reference" in held else "model"
-        plan.phases["reference log-probs"] = weights[role] | forward_only(held[role], run)
+        plan.phases["reference log-probs"] = weights[role] | forward_only(held[role], micro_batch)
     if validation is not None:
-        run_of_validation = _largest_micro_batch(config, network, slots, validation, on_cpu)
-        plan.phases["validation"] = weights["model"] | forward_only(network, run_of_validation)
+        micro_batch_of_validation = _largest_micro_batch(config, network, slots, validation, on_cpu)
+        plan.phases["validation"] = weights["model"] | forward_only(network, micro_batch_of_validation)
 
     plan.micro_batches, _ = micro_batches(config, slots, step)
-    parts = update_parts(plan, "model", network, run, config.model)
+    parts = update_parts(plan, "model", network, micro_batch, config.model)
     if on_cpu:
-        parts[KEPT_FREED] = kept_after_update(parts, network.shape, run, plan.micro_batches)
+        parts[KEPT_FREED] = kept_after_update(parts, network.shape, micro_batch, plan.micro_batches)
     plan.phases["update"] = weights["model"] | moments["model"] | parts
     return plan
 

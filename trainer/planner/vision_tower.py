@@ -68,7 +68,8 @@ class TowerShape:
         key, value, and six fp32 tensors of the rotary positions) and the MLP."""
         input_and_norm = 2 * size * self.hidden
         attention = 3 * size * self.hidden + 6 * FP32 * self.hidden
-        mlp = size * (2 + self.has_gate) * self.inner
+        mlp_tensors = 3 if self.has_gate else 2
+        mlp = size * mlp_tensors * self.inner
         per_patch = input_and_norm + max(attention, mlp)
         patches = tokens * self.per_token
         return patches * float(per_patch)
@@ -146,9 +147,9 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
     # Qwen3-VL also gives features of some blocks in between to the language model, by mergers of their own
     mergers = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
     return TowerShape(
-        parameters=_count(tower),
+        parameters=num_elements(tower),
         blocks=config.depth,
-        block_parameters=_count(tower.blocks[0]),
+        block_parameters=num_elements(tower.blocks[0]),
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         values=config.in_channels * config.temporal_patch_size * area,
@@ -162,6 +163,6 @@ def tower_of(network: PreTrainedModel) -> TowerShape:
     )
 
 
-def _count(module: nn.Module) -> int:
-    """Returns the number of parameter elements of a module."""
+def num_elements(module: nn.Module) -> int:
+    """Returns the number of elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())

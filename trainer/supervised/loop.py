@@ -151,8 +151,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         rows = [self.task.train[row] for row in self.steps.rows_of(data)]
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
-        trained = self._dispatch(self.group.train, plan, batch)
-        self.metrics = {f"train/{name}": value for name, value in trained.items()}
+        loss_metrics = self._dispatch(self.group.train, plan, batch)
+        self.metrics = {f"train/{name}": value for name, value in loss_metrics.items()}
         self.metrics |= packing_metrics(plan, rows, self._micro_batch_tokens())
         return batch
 
@@ -166,8 +166,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         rows = self.task.val
         batch = self.task.collate(rows)
         plan = self._plan(rows, batch)
-        measured = self._dispatch(self.group.measure, plan, batch)
-        return {f"val/{name}": value for name, value in measured.items()}
+        loss_metrics = self._dispatch(self.group.measure, plan, batch)
+        return {f"val/{name}": value for name, value in loss_metrics.items()}
 
     def log_step(self, batch: DataProto, validation: dict[str, float]) -> None:
         """Logs the validation, and every `trainer.log_freq` steps the means since the last logged line."""
@@ -194,7 +194,8 @@ class SupervisedTrainer(TrainingLoop[EpochSteps, Trained], Generic[Row]):
         step = self.steps.global_step
         means = {"training/global_step": float(step), "training/epoch": float(self.steps.epoch)}
         for name in self.unlogged[0]:
-            values_of_steps = [metrics[name] for metrics in self.unlogged]
+            # a step without validation lacks those of its workers, such as perf/idle_frac/testing
+            values_of_steps = [metrics[name] for metrics in self.unlogged if name in metrics]
             means[name] = float(np.mean(values_of_steps))
         self.unlogged = []
         self.result.steps = step
@@ -266,6 +267,15 @@ def _largest_token(rows: Sequence[Row]) -> int:
     return largest
 
 
+def _longest_text(rows: Sequence[Row]) -> int:
+    """Returns the number of tokens of the longest sequence in the rows; 0 without rows."""
+    longest = 0
+    for row in rows:
+        for text in row.texts:
+            longest = max(longest, len(text))
+    return longest
+
+
 def fingerprint_of(rows: Sequence[Row]) -> str:
     """Returns the number of rows and a digest of their tokens and masks, in their order."""
     digest = hashlib.blake2b(digest_size=8)
@@ -302,6 +312,7 @@ class SupervisedJob(Job[Options]):
         raise NotImplementedError
 
     def check(self, available: int | None) -> None:
+        """Raises UserError for invalid options, before anything is read."""
         if not self.config.data.train_files or self.config.model.path is None:
             raise UserError("data.train_files and model.path: give parquet, json or jsonl files, and a model's folder")
         problems = list(section_problems(self.config))
@@ -315,6 +326,7 @@ class SupervisedJob(Job[Options]):
             )
 
     def check_models(self) -> None:
+        """Checks the model folder, and notes properties of the model that the user should know."""
         model = self.config.model
         check_network(model, self.build_policy, trains=True, chat_template=self.config.data.chat_template)
         # the option is in no section, unlike that of the roles in main_ppo
@@ -363,13 +375,16 @@ class SupervisedJob(Job[Options]):
         self.batches = batches_of(self.task.train, map(self.steps.rows_of, planned_steps))
         return self.steps.total
 
+    def _rows_by_option(self) -> dict[str, Sequence[Any]]:
+        """Returns the rows by the option that names their files, for messages."""
+        return {"data.train_files": self.task.train, "data.val_files": self.task.val}
+
     def check_vocabulary(self) -> None:
         """Raises UserError if a row has a token that the model's embedding lacks."""
         # on a GPU, an index outside of the embedding would be an assertion of the device without the row or the token
         text_config = load_model_config(self.config.model).get_text_config()
         size = text_config.vocab_size
-        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
-        for option, rows in rows_by_option.items():
+        for option, rows in self._rows_by_option().items():
             largest = _largest_token(rows)
             if largest >= size:
                 raise UserError(
@@ -384,9 +399,8 @@ class SupervisedJob(Job[Options]):
         positions = longest_context(load_model_config(self.config.model))
         if positions is None:
             return
-        rows_by_option = {"data.train_files": self.task.train, "data.val_files": self.task.val}
-        for option, rows in rows_by_option.items():
-            longest = max((len(text) for row in rows for text in row.texts), default=0)
+        for option, rows in self._rows_by_option().items():
+            longest = _longest_text(rows)
             if longest > positions:
                 raise UserError(
                     f"{option}: the longest row has {longest} tokens, more than the {positions} positions of "
@@ -417,12 +431,14 @@ class SupervisedJob(Job[Options]):
         return supervised_plan(self.config, network, self.slots, self.device, largest_batch, validation_batch)
 
     def plan(self) -> str:
+        """Returns the table at launch: batches, memory and disk space."""
         total_steps = self.steps.total
         rows = supervised_rows(self.config, self.slots, total_steps, self.batches)
         rows += memory_rows(self.config, self.memory_plan, total_steps, samples_max_mb=0)
         return aligned(rows)
 
     def full_plan(self) -> tuple[str, bool]:
+        """Returns the table at launch with the memory of all phases, and True if the run fits this machine."""
         plan = self.plan()
         # without known shapes there is no prediction, which counts as fitting; the row in `plan` gives the reason
         try:
@@ -439,6 +455,7 @@ class SupervisedJob(Job[Options]):
 
     @contextmanager
     def build(self, tracking: Tracking) -> Iterator[TrainingLoop[EpochSteps, Trained]]:
+        """Starts the workers and yields the trainer. Ends the workers with the context."""
         config = self.config
         with ExitStack() as stack:
             join_ray(config, self.run_dir.name, tracking.note, stack)
@@ -524,15 +541,16 @@ def train_within(
         report: called with each line of progress.
     """
 
-    class Lines(Console):
+    class ReportingConsole(Console):
         def progress(self, text: str) -> None:
             report(text)
 
-    console = Lines()
+    console = ReportingConsole()
     job = job_class(config, resolve_slots(config), console)
-    job.check(None)
+    job.check(available=None)
     job.check_models()
-    console.start(job.read_data())
+    total_steps = job.read_data()
+    console.start(total_steps)
     job.run_dir.mkdir(parents=True, exist_ok=True)
     # the guard ends the workers, even if this process is killed
     with guarded(), Tracking(job.run_dir, config, console) as tracking, job.build(tracking) as trainer:

@@ -31,6 +31,7 @@ class SFTJob(SupervisedJob[SFTConfig]):
         return build(spec)
 
     def read_task(self) -> Task[Example] | Task[Pair]:
+        """Returns pairs of answers with loss=dpo, otherwise single sequences."""
         data = self.config.data
         tokenizer = load_tokenizer(self.config.model, data.chat_template)
         if self.config.loss == "dpo":

@@ -88,7 +88,7 @@ class Trial:
 
     @property
     def state(self) -> str:
-        """waiting | running | complete | pruned | failed."""
+        """State of the trial: waiting, running, complete, pruned or failed."""
         states = {run.state for run in self.runs}
         # before `is_pruned`: all runs can have reached their last step before they were asked to end
         if states == {"done"}:
@@ -317,22 +317,16 @@ class Study:
         writer = csv.writer(text)
         writer.writerow([*_FIRST_COLUMNS, *names, *_LAST_COLUMNS])
         for trial in self.trials:
-            cells: list[object] = [trial.number, trial.state]
-            cells.append(_as_cell(trial.value))
-            cells.append(_as_cell(trial.half_width))
-            for name in names:
-                cells.append(trial.parameters[name])
+            cells: list[object] = [trial.number, trial.state, _as_cell(trial.value), _as_cell(trial.half_width)]
+            cells += [trial.parameters[name] for name in names]
 
             folders = []
             for run in trial.runs:
                 folder = run.folder.relative_to(self.folder)
                 folders.append(str(folder))
             first_line_of_error, _, _ = trial.error.partition("\n")
-            cells.append(trial.steps)
-            cells.append(f"{trial.seconds:.1f}")
-            cells.append(first_line_of_error)
-            cells.append(";".join(folders))
-            cells.append("\n".join(trial.commands))
+            cells += [trial.steps, f"{trial.seconds:.1f}", first_line_of_error]
+            cells += [";".join(folders), "\n".join(trial.commands)]
             writer.writerow(cells)
         write_atomically(self.folder / "trials.csv", text.getvalue())
 
@@ -348,7 +342,12 @@ def _as_cell(number: float | None) -> str:
 def locked(folder: Path, umask: str = "077") -> Iterator[None]:
     """Context manager that creates and locks the study's folder, so that no other sweep works on the study.
 
-    umask: umask of the study's files. Raises UserError if another sweep holds the lock or the folder is not writable.
+    Args:
+        folder: The study's folder.
+        umask: Umask of its files.
+
+    Raises:
+        UserError: If another sweep holds the lock, or the folder is not writable.
     """
     with ExitStack() as stack:
         try:

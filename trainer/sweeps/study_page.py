@@ -77,8 +77,7 @@ def _charts(study: Study, parameters: Sequence[str]) -> list[Json]:
 
 def _row(trial: Trial, parameters: Sequence[str]) -> object:
     """Returns the row of a trial in the table, with a column for each of these parameters."""
-    row: list[object] = [trial.number, trial.state]
-    row += [trial.value, trial.half_width]
+    row: list[object] = [trial.number, trial.state, trial.value, trial.half_width]
     for name in parameters:
         row.append(_as_number(trial.parameters[name]))
     row += [trial.steps, trial.seconds, trial.error]

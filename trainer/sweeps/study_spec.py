@@ -170,7 +170,7 @@ class StudyOptions:
 
 
 def read_options(argv: Sequence[str]) -> StudyOptions:
-    """Parses a command line. Raises UserError."""
+    """Returns the options of a command line. Raises UserError for a command line that no sweep can use."""
     parser = _parser()
     # intermixed, so that words can stand before, between and after the options
     line = parser.parse_intermixed_args(list(argv))
@@ -300,7 +300,16 @@ def _joined(values: Iterable[object]) -> str:
 
 
 def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDistribution:
-    """Returns the range of a word such as `key=log(1e-7,1e-5)`. Raises UserError."""
+    """Returns the range of a parameter.
+
+    Args:
+        kind: log, uniform or int.
+        ends: The two ends as text.
+        word: The word of the parameter, such as `key=log(1e-7,1e-5)`, for messages.
+
+    Raises:
+        UserError: If the kind is unknown, or the ends are no range of this kind.
+    """
     number_type = int if kind == "int" else float
     try:
         low, high = map(number_type, ends)
@@ -316,7 +325,7 @@ def _range(kind: str, ends: list[str], word: str) -> IntDistribution | FloatDist
 
 
 def read_files(names: Iterable[str]) -> dict[str, str]:
-    """Reads text files by name. Raises UserError."""
+    """Returns the texts of files by name. Raises UserError for a file that cannot be read."""
     texts = {}
     for name in names:
         file = Path(name).expanduser()
@@ -430,7 +439,7 @@ def _word_of_space(key: str, value: object) -> str:
 
 
 def _study_spec(line: argparse.Namespace) -> StudySpec:
-    """Returns the specification that a parsed command line contains. Raises UserError."""
+    """Returns the specification that a parsed command line contains. Raises UserError for an invalid word or file."""
     words: dict[str, str] = {}
     for word in line.words:
         key, equals_sign, _ = word.partition("=")
@@ -489,7 +498,7 @@ def _select_choices(before: str, word: str) -> str:
 
 
 def _read_pruner(text: str) -> dict[str, float] | None:
-    """Parses the parameters of the pruner. Raises UserError."""
+    """Returns the parameters of `--pruner`, or None for no pruning. Raises UserError for an invalid parameter."""
     name, _, options = text.partition(":")
     values: dict[str, float] = {}
     is_valid = name in ("none", "asha")

@@ -25,7 +25,7 @@ _MOST_REFUSALS = 3
 
 
 def load(spec: StudySpec, values: dict[str, Value]) -> PPOConfig:
-    """Loads the configuration of a trial. Raises ConfigError."""
+    """Returns the configuration of a trial with these values. Raises ConfigError if it is invalid."""
     return load_config(spec.command(values), recipe_loader=recipe_overrides).config
 
 
@@ -61,6 +61,7 @@ def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
     size = 1
     for parameter in spec.space:
         values = parameter.values()
+        # an infinite range alone makes the space too large
         if values is None:
             size *= MOST_LISTED + 1
         else:
@@ -72,7 +73,11 @@ def planned(spec: StudySpec, search: Search) -> list[dict[str, Value]] | None:
 
 
 def check_sweep(spec: StudySpec, search: Search, gpus: int | None) -> None:
-    """Checks everything that can be checked before a sweep starts, and prepares the recipes. Raises UserError."""
+    """Checks a sweep before its first run, and prepares the recipes of its runs.
+
+    Raises:
+        UserError: If the sweep has nothing to vary, the command would refuse a run, or no run logs the metric.
+    """
     _check_words(spec, search)
     # a space that cannot be listed is checked at its corners
     plan = planned(spec, search) or combinations(spec.space, corners=True)

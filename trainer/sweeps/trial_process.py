@@ -104,8 +104,9 @@ def train(config: dict[str, Order]) -> None:
             _report(order, {}, {"state": "stopped"})
             return
 
-        # a run that is started again appends to its log; only the new part tells why it ended
-        start_of_output = log.tell()
+        # a run that is started again appends to its log; only the new part tells why it ended. An earlier process may
+        # have written to the log since it was opened
+        start_of_output = log.seek(0, os.SEEK_END)
         start_time = time.monotonic()
         tree = _start_process(order, log)
         try:

@@ -62,8 +62,9 @@ _QUIET = {
 class Place:
     """Where runs execute.
 
-    gpus: GPUs of each run; None = CPU.
-    environment: variables that runs inherit; None = those of their machine.
+    Attributes:
+        gpus: GPUs of each run; None = CPU.
+        environment: Variables that runs inherit; None = those of their machine.
     """
 
     gpus: int | None
@@ -82,15 +83,16 @@ def places(options: StudyOptions, device: str, tell: Tell) -> Iterator[Place]:
     environment = None
     on_cpu = device == "cpu"
     with ExitStack() as stack:
-        stack.callback(set_environment, set_environment(dict(_QUIET)))
+        environment_before = set_environment(dict(_QUIET))
+        stack.callback(set_environment, environment_before)
         if address is None:
             # before CUDA_VISIBLE_DEVICES changes, which each run gets from Ray
             environment = clean(os.environ)
             on_cpu = on_cpu or device_type(device) == "cpu"
             if not on_cpu:
                 free_tokens = free_devices(tell)
-                devices: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)}
-                stack.callback(set_environment, set_environment(devices))
+                devices_before = set_environment({"CUDA_VISIBLE_DEVICES": ",".join(free_tokens)})
+                stack.callback(set_environment, devices_before)
             stack.enter_context(guarded())
             # one run on a CPU, and on GPUs as many as fit
             runs_that_fit = len(free_tokens) // options.per_trial
@@ -131,7 +133,11 @@ def _watch_ray() -> None:
 
 
 def free_devices(tell: Tell) -> list[str]:
-    """Returns the devices that no other process uses, as named in CUDA_VISIBLE_DEVICES. UserError if there is none."""
+    """Returns the devices that no other process uses, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        UserError: If there is none. The message names the users of the devices.
+    """
     free_tokens = []
     refusals = []
     for visible in visible_gpus(list_gpus() or []):
@@ -268,8 +274,9 @@ class Sweep(Searcher):
         """Records that a machine failed. Tune starts the run again unless is_last."""
         if is_last:
             self._end(trial_id, "failed", error=error)
-        else:
-            self._tell(f"{_name(*self._running[trial_id])}: {error}; restarting from its last checkpoint")
+            return
+        trial, run = self._running[trial_id]
+        self._tell(f"{_name(trial, run)}: {error}; restarting from its last checkpoint")
 
     def _judge_means(self, trial: Trial) -> None:
         """Judges the mean at each step that all started runs of the trial have reached."""
@@ -441,6 +448,7 @@ def _frozen_trial(trial: Trial, space: Mapping[str, optuna.distributions.BaseDis
         state = optuna.trial.TrialState.COMPLETE
         value = trial.value
     else:
+        # also for a failed trial, because Optuna's samplers leave out trials of the state FAIL
         state = optuna.trial.TrialState.PRUNED
     return optuna.trial.create_trial(
         state=state,

@@ -86,7 +86,8 @@ def check(comparison: Comparison) -> bool:
     print(compared_step(ours, theirs["metrics"]))
     comparison_of_rewards = own_answers(own_rewards, theirs["right"])
     print(f"\nFirst step, each side's own answers to the same {PROMPTS} questions: {comparison_of_rewards}")
-    return all(_relative(ours[name], theirs["metrics"][name]) <= TOLERANCE for name in COMPARED)
+    differences = [_relative(ours[name], theirs["metrics"][name]) for name in COMPARED]
+    return all(difference <= TOLERANCE for difference in differences)
 
 
 def compared_step(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
@@ -120,6 +121,7 @@ def own_answers(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def _relative(ours: float, theirs: float) -> float:
+    """Returns the difference of two values relative to the second, which may be 0."""
     denominator = max(abs(theirs), 1e-12)
     return abs(ours - theirs) / denominator
 
@@ -131,6 +133,7 @@ def require_trl() -> None:
 
 
 def _read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line. Exits for a word that is no key=value."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.smollm2.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

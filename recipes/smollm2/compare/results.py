@@ -88,12 +88,12 @@ def difference(curves: Curves, start: int, stop: int) -> Difference:
     over the differences of the seeds.
     """
     steps = slice(start, stop)
-    of_seeds = []
+    differences_of_seeds = []
     for ours, theirs in zip(curves[OURS], curves[TRL], strict=True):
         our_mean = statistics.fmean(ours.rewards[steps])
         their_mean = statistics.fmean(theirs.rewards[steps])
-        of_seeds.append(our_mean - their_mean)
-    mean, half = interval(of_seeds)
+        differences_of_seeds.append(our_mean - their_mean)
+    mean, half = interval(differences_of_seeds)
     return Difference(start + 1, stop, mean, half)
 
 

@@ -186,6 +186,7 @@ def _grpo_arguments(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _options() -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.smollm2.compare.trl_side", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("model", type=Path)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from trainer import export, main_sft, report
 from trainer.checkpoint.files import saved_steps
 from trainer.data.sft_dataset import Example, collate, encode_chat, load_examples
 from trainer.observe.console import Console
-from trainer.supervised.loop import train_within
+from trainer.supervised.loop import SupervisedTrainer, Trained, train_within
 from trainer.supervised.sft import SFTJob
 from verl_lite.config import ModelConfig, OptimConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
 from verl_lite.errors import UserError
@@ -292,6 +293,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     tokenizer.chat_template = "{{ messages | length }}" + PLAIN
     with pytest.raises(UserError, match="row 7: the chat template renders earlier turns differently"):
         encode_chat([user("1"), assistant("2"), user("3"), assistant("4")], tokenizer, "row 7")
+
+
+def test_means_over_steps_of_which_the_first_alone_validated() -> None:
+    trainer: Any = object.__new__(SupervisedTrainer)
+    trainer.steps, trainer.result = SimpleNamespace(global_step=4, epoch=0), Trained()
+    trainer.unlogged = [{"train/loss": 1.0, "perf/idle_frac/testing": 0.5}, {"train/loss": 3.0}]
+    means = trainer.means_since_last_line()
+    assert means["train/loss"] == trainer.result.loss == 2.0
+    assert means["perf/idle_frac/testing"] == 0.5 and trainer.unlogged == []
 
 
 def sft_job(folder: Path, rows: list[dict[str, Any]], model: str, **trainer: Any) -> SFTJob:

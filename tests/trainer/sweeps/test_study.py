@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 
 from trainer import sweep
 from trainer.sweep import summary
-from trainer.sweeps import sweep_checks, tuning
+from trainer.sweeps import sweep_checks, trial_process, tuning
 from trainer.sweeps.study import Study, locked
 from trainer.sweeps.study_spec import STOP, Search, StudySpec
 from trainer.sweeps.trial_process import Order, diagnose, held_up
@@ -260,6 +261,30 @@ def test_a_run_says_that_it_waits_for_one_of_an_earlier_sweep(tmp_path: Path) ->
         assert held_up(order, log) == f"an earlier sweep's process, which writes to {log.name}, has not ended yet"
         before.close()
         assert held_up(order, log) == ""
+
+
+def test_a_run_that_has_waited_does_not_end_like_the_process_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "trials" / "0000" / "run"
+    run.parent.mkdir(parents=True)
+    before = run.with_suffix(".log").open("ab")
+    fcntl.flock(before, fcntl.LOCK_EX)
+    reports = list[dict[str, Any]]()
+    umask = os.umask(0o077)
+    os.umask(umask)
+
+    def report(result: dict[str, str]) -> None:
+        reports.append(json.loads(result["report"]))
+        if reports[-1]["waits"]:
+            before.write(b"WorkerDiedError: rank 3 is lost\n")
+            before.close()
+
+    monkeypatch.setattr(trial_process.tune, "report", report)
+    command = [sys.executable, "-c", "raise SystemExit('ValueError: the reward is wrong')"]
+    trial_process.train({"order": Order(command, run, str(tmp_path), "m", None, "mark", gpus=False, umask=umask)})
+    assert reports[0]["waits"] and reports[-1]["ended"]["state"] == "failed"
+    assert reports[-1]["ended"]["error"] == "ValueError: the reward is wrong"
 
 
 @pytest.mark.parametrize(

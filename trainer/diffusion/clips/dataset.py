@@ -62,8 +62,8 @@ def read_tables(config: VideoDataConfig, split: str = "train") -> list[VideoRow]
         table = _read_csv(file, [config.video_key, config.prompt_key], option)
         if not table.num_rows:
             raise UserError(f"{option}: {file} has no rows; expected at least one clip")
-        for entries in table.to_pylist():
-            location = f"{option}: {file}, row {len(rows)}"
+        for row_number, entries in enumerate(table.to_pylist()):
+            location = f"{option}: {file}, row {row_number}"
             name_of_clip = entries[config.video_key].strip()
             prompt = entries[config.prompt_key].strip()
             if not name_of_clip or not prompt:
@@ -246,9 +246,14 @@ class VideoDataset:
         counts = Counter(sizes).most_common()
         if len(counts) == 1:
             return []
-        height, width = counts[0][0]
-        other_row = next(row for row, size in enumerate(sizes) if size != (height, width))
-        descriptions = [f"{count} at {w} x {h}" for (h, w), count in counts[:_SHOWN_PROBLEMS]]
+        most_frequent, _ = counts[0]
+        height, width = most_frequent
+        other_row = 0
+        while sizes[other_row] == most_frequent:
+            other_row += 1
+        descriptions = []
+        for (clip_height, clip_width), count in counts[:_SHOWN_PROBLEMS]:
+            descriptions.append(f"{count} at {clip_width} x {clip_height}")
         listed = ", ".join(descriptions)
         return [
             f"The clips have {len(counts)} sizes (width x height) at data.max_pixels={self.config.max_pixels}: "

@@ -44,6 +44,7 @@ def test_rows_of_several_files_with_paths_beside_each(tmp_path: Path) -> None:
     assert [row.path for row in rows] == [tmp_path / "one/a.mp4", tmp_path / "one/sub/b", tmp_path / "c.gif"]
     assert [row.prompt for row in rows] == ["a cat, asleep", "two\nlines", "é"]
     assert rows[1].place == f"data.train_files: {first}, row 1"
+    assert rows[2].place == f"data.train_files: {second}, row 0"
     assert len(read_tables(options(first, train_max_samples=1, **names))) == 1
 
 
