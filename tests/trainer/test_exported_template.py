@@ -62,7 +62,9 @@ def test_without_the_option_the_template_of_the_model_is_exported(tmp_path: Path
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_run_of_main_ppo_exports_the_template_that_it_sampled_with(tmp_path: Path, adapter: bool) -> None:
+def test_a_run_of_main_ppo_exports_the_template_that_it_sampled_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: bool
+) -> None:
     write_files(tmp_path, ["one", "two", "three", "four"])
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     options = [f"data.chat_template={tmp_path}/mine.jinja", "trainer.total_training_steps=1", "trainer.save_freq=-1"]
@@ -73,3 +75,13 @@ def test_a_run_of_main_ppo_exports_the_template_that_it_sampled_with(tmp_path: P
     form = ["--adapter"] if adapter else []
     assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *form]) == 0
     assert template_in(tmp_path / "out") == TEMPLATE
+
+    # nothing that the user needs is replaced
+    model = tmp_path / "policy"
+    weights = (model / "model.safetensors").read_bytes()
+    assert export.main([str(tmp_path / "run"), "--out", str(model), *form]) == 2
+    assert "the run has read this model (model.path)" in capsys.readouterr().err
+    assert (model / "model.safetensors").read_bytes() == weights
+    (tmp_path / "notes").write_text("mine")
+    assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "notes"), *form]) == 2
+    assert "it is a file; expected a folder" in capsys.readouterr().err
