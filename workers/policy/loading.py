@@ -171,6 +171,7 @@ def token_network(
     sequence_parallel_size: int = 1,
     trains_vision: bool = False,
     chat_template: str | None = None,
+    answer_ends: Callable[[], Collection[int]] = tuple,
 ) -> NetworkBuilder:
     """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes.
 
@@ -180,6 +181,7 @@ def token_network(
         sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch.
         trains_vision: False freezes the vision tower of a vision-language model.
         chat_template: data.chat_template of a trained network, which its checkpoints and exports contain.
+        answer_ends: returns the tokens with which a trained network learns to end its answers; see `model_assets`.
     """
 
     def build(arguments: BuildArguments) -> Policy:
@@ -202,7 +204,7 @@ def token_network(
             limit_activations(policy.model, model)
             # on the rank that writes them, or to find errors
             if arguments.with_weights or is_empty:
-                policy.assets = model_assets(model, config, chat_template)
+                policy.assets = model_assets(model, config, chat_template, answer_ends())
 
         if model.compile and not is_empty:
             compile_policy(policy)
