@@ -306,9 +306,10 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
         UserError: If the row has neither form, or no assistant message although the loss needs one.
     """
     needs_assistant = config.assistant_only_loss
-    if row.get(config.messages_key) is not None:
+    messages = value_at(row, config.messages_key)
+    if messages is not None:
         column = f"{where}, column {config.messages_key!r}"
-        chat = _read_answer(row[config.messages_key], column, needs_assistant or config.completion_only_loss)
+        chat = _read_answer(messages, column, needs_assistant or config.completion_only_loss)
         if not config.completion_only_loss:
             return chat, 0
         last_answer = max(index for index, message in enumerate(chat) if message["role"] == "assistant")
