@@ -88,6 +88,14 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
     calls = others.pop("tool_calls", None)
     if calls:
         others["tool_calls"] = _read_tool_calls(calls, where)
+    # templates ignore it, so that the answer would be empty
+    if others.get("function_call"):
+        raise wrong_value(
+            f"{where}, function_call of a message",
+            others["function_call"],
+            "OpenAI's present form, tool_calls: [{'type': 'function', 'function': {'name': ..., 'arguments': ...}}], "
+            "and the result as a message of the role tool",
+        )
     role = _checked_text(message["role"], f"{where}, role of a message")
     if role == "developer":
         role = "system"

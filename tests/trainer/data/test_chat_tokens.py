@@ -415,6 +415,10 @@ def test_schemas_as_json_text_keep_a_null() -> None:
         ({"role": "user", "content": None, "tool_calls": [{"function": {"name": "a"}}]}, "found None, expected text"),
         ({"role": "assistant", "content": None, "tool_calls": "a"}, "tool_calls: found 'a', expected a list"),
         ({"role": "assistant", "content": None, "tool_calls": [3]}, "tool_calls: found 3, expected a call like"),
+        (
+            {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}},
+            "function_call of a message: found {'name': 'add', 'arguments': '{}'}, expected OpenAI's present form",
+        ),
         ({"role": "assistant", "content": "\ud800"}, "without half a surrogate pair"),
         ({"role": "assistant", "content": [{"type": "image"}]}, "a message has an image"),
     ],
