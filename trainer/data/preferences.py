@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chat_tokens import (
     Arguments,
     check_calls_shown,
+    check_messages_shown,
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
@@ -239,6 +240,7 @@ def encode_answer(
     question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
+    check_messages_shown(chat, whole, tokenizer, where, arguments, learnt=[len(chat) - 1])
     # the answer is sampled after exactly the tokens of the question
     if not whole.startswith(question):
         raise UserError(

@@ -19,6 +19,7 @@ from trainer.data.chat_tokens import (
     Arguments,
     ChatText,
     check_calls_shown,
+    check_messages_shown,
     check_tools_shown,
     encode_and_cut,
     end_of_answer,
@@ -224,7 +225,7 @@ def template_arguments(
     chat: Chat,
     where: str,
 ) -> Arguments:
-    """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, and its tools.
+    """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, its own, and its tools.
 
     Args:
         row: the row, whose column data.tools_key may have tool schemas. data.tools_path has those of rows without.
@@ -410,8 +411,8 @@ def encode_chat(
         arguments: arguments of the chat template.
 
     Raises:
-        UserError: if the template refuses the chat, leaves out its tool calls, or changes earlier turns when later
-            turns follow, or if no token is in the loss.
+        UserError: if the template refuses the chat, leaves out its tool calls or the content or learnt reasoning of a
+            message, or changes earlier turns when later turns follow, or if no token is in the loss.
     """
     may_be_learnt, chat = split_loss_mask(chat, where)
     chat_text = ChatText(chat, tokenizer, where, arguments)
@@ -432,6 +433,9 @@ def encode_chat(
     learnt_from = len(chat_text.whole)
     if not assistant_only:
         learnt_from = chat_text.message_start(first)
+    # after the positions, whose errors say more about a template that changes earlier answers
+    learnt = [index for index in range(first, len(chat)) if may_be_learnt[index]]
+    check_messages_shown(chat, chat_text.whole, tokenizer, where, arguments, learnt=learnt)
 
     tokens, mask = _encode_spans(chat_text.whole, learnt_from, answers, left_out, tokenizer, arguments)
     border = len(mask)  # between prompt and response

@@ -6,6 +6,7 @@ The expected tokens are those of `tokenizer.apply_chat_template` for the whole c
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,49 @@ def test_a_message_that_only_calls_tools_needs_no_content(
     text = tiny_tokenizer(96).decode(tokens_of(example))
     assert "None" not in text
     assert text.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n")
+
+
+# as gpt-oss's: a system message is read only in the first place, and the reasoning of the last answer as `thinking`
+PLACES = (
+    "{% for m in messages %}<|im_start|>"
+    "{% if m.role == 'system' and loop.first %}rules: {{ m.content | upper }}<|im_end|>"
+    "{% elif m.role == 'user' %}user {{ m.content }}<|im_end|>"
+    "{% elif m.role == 'assistant' %}assistant "
+    "{% if m.thinking and loop.last %}({{ m.thinking }}) {% endif %}{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([user("one"), SYSTEM, assistant("two")], "does not show message 1 of the role 'system' ('be brief')"),
+        ([user("one"), {"role": "critic", "content": "no"}, assistant("two")], "message 1 of the role 'critic' ('no')"),
+        ([user("one"), assistant("two") | {"reasoning": "since"}], "does not show the reasoning of message 1"),
+        ([user("one"), assistant("") | {"reasoning_content": "since"}], "the reasoning_content of message 1"),
+    ],
+)
+def test_what_the_template_does_not_show_is_refused(chat: list[dict[str, Any]], message: str) -> None:
+    tokenizer = byte_level(PLACES, "<|im_end|>", "<|im_start|>")
+    with pytest.raises(UserError, match=rf"row 7: .*{re.escape(message)}"):
+        encode_chat(chat, tokenizer, "row 7")
+    with pytest.raises(UserError, match=re.escape(message)):
+        encode_answer(chat, tokenizer, "end_of_turn", "row 7")
+    if chat[1]["role"] != "assistant":
+        with pytest.raises(UserError, match=re.escape(message)):
+            encode_prompts([Prompt(CHAT[:1]), Prompt(chat[:2])], tokenizer, DataConfig())
+
+
+def test_what_the_template_writes_in_another_form_is_shown() -> None:
+    tokenizer = byte_level(PLACES, "<|im_end|>", "<|im_start|>")
+    chat = [SYSTEM, user("one"), assistant("two") | {"thinking": "since"}]
+    assert learnt_text(encode_chat(chat, tokenizer, "row 0"), tokenizer) == ["(since) two<|im_end|>"]
+    # the reasoning of an answer that is context need not be shown
+    context = [*chat, user("three"), assistant("four")]
+    assert learnt_text(encode_chat(context, tokenizer, "row 0", first=4), tokenizer) == ["four<|im_end|>"]
+    [tokens] = encode_prompts([Prompt(chat[:2])], tokenizer, DataConfig())
+    assert tokenizer.decode(tokens).startswith("<|im_start|>rules: BE BRIEF<|im_end|>")
 
 
 CALL_SPECIAL = ("<|call|>", "<|end_of_call|>", "<|im_start|>")
