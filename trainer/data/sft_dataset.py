@@ -33,7 +33,7 @@ from trainer.data.chats import (
     refuse_messages_as_text,
     wrong_value,
 )
-from trainer.data.row_formats import check_text_only, is_missing, value_at
+from trainer.data.row_formats import check_text_only, is_missing, own_template_arguments, value_at
 from trainer.data.sources import Row, read_rows
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
@@ -228,16 +228,17 @@ def template_arguments(
     """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, its own, and its tools.
 
     Args:
-        row: the row, whose column data.tools_key may have tool schemas. data.tools_path has those of rows without.
+        row: the row, which may have arguments of its own (`own_template_arguments`), and in the column data.tools_key
+            tool schemas. data.tools_path has those of rows without.
         tokenizer: the tokenizer.
         config: section `data` of the options.
         chat: the messages of the row.
         where: place of the row, for messages.
 
     Raises:
-        UserError: if the tools are invalid, or if the template does not show them.
+        UserError: if the arguments or the tools are invalid, or if the template does not show the tools.
     """
-    arguments = dict(config.apply_chat_template_kwargs)
+    arguments = dict(config.apply_chat_template_kwargs) | own_template_arguments(row, where)
     tools = None
     if config.tools_key:
         tools = row.get(config.tools_key)
