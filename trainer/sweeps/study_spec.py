@@ -27,7 +27,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from verl_lite.config import parse_value, split_choices, written_value
+from verl_lite.config import misread_numbers, parse_value, repeated_keys, split_choices, written_value
 from verl_lite.errors import UserError
 
 STOP = "stop"
@@ -405,10 +405,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _file_words(name: str) -> Iterator[str]:
     """Yields the content of a sweep file as words of a command line."""
+    text = read_files([name])[name]
     try:
-        content = yaml.safe_load(read_files([name])[name])
-    except yaml.YAMLError as error:
+        problems = [*misread_numbers(text), *repeated_keys(text)]
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"--file {name}: is not valid YAML: {error}") from None
+    if problems:
+        raise UserError(f"--file {name}: {'; '.join(problems)}")
     if not isinstance(content, dict):
         raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
 

@@ -167,6 +167,32 @@ def misread_numbers(text: str) -> Iterator[str]:
             )
 
 
+def repeated_keys(text: str) -> Iterator[str]:
+    """Yields a sentence for each key that a mapping of a YAML text has twice, of which PyYAML keeps the last.
+
+    Raises yaml.YAMLError if the text is no YAML.
+    """
+    root = yaml.compose(text, yaml.SafeLoader)
+    nodes = [root] if root else []
+    seen: set[int] = set()  # an alias is a node again
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                nodes.append(value)
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in lines:
+                        yield f"line {line}: {key.value} is also in line {lines[key.value]}: leave one of them out"
+                    lines[key.value] = line
+
+
 def split_choices(raw: str) -> list[str]:
     """Splits at commas outside quotes and brackets: `a,b,[c,d]` becomes `a`, `b`, `[c,d]`."""
     choices = [""]

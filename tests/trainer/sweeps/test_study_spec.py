@@ -94,6 +94,21 @@ metric: m
     assert '"Think, then answer"' in "\n".join(words)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("settings: {trainer.seed: 010}", "line 1: YAML reads 010 as 8: write a number without leading zeros"),
+        ("space:\n  rollout.n: [4]\n  rollout.n: [8]", "line 3: rollout.n is also in line 2: leave one of them out"),
+        ("settings: {data.data_source: 2024-13-01}", "is not valid YAML: month must be in 1..12"),
+    ],
+)
+def test_a_file_that_yaml_reads_otherwise_than_written_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"{text}\nmetric: m\n")
+    with pytest.raises(UserError, match=rf"--file .*: {problem}"):
+        spec_of(["--file", str(file)])
+
+
 def test_a_star_in_a_metric_is_the_mean_of_all_that_fit() -> None:
     steps = {1: {"a/x/m": 0.25, "a/y/m": 0.75, "b/m": 9.0, "a/x/m/more": 9.0}, 2: {"b/m": 1.0}, 3: {"a/y/m": 0.5}}
     assert metric_by_step(steps, "a/*/m") == {1: 0.5, 3: 0.5} and metric_by_step(steps, "b/m") == {1: 9.0, 2: 1.0}
