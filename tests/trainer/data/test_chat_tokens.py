@@ -324,20 +324,21 @@ def test_what_the_template_writes_in_another_form_is_shown() -> None:
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
 def test_a_row_can_have_arguments_of_the_template_itself(tmp_path: Path, name: str) -> None:
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
         "{% if style %}{{ style }}{% endif %}{% if enable_thinking == false %}quick{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     )
     chat = {"messages": CHAT[:2]}
-    rows = [chat, chat | {"chat_template_kwargs": {"style": "own"}}, chat | {"enable_thinking": False}]
+    rows = [chat | {"chat_template_kwargs": {"style": "own"}, "enable_thinking": False}, chat]
     examples = load(rows, tmp_path, name, template=template, apply_chat_template_kwargs={"style": "all"})
-    ends = [tiny_tokenizer(96).decode(tokens_of(example)).rpartition("<|im_end|>")[2] for example in examples]
-    assert ends == ["all", "own", "allquick"]
+    heads = [tiny_tokenizer(96).decode(tokens_of(example)).partition("<|im_start|>")[0] for example in examples]
+    assert heads == ["ownquick", "all"]
     pair = {"prompt": "1", "chosen": "2", "rejected": "3", "chat_template_kwargs": {"style": "own"}}
     tokenizer = byte_level(template, "<|im_end|>", "<|im_start|>")
     file = write(tmp_path / "pairs.jsonl", [pair])
     options = PreferenceDataConfig(score_at="end_of_text")
     [encoded] = load_pairs([file], tokenizer, options, "end_of_text", option="data.train_files")
-    assert tokenizer.decode(encoded.chosen.response).endswith("own")
+    assert tokenizer.decode(encoded.chosen.prompt).startswith("own")
 
     with pytest.raises(UserError, match="column 'chat_template_kwargs': found 'x', expected a dict of arguments"):
         load([chat | {"chat_template_kwargs": "x"}], tmp_path)
