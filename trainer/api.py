@@ -6,7 +6,6 @@ leaves the process as it was: environment variables, exception hook and random g
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import sys
@@ -204,7 +203,7 @@ class TrainResult:
         answers_file = folder / "answers.parquet"
         with _called_from_python({}), _removed_if_refused(folder):
             prompts_file = write_rows(rows, folder, "prompts")
-            options.append(f"data.val_files=[{json.dumps(prompts_file)}]")
+            options += _words({"data.val_files": [prompts_file]})
             status = generate(str(self.run_dir), answers_file, options)
             _require_success(status, "generate")
         rows_of_answers = read_rows(str(answers_file), "answers")
@@ -273,14 +272,14 @@ def train(
         raise UserError(f"options: found {options!r:.200}; expected a dictionary such as {{'rollout.n': 8}}")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks: found {callbacks!r:.200}; expected a list of callbacks")
-    # a keyword has priority over the same option in `options`
-    caller_options = _flat(options or {}) | _flat(keywords)
     try:
         # BaseException, because an interrupt before the start must leave no files either
         with _called_from_python(_SETS), _removed_if_refused(folder, BaseException):
             from trainer.callbacks import require_callbacks
             from trainer.launch.ppo_job import run_ppo
 
+            # a keyword has priority over the same option in `options`
+            caller_options = _flat(options or {}) | _flat(keywords)
             named_callbacks: list[str] = []
             callback_objects: list[Callback] = []
             for callback in callbacks:
@@ -461,13 +460,22 @@ def _require_success(status: int, call: str) -> None:
 
 def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
     """Returns options by dotted key. In `options`, a key may have __ for a dot, and a value may be a dictionary of the
-    options below the key."""
+    options below the key.
+
+    The value of an option that is a dictionary stays whole, because the names in it are the user's: `v1.5` is one name
+    there.
+    """
+    # not before `process_variables`: this import reads the environment
+    from verl_lite.config import KEYS
+
     flat: Options = {}
     for name, value in options.items():
         if not isinstance(name, str):
             raise UserError(f"options: found the key {name!r:.200}; expected an option, such as 'rollout.n'")
         key = prefix + name.replace("__", ".")
-        if isinstance(value, Mapping) and value:
+        option = KEYS.get(key.removeprefix("actor_rollout_ref."))
+        is_dictionary = option is not None and option.kind == "dict"
+        if isinstance(value, Mapping) and value and not is_dictionary:
             flat |= _flat(value, f"{key}.")
         else:
             # also an empty section, such as reward.functions={}
@@ -477,12 +485,10 @@ def _flat(options: Mapping[str, object], prefix: str = "") -> Options:
 
 def _words(options: Mapping[str, object]) -> list[str]:
     """Returns options as words of a command line, key=value."""
-    words = []
-    for key, value in options.items():
-        # json, which the command line reads as yaml; paths become texts
-        value_text = json.dumps(value, default=str)
-        words.append(f"{key}={value_text}")
-    return words
+    # not before `process_variables`: this import reads the environment
+    from verl_lite.config import written_value
+
+    return [f"{key}={written_value(value)}" for key, value in options.items()]
 
 
 @contextmanager

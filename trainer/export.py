@@ -33,6 +33,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _require_free_target(target: Path, config_file: Path) -> None:
+    """Raises UserError if the export would replace a file, or a model that the run has read.
+
+    Args:
+        target: The folder to write. An earlier export there is replaced.
+        config_file: The configuration of the run. If it cannot be read, only the first of the two is checked.
+    """
+    import yaml
+
+    from verl_lite.errors import UserError
+
+    if target.exists() and not target.is_dir():
+        raise UserError(f"--out {target}: it is a file; expected a folder, which need not exist")
+    if not target.is_dir() or not config_file.is_file():
+        return
+    try:
+        options = yaml.safe_load(config_file.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    for section in ("model", "critic"):
+        network = options.get(section) or {}
+        # that of a critic is one section deeper
+        path = network.get("model", network).get("path")
+        if path and Path(path).expanduser().is_dir() and target.samefile(Path(path).expanduser()):
+            raise UserError(
+                f"--out {target}: the run has read this model (model.path), and the export would replace its weights; "
+                "choose another folder"
+            )
+
+
 @command
 def main(argv: list[str]) -> int:
     """Runs the command and returns its exit status."""
@@ -70,7 +100,8 @@ def main(argv: list[str]) -> int:
         default_name = "hf_critic"
     else:
         default_name = "hf"
-    target = options.out or checkpoint / default_name
+    target = (options.out or checkpoint / default_name).expanduser()
+    _require_free_target(target, checkpoint.parent / "config.yaml")
     if options.adapter:
         export_adapter(source, str(target))
     else:

@@ -20,6 +20,7 @@ from tests.tiny_model import tiny_qwen2
 from trainer import TrainResult, train
 from trainer.api_inputs import reward_settings
 from trainer.callbacks import Callback, RunControl, RunState
+from verl_lite.config import load_config
 from verl_lite.errors import UserError
 
 ROWS = [{"prompt": f"{number}+{number}=", "ground_truth": str(2 * number)} for number in range(6)]
@@ -169,6 +170,22 @@ def test_wrong_arguments(model: str, tmp_path: Path, arguments: dict[str, Any], 
 def test_a_message_names_the_argument_that_set_an_option(model: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)model\.path=.*model\.path comes from model"):
         train(tmp_path / "nowhere", ROWS, "exact_match", run_dir=tmp_path / "run", **SMALL)
+
+
+def test_options_reach_the_run_as_they_are(model: str, tmp_path: Path) -> None:
+    prompt = 'Say {"a":{"b":1}} \U0001f600 \x85'
+    options = {
+        "data": {"system_prompt": prompt},
+        "data.apply_chat_template_kwargs": {"a.b": "\U0001f600", "c__d": 1},
+        "reward": {"reward_kwargs": {}},
+    }
+    dry = {**SMALL, "trainer": {**SMALL["trainer"], "dry_run": True}}
+    folder = tmp_path / "\U0001f600"
+    result = train(model, ROWS, trl_reward, run_dir=folder, options=options, **dry)
+    config = load_config(["--config", str(result.run_dir / "dry_run.yaml")]).config
+    assert config.data.system_prompt == prompt
+    assert config.data.apply_chat_template_kwargs == {"a.b": "\U0001f600", "c__d": 1}
+    assert config.data.train_files == [str(folder / "inputs" / "train.jsonl")]
 
 
 def test_a_long_value_is_not_printed(model: str, tmp_path: Path) -> None:

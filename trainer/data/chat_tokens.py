@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chats import Chat, Message
+from trainer.data.chats import REASONING, Chat, Message
 from verl_lite.errors import UserError
 from verl_lite.json_types import KeywordArguments
 from workers.agents.conversation import end_of_turn, writes_end_of_turn
@@ -26,6 +26,7 @@ from workers.policy.tokenizer import NO_TEMPLATE, plain_template
 
 _SHOWN_CHARACTERS = 40  # of a prompt's end in a message
 _TAG = re.compile(r"<[^<>]*>")
+_PROBE = " verlliteprobe"  # a text that no template contains
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 MOST_BYTES = 4  # of a character in UTF-8, and so the largest number of its tokens
@@ -120,6 +121,67 @@ def check_calls_shown(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str
                 f"{where}: the chat template of {tokenizer.name_or_path!r} does not show the {part}: set another "
                 "template with data.chat_template, or write them as text into the content of the messages"
             )
+
+
+def check_messages_shown(
+    chat: Chat,
+    whole: str,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    arguments: Arguments,
+    *,
+    learnt: Collection[int] = (),
+    is_question: bool = False,
+) -> None:
+    """Checks that the template shows the content of each message, and the reasoning of the answers that are learnt.
+
+    A template says nothing about a message of a role that it does not know, about a system message after the first
+    message, or about an entry of another name than the one that it reads.
+
+    Args:
+        chat: the messages.
+        whole: the text of the chat.
+        tokenizer: the tokenizer, with its chat template.
+        where: place of the row, for messages.
+        arguments: arguments of the template.
+        learnt: indices of the answers that are learnt. The reasoning of others is context, which many templates drop.
+        is_question: True if `whole` ends with the generation prompt.
+
+    Raises:
+        UserError: if the text of the chat stays the same with another text in one of these places.
+    """
+    for index, message in enumerate(chat):
+        names = ("content", *REASONING) if index in learnt else ("content",)
+        for name in names:
+            text = message.get(name)
+            # the content of a message with images is a list
+            if not isinstance(text, str) or text.strip() in whole:
+                continue
+            # the template may write it in another form, in which another text is another one, too
+            changed_chat = [*chat[:index], message | {name: text + _PROBE}, *chat[index + 1 :]]
+            try:
+                changed = render(changed_chat, tokenizer, where, is_question=is_question, arguments=arguments)
+            except UserError:
+                # only a template that reads a text can refuse it
+                continue
+            if changed == whole:
+                raise _not_shown(name, index, message, tokenizer, where)
+
+
+def _not_shown(name: str, index: int, message: Message, tokenizer: PreTrainedTokenizerBase, where: str) -> UserError:
+    """Returns the error about an entry of a message that the template does not show."""
+    template = f"the chat template of {tokenizer.name_or_path!r}"
+    if name == "content":
+        shown = f"message {index} of the role {message['role']!r} ({message[name]!r:.80})"
+        return UserError(
+            f"{where}: {template} does not show {shown}: "
+            "set another template with data.chat_template, or write the text into a message that the template shows"
+        )
+    return UserError(
+        f"{where}: {template} does not show the {name} of message {index}, so the answer would be learnt without it. "
+        f"A template reads one of {', '.join(REASONING)}: rename the entry, set data.chat_template or "
+        "data.apply_chat_template_kwargs, or leave the entry out"
+    )
 
 
 def _text_if_accepted(chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, arguments: Arguments) -> str | None:

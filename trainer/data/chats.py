@@ -29,7 +29,8 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 """Types of message parts with text, each with the key of its text."""
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 """The beginning of a list of messages as JSON, or as Python prints it."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Entries of an answer with its reasoning, of which a template reads one."""
 
 
 def wrong_value(where: str, value: object, expected: str) -> UserError:
@@ -88,6 +89,14 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
     calls = others.pop("tool_calls", None)
     if calls:
         others["tool_calls"] = _read_tool_calls(calls, where)
+    # templates ignore it, so that the answer would be empty
+    if others.get("function_call"):
+        raise wrong_value(
+            f"{where}, function_call of a message",
+            others["function_call"],
+            "OpenAI's present form, tool_calls: [{'type': 'function', 'function': {'name': ..., 'arguments': ...}}], "
+            "and the result as a message of the role tool",
+        )
     role = _checked_text(message["role"], f"{where}, role of a message")
     if role == "developer":
         role = "system"
@@ -98,7 +107,7 @@ def _read_message(message: object, where: str, images: list[object] | None) -> M
     if not content and message.get("refusal") is not None:
         content = message["refusal"]
     if content is None:
-        has_other_output = any(others.get(name) for name in ("tool_calls", *_REASONING))
+        has_other_output = any(others.get(name) for name in ("tool_calls", *REASONING))
         may_be_empty = role == "tool" or (role == "assistant" and has_other_output)
         if may_be_empty:
             content = ""

@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chat_tokens import (
     Arguments,
     check_calls_shown,
+    check_messages_shown,
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
     render,
 )
 from trainer.data.chats import Chat, read_messages
-from trainer.data.row_formats import is_missing
+from trainer.data.row_formats import is_missing, value_at
 from trainer.data.sft_dataset import (
     LOSS_MASKS,
     NO_ARGUMENTS,
@@ -127,8 +128,11 @@ def load_pairs(
 
 
 def _margin(row: Row, where: str) -> float:
-    """Returns the row's value in TRL's column `margin`, or 0 without that column."""
-    margin = row.get(MARGIN, 0.0)
+    """Returns the row's value in TRL's column `margin`, or 0 without one."""
+    margin = row.get(MARGIN)
+    # parquet gives each row the columns of all rows
+    if margin is None:
+        return 0.0
     # Python counts a bool as an int
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
     # json and parquet can hold NaN and infinity, with which no loss is finite
@@ -202,13 +206,14 @@ def _column(row: Row, key: str, option: str, where: str) -> object:
     Raises:
         UserError: If the row lacks the column, or has no value there.
     """
-    if is_missing(row.get(key)):
+    value = value_at(row, key)
+    if is_missing(value):
         lacking = "value in column" if key in row else "column"
         raise UserError(
             f"{where}: there is no {lacking} {key!r} (data.{option}); {found_columns(row)}. A correct row: "
             '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}'
         )
-    return row[key]
+    return value
 
 
 def encode_answer(
@@ -228,13 +233,14 @@ def encode_answer(
         arguments: arguments of the chat template.
 
     Raises:
-        UserError: if the chat template refuses the chat, leaves out its tool calls, or renders the question differently
-            when the answer follows.
+        UserError: if the chat template refuses the chat, leaves out its tool calls, a message or the reasoning of the
+            answer, or renders the question differently when the answer follows.
     """
     # with the generation prompt, after which a policy samples its answer
     question = render(chat[:-1], tokenizer, where, is_question=True, arguments=arguments)
     whole = render(chat, tokenizer, where, is_question=False, arguments=arguments)
     check_calls_shown(chat, tokenizer, where, arguments)
+    check_messages_shown(chat, whole, tokenizer, where, arguments, learnt=[len(chat) - 1])
     # the answer is sampled after exactly the tokens of the question
     if not whole.startswith(question):
         raise UserError(

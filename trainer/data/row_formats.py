@@ -20,14 +20,16 @@ from trainer.data.chats import (
     read_tools,
     read_tools_file,
     refuse_messages_as_text,
+    without_nulls,
     wrong_value,
 )
 from trainer.data.images import PLACEHOLDER, read_image
 from trainer.data.sources import Row, RowTable
 from verl_lite.config import DataConfig
+from verl_lite.config.data import template_argument_problems
 from verl_lite.config.sources import is_unicode
 from verl_lite.errors import UserError
-from verl_lite.json_types import ExtraInfo, JsonObject, ToolSchema
+from verl_lite.json_types import ExtraInfo, JsonObject, KeywordArguments, ToolSchema
 
 EXAMPLE_ROW: Row = {
     "data_source": "openai/gsm8k",
@@ -39,6 +41,8 @@ EXAMPLE_ROW: Row = {
 
 # columns that data.columns can map; reward_model is read under its own name
 _OURS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # TRL's column of a row's arguments of the chat template
+THINKING = "enable_thinking"  # such an argument, for which verl has a column of this name
 _MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 _MOST_ANSWERS = 1_000_000
 _ROWS_AT_ONCE = 1000  # rows of a table that are converted to Python objects at a time
@@ -109,7 +113,7 @@ class RowSchema:
     def rows(self, table: RowTable, indices: Sequence[int]) -> Iterator[PromptRow]:
         """Yields the checked rows at these indices. Raises UserError for the first unusable row."""
         # only the columns that are used, because others would be converted to Python objects for nothing
-        wanted = ["reward_model", *self._image_columns, *_MEDIA_COLUMNS, *table.media]
+        wanted = ["reward_model", *self._image_columns, *_MEDIA_COLUMNS, *table.media, TEMPLATE_ARGUMENTS, THINKING]
         for names in self._theirs.values():
             for name in names:
                 # a dotted name can be that of a column, or of an entry of a column
@@ -169,6 +173,7 @@ class RowSchema:
                     f"{where}, column {name!r} is not empty ({MULTIMODAL}); if it has images, set data.image_key={name}"
                 )
 
+        self._require_common_arguments(raw, where)
         source = self._data_source(raw, table, where)
         images = self._images(raw)
         prompt, answer = self._prompt(raw, where, images)
@@ -191,6 +196,20 @@ class RowSchema:
             "n": self._answers(raw, where),
             "images": files,
         }
+
+    def _require_common_arguments(self, raw: Row, where: str) -> None:
+        """Raises UserError if a row has arguments of the chat template that the run does not use for all rows."""
+        mapped_columns = [name for names in self._theirs.values() for name in names]
+        # a column that the user has given another meaning, such as one of extra_info
+        unmapped = {name: value for name, value in raw.items() if name not in mapped_columns}
+        arguments = self._config.apply_chat_template_kwargs
+        for name, value in own_template_arguments(unmapped, where).items():
+            if name not in arguments or arguments[name] != value:
+                raise UserError(
+                    f"{where}: the row has the argument {name}={value!r:.100} of the chat template (column "
+                    f"{TEMPLATE_ARGUMENTS!r} or {THINKING!r}), and a run has the same arguments for all prompts, "
+                    f"data.apply_chat_template_kwargs={dict(arguments)}: set it there, or leave the column out"
+                )
 
     def _data_source(self, raw: Row, table: RowTable, where: str) -> str:
         """Returns the row's own data source, else that of the options, else the name of the dataset."""
@@ -378,6 +397,29 @@ class RowSchema:
 def is_missing(value: object) -> bool:
     """Returns True for null, which parquet gives rows without a column, and for NaN, which pandas writes instead."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def own_template_arguments(row: Row, where: str) -> KeywordArguments:
+    """Returns the arguments of the chat template that a row has itself, in TRL's column or in verl's.
+
+    Raises UserError if TRL's column does not hold a dictionary of variables of a template.
+    """
+    arguments: dict[str, object] = {}
+    column = row.get(TEMPLATE_ARGUMENTS)
+    if not is_missing(column):
+        if not isinstance(column, dict):
+            raise wrong_value(
+                f"{where}, column {TEMPLATE_ARGUMENTS!r}",
+                column,
+                "a dict of arguments of the chat template, such as {'enable_thinking': False}; leave the column out",
+            )
+        arguments |= without_nulls(column)
+        for problem in template_argument_problems(f"{where}, column {TEMPLATE_ARGUMENTS!r}", arguments):
+            raise UserError(problem)
+    # text, for example, has another meaning
+    if isinstance(row.get(THINKING), bool):
+        arguments[THINKING] = row[THINKING]
+    return arguments
 
 
 def _last_group(regex: re.Pattern[str], text: object, where: str) -> str:

@@ -19,6 +19,7 @@ from trainer.data.chat_tokens import (
     Arguments,
     ChatText,
     check_calls_shown,
+    check_messages_shown,
     check_tools_shown,
     encode_and_cut,
     end_of_answer,
@@ -32,7 +33,7 @@ from trainer.data.chats import (
     refuse_messages_as_text,
     wrong_value,
 )
-from trainer.data.row_formats import check_text_only, is_missing, value_at
+from trainer.data.row_formats import check_text_only, is_missing, own_template_arguments, value_at
 from trainer.data.sources import Row, read_rows
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
@@ -224,19 +225,20 @@ def template_arguments(
     chat: Chat,
     where: str,
 ) -> Arguments:
-    """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, and its tools.
+    """Returns the arguments of the chat template for a row: data.apply_chat_template_kwargs, its own, and its tools.
 
     Args:
-        row: the row, whose column data.tools_key may have tool schemas. data.tools_path has those of rows without.
+        row: the row, which may have arguments of its own (`own_template_arguments`), and in the column data.tools_key
+            tool schemas. data.tools_path has those of rows without.
         tokenizer: the tokenizer.
         config: section `data` of the options.
         chat: the messages of the row.
         where: place of the row, for messages.
 
     Raises:
-        UserError: if the tools are invalid, or if the template does not show them.
+        UserError: if the arguments or the tools are invalid, or if the template does not show the tools.
     """
-    arguments = dict(config.apply_chat_template_kwargs)
+    arguments = {**config.apply_chat_template_kwargs, **own_template_arguments(row, where)}
     tools = None
     if config.tools_key:
         tools = row.get(config.tools_key)
@@ -306,9 +308,10 @@ def read_chat(row: Row, config: SFTDataConfig, where: str) -> tuple[Chat, int]:
         UserError: If the row has neither form, or no assistant message although the loss needs one.
     """
     needs_assistant = config.assistant_only_loss
-    if row.get(config.messages_key) is not None:
+    messages = value_at(row, config.messages_key)
+    if messages is not None:
         column = f"{where}, column {config.messages_key!r}"
-        chat = _read_answer(row[config.messages_key], column, needs_assistant or config.completion_only_loss)
+        chat = _read_answer(messages, column, needs_assistant or config.completion_only_loss)
         if not config.completion_only_loss:
             return chat, 0
         last_answer = max(index for index, message in enumerate(chat) if message["role"] == "assistant")
@@ -409,8 +412,8 @@ def encode_chat(
         arguments: arguments of the chat template.
 
     Raises:
-        UserError: if the template refuses the chat, leaves out its tool calls, or changes earlier turns when later
-            turns follow, or if no token is in the loss.
+        UserError: if the template refuses the chat, leaves out its tool calls or the content or learnt reasoning of a
+            message, or changes earlier turns when later turns follow, or if no token is in the loss.
     """
     may_be_learnt, chat = split_loss_mask(chat, where)
     chat_text = ChatText(chat, tokenizer, where, arguments)
@@ -431,6 +434,9 @@ def encode_chat(
     learnt_from = len(chat_text.whole)
     if not assistant_only:
         learnt_from = chat_text.message_start(first)
+    # after the positions, whose errors say more about a template that changes earlier answers
+    learnt = [index for index in range(first, len(chat)) if may_be_learnt[index]]
+    check_messages_shown(chat, chat_text.whole, tokenizer, where, arguments, learnt=learnt)
 
     tokens, mask = _encode_spans(chat_text.whole, learnt_from, answers, left_out, tokenizer, arguments)
     border = len(mask)  # between prompt and response

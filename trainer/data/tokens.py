@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat_tokens import check_calls_shown
+from trainer.data.chat_tokens import check_calls_shown, check_messages_shown
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.json_types import KeywordArguments
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 CACHED_FROM = 5_000
 """Smallest number of prompts that is cached. Fewer take less than two seconds on one core (recipes/LOG.md)."""
+
+_USUAL_ROLES = {"user", "assistant", "tool"}
+"""Roles that every template shows, or that other checks cover."""
 
 logger = logging.getLogger(__name__)
 
@@ -274,8 +277,8 @@ def _check_shown(
         kwargs: Arguments of the chat template.
 
     Raises:
-        UserError: If the template's output ignores a prompt's tools, tool calls, results of tools, or
-            data.system_prompt.
+        UserError: If the template's output ignores a prompt's tools, tool calls, results of tools, messages of a role,
+            or data.system_prompt.
     """
     with_calls = _first_prompt(prompts, _has_calls)
     with_results = _first_prompt(prompts, _has_results)
@@ -291,8 +294,26 @@ def _check_shown(
         _check_part_shown(part, with_tools, Prompt(with_tools.messages), tokenizer, kwargs)
 
     system = config.system_prompt
-    if system is None:
-        return
+    if system is not None:
+        _check_system_shown(prompts, system, tokenizer, kwargs)
+
+    # templates treat a message by its role and place, so that one prompt of each sequence of roles is enough
+    first_of_roles: dict[tuple[str, ...], Prompt] = {}
+    for prompt in prompts:
+        roles = tuple(message["role"] for message in prompt.messages)
+        first_of_roles.setdefault(roles, prompt)
+    for roles, example in first_of_roles.items():
+        if not set(roles) <= _USUAL_ROLES:
+            arguments = _with_tools(kwargs, example.tools)
+            where = f"The prompt {example.messages!r:.200}"
+            [whole] = _render(tokenizer, [example.messages], example.tools, kwargs)
+            check_messages_shown(example.messages, whole, tokenizer, where, arguments, is_question=True)
+
+
+def _check_system_shown(
+    prompts: Sequence[Prompt], system: str, tokenizer: PreTrainedTokenizerBase, kwargs: KeywordArguments
+) -> None:
+    """Raises UserError if the template does not show data.system_prompt, whose text is `system`."""
 
     def begins_with_system(prompt: Prompt) -> bool:
         # a prompt of the system message alone has nothing to compare it with

@@ -26,8 +26,9 @@ from verl_lite.errors import UserError
 from verl_lite.machine.device import compute_dtype, device_type
 from verl_lite.registry import did_you_mean
 from verl_lite.rewards import asks_by_source, reward_modules
+from workers.agents.conversation import end_of_turn
 from workers.policy.loading import check_sequence_parallel, load_model_config
-from workers.policy.tokenizer import load_tokenizer
+from workers.policy.tokenizer import load_tokenizer, stop_token_ids
 from workers.rewards.reward_pool import RewardPool
 from workers.roles.critic import critic_network
 from workers.roles.frozen_models import teacher_network
@@ -217,6 +218,25 @@ def check_shared_sequences(config: PPOConfig) -> None:
         networks.append(("reward_model", config.reward_model.model))
     for role, network in networks:
         check_sequence_parallel(network, f"{role}.", config.sequence_parallel_size(role))
+
+
+def ending_note(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a sentence if sampled answers do not stop where the chat template ends an answer, else an empty string.
+
+    This is right for a base model, which ends texts with another token. A model that was trained on chats and kept the
+    generation config of its base model writes to the length limit.
+    """
+    # agents and programs stop there
+    if config.is_agentic or tokenizer.chat_template is None:
+        return ""
+    end = end_of_turn(tokenizer, config.data.apply_chat_template_kwargs)
+    if end is None or end in stop_token_ids(config.model, tokenizer):
+        return ""
+    return (
+        f"the chat template ends an answer with {tokenizer.convert_ids_to_tokens(end)!r}, at which sampling does not "
+        "stop: if the model has learnt to end its answers so, add the token "
+        f"{end} to eos_token_id in {config.model.path}/generation_config.json"
+    )
 
 
 def check_vocabulary(config: PPOConfig, datasets: Iterable[PromptDataset]) -> None:

@@ -10,7 +10,7 @@ from trainer.callbacks import Callback
 from trainer.launch.build import GIB, build_trainer, request_of
 from trainer.launch.engine_checks import check_engine, check_experts
 from trainer.launch.model_checks import check_models, model_notes
-from trainer.launch.ppo_data import check_shared_sequences, load_data
+from trainer.launch.ppo_data import check_shared_sequences, ending_note, load_data
 from trainer.launch.run import Job, Report, ResourceRequest, run
 from trainer.observe.console import Console
 from trainer.observe.tracking import Tracking
@@ -134,6 +134,9 @@ class PPOJob(Job[PPOConfig]):
         for dataset in dict.fromkeys((data.train, data.val)):
             if dataset is not None:
                 self.console.print(dataset.report)
+        ending = ending_note(self.config, data.tokenizer)
+        if ending:
+            self.console.note(ending)
         self.total_steps = count_steps(self.config, data.epoch_prompts)
         if self.trainer_class.trains:
             sharding = sharding_of_run(self.config, self.slots)

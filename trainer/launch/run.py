@@ -169,7 +169,7 @@ def run(
         return 0
     trainer: RunConfig = config.trainer
     command = ["python", "-m", job_class.module, *argv] if is_command else []
-    check_trackers(trainer.logger)
+    check_trackers(trainer.logger, trainer.project_name)
     first_states = Callbacks(callbacks).state_dict()
     lost: Exception | None = None
     for retries_left in range(trainer.max_retries, -1, -1):

@@ -30,6 +30,8 @@ OWN = ("console", "jsonl")
 _COLUMNS = ("step", "data_source", "input", "output", "gts", "score")
 _GENERATIONS = "val/generations"
 _REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]")
+_REFUSED_BY_WANDB = re.compile(r"[/\\#?%:]")
+_WANDB_LONGEST = 128  # characters of the name of a project
 _MLFLOW_BATCH = 1000
 """Largest number of metrics that MLflow takes in one call."""
 
@@ -101,11 +103,15 @@ def _own(run: TrackedRun) -> Tracker:
     raise AssertionError("console and jsonl are written without a tracker")
 
 
-def check_trackers(names: Iterable[str]) -> None:
+def check_trackers(names: Iterable[str], project: str = "") -> None:
     """Checks the names in `trainer.logger`.
 
+    Args:
+        names: the names.
+        project: the name of the run's project.
+
     Raises:
-        UserError: for an unknown name, or if the package of that name is not installed.
+        UserError: for an unknown name, if the package of that name is not installed, or if it refuses the project.
     """
     for name in names:
         if name in OWN:
@@ -118,6 +124,21 @@ def check_trackers(names: Iterable[str]) -> None:
         is_package = factory.__module__ == __name__
         if is_package and importlib.util.find_spec(name) is None:
             raise UserError(f"trainer.logger={name}: needs the package {name}: pip install {name}; or leave {name} out")
+        if name == "wandb":
+            _check_wandb_project(project)
+
+
+def _check_wandb_project(project: str) -> None:
+    """Raises UserError for a name that wandb refuses, which it would do only after the start of the run."""
+    key = "trainer.project_name"
+    from_environment = os.environ.get("WANDB_PROJECT")
+    if from_environment:
+        key, project = "WANDB_PROJECT", from_environment
+    if len(project) > _WANDB_LONGEST or _REFUSED_BY_WANDB.search(project):
+        raise UserError(
+            f"{key}={project}: wandb refuses this name of a project: choose one of at most {_WANDB_LONGEST} characters "
+            "without / \\ # ? % and :, or leave wandb out of trainer.logger"
+        )
 
 
 def _tell_offline(run: TrackedRun, name: str, sync: str, folder: Path) -> None:

@@ -43,7 +43,7 @@ class Tracking:
 
     def __init__(self, run_dir: Path, config: RunOptions, console: Console) -> None:
         trainer = config.trainer
-        check_trackers(trainer.logger)
+        check_trackers(trainer.logger, trainer.project_name)
         run_dir = Path(run_dir)
         run = TrackedRun(
             run_dir=run_dir,

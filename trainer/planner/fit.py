@@ -3,7 +3,6 @@
 import bisect
 import copy
 import itertools
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.model_shape import ModelShape
 from trainer.planner.networks import Networks
 from trainer.ppo.requirements import needs_reference_model
-from verl_lite.config import NetworkConfig, PPOConfig
+from verl_lite.config import NetworkConfig, PPOConfig, written_value
 from verl_lite.config.option_table import value_of
 
 # devices that the search reports besides the planned one
@@ -361,7 +360,7 @@ def fit_table(
             problems = [f"nothing tried fits: the phase {plan.worst!r} needs the most", *plan.notes]
             text = "; ".join(problems)
         else:
-            options = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+            options = [f"{key}={written_value(value)}" for key, value in changes.items()]
             text = " ".join(options) or "none"
             if size == memory_gib:
                 devices = f"trainer.n_gpus_per_node={slots // config.trainer.nnodes}"

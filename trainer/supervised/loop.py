@@ -7,7 +7,6 @@ The caller defines the network and the loss. The result is a folder in Hugging F
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import shlex
@@ -39,7 +38,7 @@ from trainer.planner.memory_table import GIB, MemoryPlan
 from trainer.planner.networks import checkpoint_bytes
 from trainer.planner.supervised import batches_of, read_network, supervised_plan, supervised_rows
 from trainer.recipe import recipe_modules
-from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig
+from verl_lite.config import ConfigError, SupervisedConfig, SupervisedDataConfig, written_value
 from verl_lite.config.checks import section_problems
 from verl_lite.config.idle_options import Situation
 from verl_lite.config.supervised import EACH_EPOCH
@@ -480,7 +479,7 @@ class SupervisedJob(Job[Options]):
         template_arguments = self.config.data.apply_chat_template_kwargs
         # the template itself is in the exported folder, its arguments are not
         if template_arguments:
-            next_command += f" data.apply_chat_template_kwargs={shlex.quote(json.dumps(template_arguments))}"
+            next_command += f" data.apply_chat_template_kwargs={shlex.quote(written_value(template_arguments))}"
         commands = {
             "look": f"python -m trainer.report {shlex.quote(str(self.run_dir))}",
             "train on": next_command,

@@ -27,7 +27,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from verl_lite.config import parse_value, split_choices
+from verl_lite.config import misread_numbers, parse_value, repeated_keys, split_choices, written_value
 from verl_lite.errors import UserError
 
 STOP = "stop"
@@ -287,12 +287,21 @@ def _parameter_of_settings(name: str, values_by_label: Mapping[str, Mapping[str,
 
 
 def as_text(value: object) -> str:
-    """Formats a value of a YAML file for the command line."""
+    """Formats a value of a YAML file for the command line, where it stays one value: no comma in it divides choices."""
     if isinstance(value, list):
-        return f"[{_joined(value)}]"
+        text = f"[{_joined(value)}]"
+        return text if parse_value(text) == value else written_value(value)
+    if isinstance(value, str):
+        is_one_value = split_choices(value) == [value] and not _CALL.fullmatch(value)
+        return value if is_one_value else written_value(value)
     if value is None or isinstance(value, bool | dict):
-        return json.dumps(value)
+        return written_value(value)
     return str(value)
+
+
+def _as_written(value: object) -> str:
+    """Formats a value of a YAML file that the command line reads as a user has written it, such as a range."""
+    return value if isinstance(value, str) else as_text(value)
 
 
 def _joined(values: Iterable[object]) -> str:
@@ -405,10 +414,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _file_words(name: str) -> Iterator[str]:
     """Yields the content of a sweep file as words of a command line."""
+    text = read_files([name])[name]
     try:
-        content = yaml.safe_load(read_files([name])[name])
-    except yaml.YAMLError as error:
+        problems = [*misread_numbers(text), *repeated_keys(text)]
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"--file {name}: is not valid YAML: {error}") from None
+    if problems:
+        raise UserError(f"--file {name}: {'; '.join(problems)}")
     if not isinstance(content, dict):
         raise UserError(f"--file {name}: expected a mapping with settings, space, metric and other options")
 
@@ -426,7 +439,7 @@ def _file_words(name: str) -> Iterator[str]:
             if entry == "config" and isinstance(value, list):
                 repetitions = value
             for repetition in repetitions:
-                yield f"--{option}={as_text(repetition)}"
+                yield f"--{option}={_as_written(repetition)}"
 
 
 def _word_of_space(key: str, value: object) -> str:
@@ -435,7 +448,7 @@ def _word_of_space(key: str, value: object) -> str:
         return f"@{key}={json.dumps(value)}"
     if isinstance(value, list):
         return f"{key}={_joined(value)}"
-    return f"{key}={as_text(value)}"
+    return f"{key}={_as_written(value)}"
 
 
 def _study_spec(line: argparse.Namespace) -> StudySpec:

@@ -45,7 +45,7 @@ def problem(spec: StudySpec, values: dict[str, Value], gpus: int | None) -> str:
         # null would mean all GPUs, but the sweep gives each run this number
         if not config.trainer.n_gpus_per_node:
             config.trainer.n_gpus_per_node = gpus
-        check_trackers(config.trainer.logger)
+        check_trackers(config.trainer.logger, config.trainer.project_name)
         slots = resolve_slots(config)
         validate(config, engines=engine_names(), slots=slots, available=gpus)
     except UserError as error:

@@ -39,7 +39,7 @@ from verl_lite.config.reward import CustomRewardConfig, RemoteRewardConfig, Rewa
 from verl_lite.config.rollout import RolloutConfig
 from verl_lite.config.rollout_correction import RolloutCorrectionConfig
 from verl_lite.config.run import EarlyStoppingConfig, RayInitConfig, RunConfig, RunOptions, TrainerConfig
-from verl_lite.config.sources import parse_value, split_choices
+from verl_lite.config.sources import misread_numbers, parse_value, repeated_keys, split_choices, written_value
 from verl_lite.config.supervised import (
     DPOConfig,
     PreferenceDataConfig,

@@ -24,6 +24,24 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 _TRUNCATIONS = ("error", "left", "right", "middle")
 OUR_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info", "tools", "n")
 """The keys that `data.columns` accepts."""
+_SET_BY_TRAINER = {
+    "chat_template": "data.chat_template names the template",
+    "tools": "data.tools_path names the file of the tools",
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "chats",
+            "continue_final_message",
+            "conversation",
+            "messages",
+            "tokenize",
+            "tokenizer",
+        ),
+        "the trainer sets it",
+    ),
+    **dict.fromkeys(("return_assistant_tokens_mask", "return_dict", "return_tensors"), "templates give text here"),
+}
+"""Arguments of `apply_chat_template` that are no variables of a template, and why they cannot be given."""
 CHAT_TEMPLATE = "file, Jinja text, or a named one of the tokenizer; none = the messages' texts; null = its own"
 
 
@@ -72,6 +90,9 @@ class DataConfig(Options):
     chat_template: str | None = opt(None, CHAT_TEMPLATE)
     apply_chat_template_kwargs: FreeDict = opt({}, "extra arguments of the tokenizer's chat template")
 
+    def check(self) -> Problems:
+        yield from template_argument_problems("data.apply_chat_template_kwargs", self.apply_chat_template_kwargs)
+
     def check_prompts(self, *, trains: bool) -> Problems:
         """Yields the problems of files, columns and order for a run on prompts. Rows are checked when they are read."""
         # a custom dataset class interprets the files itself
@@ -91,6 +112,14 @@ class DataConfig(Options):
                 "such as '#### (.+)'"
             )
         yield from _source_problems(self.sources)
+
+
+def template_argument_problems(where: str, arguments: Mapping[str, object]) -> Problems:
+    """Yields the problems of arguments that are given to a chat template. where: the option or place that has them."""
+    for name, reason in _SET_BY_TRAINER.items():
+        if name in arguments:
+            setting = f"{name}={arguments[name]}"
+            yield f"{where}: {setting:.80} is not accepted, because {reason}; expected are variables of the template"
 
 
 def python_file(name: str, path: str | None) -> Problems:

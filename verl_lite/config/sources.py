@@ -3,6 +3,7 @@
 The loader (`loader.py`) translates and merges them.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _COMMENT_SIGN = re.compile(r"(?<!\S)#")
 # a character of private use, which YAML treats as a letter
 _NO_COMMENT = "\ue000"
 _VALUE_SHOWN = 200  # characters of a value in a message
+# raw, YAML refuses them or reads them as ends of lines; as escapes, it reads them as they are
+_RAW_UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 # YAML 1.1 reads the first kind in base 8, so that 010 is 8, and the others in base 60, so that 1:30 is 90
 _MISREAD = re.compile(r"[-+]?(?:0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)")
 
@@ -77,6 +80,16 @@ def parse_value(raw: str) -> object:
     return _with_comment_signs(parsed["value"])
 
 
+def written_value(value: object) -> str:
+    """Returns the text that `parse_value` reads as this value. Objects that JSON lacks, such as paths, become texts.
+
+    It is JSON without the escapes for characters above U+FFFF, such as emoji: JSON writes two escapes for one
+    character, which YAML refuses.
+    """
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return _RAW_UNREADABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def _with_comment_signs(value: object) -> object:
     """Returns a parsed value with # in place of `_NO_COMMENT`."""
     if isinstance(value, str):
@@ -102,13 +115,22 @@ def _with_spaced_colons(raw: str) -> str:
     spaced = ""
     openings: list[str] = []  # of the brackets that are open
     quote = ""  # the open quotation mark
+    closed = ""  # the quotation mark, if the last character closed it
+    is_escaped = False  # True after a backslash in double quotation marks
     is_key = False
     last = ""  # the last character that is no blank
     for character in raw:
         spaced += character
+        before = closed
+        closed = ""
         if quote:
-            if character == quote:
+            if character == quote and not is_escaped:
+                closed = quote
                 quote = ""
+            is_escaped = quote == '"' and character == "\\" and not is_escaped
+        # two single quotation marks within a quoted text stand for one
+        elif character == before == "'":
+            quote = character
         elif character in "'\"" and last in ("", "{", "[", ",", ":"):
             # inside a word, as in don't, it is an apostrophe
             quote = character
@@ -144,6 +166,32 @@ def misread_numbers(text: str) -> Iterator[str]:
                 f"line {line}: YAML reads {event.value} as {number}: write a number without leading zeros and colons, "
                 f"and a text in quotes, as '{event.value}'"
             )
+
+
+def repeated_keys(text: str) -> Iterator[str]:
+    """Yields a sentence for each key that a mapping of a YAML text has twice, of which PyYAML keeps the last.
+
+    Raises yaml.YAMLError if the text is no YAML.
+    """
+    root = yaml.compose(text, yaml.SafeLoader)
+    nodes = [root] if root else []
+    seen: set[int] = set()  # an alias is a node again
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                nodes.append(value)
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in lines:
+                        yield f"line {line}: {key.value} is also in line {lines[key.value]}: leave one of them out"
+                    lines[key.value] = line
 
 
 def split_choices(raw: str) -> list[str]:

@@ -3,13 +3,14 @@ models (`trainer.main_rm`)."""
 
 from dataclasses import dataclass
 
-from verl_lite.config.data import CHAT_TEMPLATE
+from verl_lite.config.data import CHAT_TEMPLATE, template_argument_problems
 from verl_lite.config.fields import (
     ALL_OR_SOME,
     NOT_NEGATIVE,
     POSITIVE,
     FreeDict,
     Options,
+    Problems,
     Range,
     at_least,
     opt,
@@ -39,8 +40,13 @@ class SupervisedDataConfig(Options):
     apply_chat_template_kwargs: FreeDict = opt({}, "extra arguments of the tokenizer's chat template")
     tools_key: str | None = opt("tools", "column of tool schemas for the chat template; null = ignore the column")
     tools_path: str | None = opt(None, "json list of tool schemas for the chat template, for rows without tools")
-    max_length: int = opt(1024, "maximum number of tokens of a sequence (prompt and one answer); see `truncation`")
-    max_token_len_per_gpu: int = opt(16384, "maximum number of tokens per micro-batch")
+    max_length: int = opt(
+        1024, "maximum number of tokens of a sequence (prompt and one answer); see `truncation`", at_least(1)
+    )
+    max_token_len_per_gpu: int = opt(16384, "maximum number of tokens per micro-batch", at_least(1))
+
+    def check(self) -> Problems:
+        yield from template_argument_problems("data.apply_chat_template_kwargs", self.apply_chat_template_kwargs)
 
 
 @dataclass

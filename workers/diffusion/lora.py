@@ -17,7 +17,7 @@ from torch import nn
 from verl_lite.config.diffusion import DiffusionModelConfig
 from verl_lite.config.flow_grpo import FlowModelConfig
 from verl_lite.errors import UserError
-from workers.engine.lora import IN_NETWORK
+from workers.engine.lora import IN_NETWORK, base_name
 from workers.policy.adapter import ALL_LINEAR
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def add_adapter(network: nn.Module, model: DiffusionModelConfig | FlowModelConfi
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         target_modules=targets,
-        base_model_name_or_path=str(model.path),
+        base_model_name_or_path=base_name(model.path),
     )
     network.requires_grad_(False)
     if isinstance(network, _RecordsAdapter):

@@ -38,6 +38,15 @@ def adapter_off(network: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def base_name(path: str | None) -> str:
+    """Returns the name of an adapter's base model for its config: the absolute path of a folder, or a name on the hub.
+
+    Absolute, because an export, which may be called from another folder, merges the adapter into this model.
+    """
+    folder = Path(str(path))
+    return str(folder.absolute()) if folder.is_dir() else str(path)
+
+
 def scale_of(config: LoraConfig) -> float:
     """Returns the factor alpha / rank of B A x."""
     return float(config.lora_alpha) / int(config.r)

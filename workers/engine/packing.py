@@ -412,13 +412,16 @@ def pad(columns: Mapping[str, torch.Tensor]) -> ModelInputs:
     used = _used_tokens(columns["attention_mask"], mask) & is_active
     order = torch.arange(len(mask))
     position = torch.arange(used.numel()).view(used.shape)
+    # the model may have no embedding for the tokenizer's pad token, which was added to the tokenizer alone
+    is_padding = columns["attention_mask"] == 0
+    input_ids = columns["input_ids"].masked_fill(is_padding, 0)
     return _model_inputs(
         columns,
         mask,
         order,
         used,
         position,
-        input_ids=columns["input_ids"],
+        input_ids=input_ids,
         position_ids=columns["position_ids"],
         attention_mask=columns["attention_mask"],
     )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from verl_lite.config import ModelConfig, NetworkConfig, PPOConfig
 from verl_lite.errors import UserError
-from workers.engine.lora import IN_NETWORK, is_adapter_parameter, merged
+from workers.engine.lora import IN_NETWORK, base_name, is_adapter_parameter, merged
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.saved_adapter import (
     WEIGHTS_FILE,
@@ -74,7 +74,7 @@ def add_adapter(network: PreTrainedModel, model: ModelConfig) -> LoraConfig:
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(model.path),
+        base_model_name_or_path=base_name(model.path),
     )
     with user_error_on_failure(f"model.target_modules={targets}", "peft has no adapter for these layers; name others"):
         inject_adapter_in_model(config, adapted)
@@ -208,7 +208,7 @@ def _require_same_layers(
             own = f"{expected} there"
         difference = f"has the shape {shape}, and {model.path} has {own}"
         advice = f"Set model.path={base}, or train {model.path} without this adapter"
-        if not base or base == str(model.path):
+        if not base or base in (str(model.path), base_name(model.path)):
             advice = f"Give the adapter of the model that is now at {model.path}, or train that model without one"
         raise UserError(f"model.lora_adapter_path={folder}: an adapter of another model: {name} {difference}. {advice}")
 

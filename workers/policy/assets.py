@@ -1,8 +1,9 @@
 """The files of an exported model besides its weights: config, generation config, tokenizer, processor and code.
 
 They are made once, when a run starts, and kept in memory: what cannot be written then ends the run before it trains,
-and no later checkpoint depends on the initial model's folder. The generation config is copied as it is, because
-transformers reads files that it refuses to write, such as a temperature without do_sample (Llama 2, Vicuna).
+and no later checkpoint depends on the initial model's folder. The generation config is copied as it is, apart from
+further tokens that end a response, because transformers reads files that it refuses to write, such as a temperature
+without do_sample (Llama 2, Vicuna).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from transformers import AutoTokenizer, PretrainedConfig
 
 from verl_lite.config import ModelConfig, NetworkConfig
 from verl_lite.errors import UserError
-from workers.policy.generation_config import GENERATION_CONFIG, generation_config, model_file
+from workers.policy.generation_config import GENERATION_CONFIG, eos_token_ids, generation_config, model_file
 from workers.policy.model_errors import user_error_on_failure
 from workers.policy.tokenizer import set_chat_template
 from workers.policy.vision import has_vision
@@ -27,7 +28,12 @@ ASSETS = "huggingface"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: str | None = None) -> dict[str, bytes]:
+def model_assets(
+    model: NetworkConfig,
+    config: PretrainedConfig,
+    chat_template: str | None = None,
+    answer_ends: Collection[int] = (),
+) -> dict[str, bytes]:
     """Returns the files of a model besides its weights, by their path in its folder.
 
     Args:
@@ -35,6 +41,8 @@ def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: 
         config: the config of the trained network.
         chat_template: value of data.chat_template. The tokenizer is written with the template that the run uses, so
             that later commands on the exported folder have the same prompts.
+        answer_ends: tokens with which the trained network ends its answers. The generation config gets those that it
+            lacks; otherwise it is copied as it is.
 
     Raises:
         UserError: one of the files cannot be read or written, with the key, the file and the remedy.
@@ -45,6 +53,7 @@ def model_assets(model: NetworkConfig, config: PretrainedConfig, chat_template: 
         _write_config(config, model, folder)
         _write_tokenizer(model, chat_template, folder)
         _copy_files(model, config, folder)
+        _add_answer_ends(model, config, answer_ends, folder)
         assets = {}
         for file in sorted(folder.rglob("*")):
             if file.is_file():
@@ -110,3 +119,24 @@ def _copy_files(model: NetworkConfig, config: PretrainedConfig, folder: Path) ->
             shutil.copyfile(file, folder / name)
     # raises UserError for a file that the export's readers would refuse
     generation_config(str(model.path))
+
+
+def _add_answer_ends(
+    model: NetworkConfig, config: PretrainedConfig, answer_ends: Collection[int], folder: Path
+) -> None:
+    """Adds the tokens to those that end a generation, which a base model ends with another token than a chat.
+
+    Without them, every program that generates with the exported model would run on after the end of an answer.
+    """
+    entries = generation_config(str(model.path))
+    # transformers reads those of config.json if the generation config has none
+    ends = eos_token_ids(entries)
+    if not ends:
+        problem = f"model.path={model.path!r}: its config.json is invalid"
+        with user_error_on_failure(problem, "correct its eos_token_id"):
+            ends = eos_token_ids({"eos_token_id": getattr(config, "eos_token_id", None)})
+    missing = [token for token in answer_ends if token not in ends]
+    if missing:
+        entries["eos_token_id"] = [*ends, *missing]
+        text = json.dumps(entries, indent=2)
+        (folder / GENERATION_CONFIG).write_text(text + "\n", encoding="utf-8")

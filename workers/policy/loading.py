@@ -171,6 +171,7 @@ def token_network(
     sequence_parallel_size: int = 1,
     trains_vision: bool = False,
     chat_template: str | None = None,
+    answer_ends: Callable[[], Collection[int]] = tuple,
 ) -> NetworkBuilder:
     """Returns the engine's builder of the network that `model` specifies, as the policy that `build_policy` makes.
 
@@ -180,6 +181,7 @@ def token_network(
         sequence_parallel_size: number of consecutive ranks that share the tokens of each micro-batch.
         trains_vision: False freezes the vision tower of a vision-language model.
         chat_template: data.chat_template of a trained network, which its checkpoints and exports contain.
+        answer_ends: returns the tokens with which a trained network learns to end its answers; see `model_assets`.
     """
 
     def build(arguments: BuildArguments) -> Policy:
@@ -202,7 +204,7 @@ def token_network(
             limit_activations(policy.model, model)
             # on the rank that writes them, or to find errors
             if arguments.with_weights or is_empty:
-                policy.assets = model_assets(model, config, chat_template)
+                policy.assets = model_assets(model, config, chat_template, answer_ends())
 
         if model.compile and not is_empty:
             compile_policy(policy)
@@ -443,11 +445,7 @@ def build_network(auto_class: AutoClass, spec: NetworkSpec, *, new_head: bool = 
     if spec.with_weights or spec.is_empty:
         network = _load_network(auto_class, spec, new_head)
     else:
-        # uninitialised parameters need no time, and no memory until the engine writes its shards
-        with no_init_weights():
-            network = auto_class.from_config(
-                spec.config, dtype=spec.dtype, trust_remote_code=spec.model.trust_remote_code
-            )
+        network = _network_of_config(auto_class, spec)
         # as on rank 0, whose parameters have the same names then
         network.tie_weights()
 
@@ -460,6 +458,15 @@ def build_network(auto_class: AutoClass, spec: NetworkSpec, *, new_head: bool = 
             if isinstance(getattr(module, noise, None), float):
                 vars(module)[noise] = 0.0
     return network
+
+
+def _network_of_config(auto_class: AutoClass, spec: NetworkSpec) -> PreTrainedModel:
+    """Builds a network whose buffers are set and whose parameters are uninitialised.
+
+    They need no time, and no memory until they are written.
+    """
+    with no_init_weights():
+        return auto_class.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.model.trust_remote_code)
 
 
 def build_with_label(kind: str, spec: NetworkSpec, refusal: str) -> PreTrainedModel:
@@ -515,7 +522,27 @@ def _load_network(auto_class: AutoClass, spec: NetworkSpec, new_head: bool) -> P
     with torch.no_grad():
         for name in head_parameters:
             network.get_parameter(name).zero_()
+    if not spec.is_empty:
+        _set_computed_buffers(network, auto_class, spec)
     return network
+
+
+def _set_computed_buffers(network: PreTrainedModel, auto_class: AutoClass, spec: NetworkSpec) -> None:
+    """Sets the buffers that no weight file contains, in a loaded network whose code comes with the model.
+
+    transformers creates the network without memory, and afterwards computes such buffers for the modules that it knows.
+    All others, such as the frequencies of an own rotary embedding, would be what the memory held before.
+    """
+    if type(network).__module__.startswith("transformers.models."):
+        return
+    saved_names = network.state_dict().keys()
+    computed = {name: buffer for name, buffer in network.named_buffers() if name not in saved_names}
+    if not computed:
+        return
+    # as on the other ranks
+    buffers = dict(_network_of_config(auto_class, spec).named_buffers())
+    for name, buffer in computed.items():
+        buffer.copy_(buffers[name])
 
 
 def _require_tied_as_configured(network: PreTrainedModel, spec: NetworkSpec) -> None:

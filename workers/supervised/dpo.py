@@ -6,6 +6,7 @@ model.path, with the adapter at model.lora_adapter_path if there is one (as in T
 the same micro-batches as the policy's, so the first loss is exactly log 2.
 """
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -21,7 +22,7 @@ from verl_lite.single_controller.decorator import Dispatch, register
 from workers.policy.adapter import has_adapter
 from workers.policy.causal_lm import causal_lm
 from workers.supervised.pairs import means_over_pairs, texts_of, valid_pairs
-from workers.supervised.worker import SupervisedWorker
+from workers.supervised.worker import SupervisedWorker, learnt_ends
 
 
 def dpo_step_loss(
@@ -85,6 +86,9 @@ class DPOWorker(SupervisedWorker):
             temperature=1.0,
             calculate_entropy=False,
         )
+
+    def answer_ends(self) -> Collection[int]:
+        return learnt_ends(self.config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -1,5 +1,7 @@
 """Loss and worker of supervised fine-tuning."""
 
+from collections.abc import Collection
+
 import torch
 
 from verl_lite.config import SFTConfig
@@ -8,7 +10,7 @@ from verl_lite.core_algos import LossResult
 from verl_lite.metrics import Metric
 from verl_lite.protocol import DataProto
 from workers.policy.causal_lm import causal_lm
-from workers.supervised.worker import SupervisedWorker
+from workers.supervised.worker import SupervisedWorker, learnt_ends
 
 
 def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> LossResult:
@@ -34,6 +36,8 @@ def sft_loss(data: DataProto, outputs: dict[str, torch.Tensor]) -> LossResult:
 class SFTWorker(SupervisedWorker):
     """One rank of supervised fine-tuning."""
 
+    config: SFTConfig
+
     def __init__(self, config: SFTConfig, total_training_steps: int) -> None:
         super().__init__(
             config,
@@ -43,3 +47,6 @@ class SFTWorker(SupervisedWorker):
             temperature=1.0,
             calculate_entropy=False,
         )
+
+    def answer_ends(self) -> Collection[int]:
+        return learnt_ends(self.config)

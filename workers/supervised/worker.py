@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from verl_lite.config import SupervisedConfig
+from collections.abc import Collection
+
+from verl_lite.config import SFTConfig, SupervisedConfig
 from verl_lite.protocol import DataProto
 from verl_lite.single_controller.decorator import Dispatch, register
+from workers.agents.conversation import end_of_turn
 from workers.engine.network import NetworkBuilder
 from workers.engine.phase import PhaseManager
 from workers.engine.update import LossFunction
 from workers.policy.loading import PolicyBuilder, token_network
+from workers.policy.tokenizer import load_tokenizer
 from workers.roles.training_worker import COMPUTE_METRIC, TrainingWorker
 
 
@@ -53,7 +57,12 @@ class SupervisedWorker(TrainingWorker):
             self.build_policy,
             config.ulysses_sequence_parallel_size,
             chat_template=config.data.chat_template,
+            answer_ends=self.answer_ends,
         )
+
+    def answer_ends(self) -> Collection[int]:
+        """Returns the tokens with which the network learns to end its answers; none for a network without answers."""
+        return ()
 
     @register(dispatch_mode=COMPUTE_METRIC)
     def train(self, data: DataProto) -> DataProto:
@@ -77,3 +86,10 @@ class SupervisedWorker(TrainingWorker):
     def rows(self, data: DataProto) -> DataProto:
         """Returns a planned batch in the form that policy and loss read. The engine may be off the device."""
         return data
+
+
+def learnt_ends(config: SFTConfig) -> Collection[int]:
+    """Returns the token with which the chat template of a run ends answers, or none without such a token."""
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    end = end_of_turn(tokenizer, config.data.apply_chat_template_kwargs)
+    return () if end is None else (end,)

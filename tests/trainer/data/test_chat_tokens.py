@@ -6,6 +6,7 @@ The expected tokens are those of `tokenizer.apply_chat_template` for the whole c
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,74 @@ def test_a_message_that_only_calls_tools_needs_no_content(
     assert text.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n")
 
 
+# as gpt-oss's: a system message is read only in the first place, and the reasoning of the last answer as `thinking`
+PLACES = (
+    "{% for m in messages %}<|im_start|>"
+    "{% if m.role == 'system' and loop.first %}rules: {{ m.content | upper }}<|im_end|>"
+    "{% elif m.role == 'user' %}user {{ m.content }}<|im_end|>"
+    "{% elif m.role == 'assistant' %}assistant "
+    "{% if m.thinking and loop.last %}({{ m.thinking }}) {% endif %}{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([user("one"), SYSTEM, assistant("two")], "does not show message 1 of the role 'system' ('be brief')"),
+        ([user("one"), {"role": "critic", "content": "no"}, assistant("two")], "message 1 of the role 'critic' ('no')"),
+        ([user("one"), assistant("two") | {"reasoning": "since"}], "does not show the reasoning of message 1"),
+        ([user("one"), assistant("") | {"reasoning_content": "since"}], "the reasoning_content of message 1"),
+    ],
+)
+def test_what_the_template_does_not_show_is_refused(chat: list[dict[str, Any]], message: str) -> None:
+    tokenizer = byte_level(PLACES, "<|im_end|>", "<|im_start|>")
+    with pytest.raises(UserError, match=rf"row 7: .*{re.escape(message)}"):
+        encode_chat(chat, tokenizer, "row 7")
+    with pytest.raises(UserError, match=re.escape(message)):
+        encode_answer(chat, tokenizer, "end_of_turn", "row 7")
+    if chat[1]["role"] != "assistant":
+        with pytest.raises(UserError, match=re.escape(message)):
+            encode_prompts([Prompt(CHAT[:1]), Prompt(chat[:2])], tokenizer, DataConfig())
+
+
+def test_what_the_template_writes_in_another_form_is_shown() -> None:
+    tokenizer = byte_level(PLACES, "<|im_end|>", "<|im_start|>")
+    chat = [SYSTEM, user("one"), assistant("two") | {"thinking": "since"}]
+    assert learnt_text(encode_chat(chat, tokenizer, "row 0"), tokenizer) == ["(since) two<|im_end|>"]
+    # the reasoning of an answer that is context need not be shown
+    context = [*chat, user("three"), assistant("four")]
+    assert learnt_text(encode_chat(context, tokenizer, "row 0", first=4), tokenizer) == ["four<|im_end|>"]
+    [tokens] = encode_prompts([Prompt(chat[:2])], tokenizer, DataConfig())
+    assert tokenizer.decode(tokens).startswith("<|im_start|>rules: BE BRIEF<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_a_row_can_have_arguments_of_the_template_itself(tmp_path: Path, name: str) -> None:
+    template = (
+        "{% if style %}{{ style }}{% endif %}{% if enable_thinking == false %}quick{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    chat = {"messages": CHAT[:2]}
+    rows = [chat | {"chat_template_kwargs": {"style": "own"}, "enable_thinking": False}, chat]
+    examples = load(rows, tmp_path, name, template=template, apply_chat_template_kwargs={"style": "all"})
+    heads = [tiny_tokenizer(96).decode(tokens_of(example)).partition("<|im_start|>")[0] for example in examples]
+    assert heads == ["ownquick", "all"]
+    pair = {"prompt": "1", "chosen": "2", "rejected": "3", "chat_template_kwargs": {"style": "own"}}
+    tokenizer = byte_level(template, "<|im_end|>", "<|im_start|>")
+    file = write(tmp_path / "pairs.jsonl", [pair])
+    options = PreferenceDataConfig(score_at="end_of_text")
+    [encoded] = load_pairs([file], tokenizer, options, "end_of_text", option="data.train_files")
+    assert tokenizer.decode(encoded.chosen.prompt).startswith("own")
+
+    with pytest.raises(UserError, match="column 'chat_template_kwargs': found 'x', expected a dict of arguments"):
+        load([chat | {"chat_template_kwargs": "x"}], tmp_path)
+    with pytest.raises(UserError, match="tokenize=True is not accepted, because the trainer sets it"):
+        load([chat | {"chat_template_kwargs": {"tokenize": True}}], tmp_path)
+
+
 CALL_SPECIAL = ("<|call|>", "<|end_of_call|>", "<|im_start|>")
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role + '\\n' }}"
 TAIL = "<|im_end|>{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif %}"
@@ -415,6 +484,10 @@ def test_schemas_as_json_text_keep_a_null() -> None:
         ({"role": "user", "content": None, "tool_calls": [{"function": {"name": "a"}}]}, "found None, expected text"),
         ({"role": "assistant", "content": None, "tool_calls": "a"}, "tool_calls: found 'a', expected a list"),
         ({"role": "assistant", "content": None, "tool_calls": [3]}, "tool_calls: found 3, expected a call like"),
+        (
+            {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}},
+            "function_call of a message: found {'name': 'add', 'arguments': '{}'}, expected OpenAI's present form",
+        ),
         ({"role": "assistant", "content": "\ud800"}, "without half a surrogate pair"),
         ({"role": "assistant", "content": [{"type": "image"}]}, "a message has an image"),
     ],

@@ -72,6 +72,22 @@ def test_the_template_stands_around_texts_and_braces_in_it_are_its_own(tmp_path:
     assert contents(data) == [r"a1b \boxed{}", "1"]  # a chat is left as it is
 
 
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+@pytest.mark.parametrize("own", [{"chat_template_kwargs": {"mark": True}}, {"enable_thinking": True}])
+def test_arguments_of_the_template_that_only_some_rows_have_are_refused(
+    tmp_path: Path, name: str, own: dict[str, Any]
+) -> None:
+    file = place(tmp_path, make_row("1", **own), make_row("2"), name=name)
+    column = next(iter(own))
+    argument = next(iter(own.get("chat_template_kwargs", own)))
+    with pytest.raises(UserError, match=rf"row 0 of .*the row has the argument {argument}=True of the chat template"):
+        load(file)
+    same = load(file, apply_chat_template_kwargs={argument: True})
+    assert contents(same) == ["1", "2"]
+    mapped = load(file, columns={"extra_info": [column]})
+    assert contents(mapped) == ["1", "2"], "the user has given the column a meaning"
+
+
 def test_the_system_prompt_stands_before_chats_that_have_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "9"}, USER]
     data = load(place(tmp_path, make_row("1"), make_row("", prompt=own)), system_prompt="0")

@@ -97,6 +97,21 @@ def test_what_is_no_tracker_or_lacks_its_package_is_an_error_before_anything_sta
     check_trackers(["tests.trainer.observe.scripted:Scripted"])
 
 
+def test_a_name_that_wandb_refuses_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock(__spec__=ModuleSpec("wandb", None)))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    check_trackers(["console"], "a/b")
+    check_trackers(["wandb"], "a b.c-d")
+    for project in ("a/b", "a\\b", "50%", "p" * 129):
+        with pytest.raises(UserError, match=rf"trainer.project_name={re.escape(project)}: wandb refuses"):
+            check_trackers(["wandb"], project)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    check_trackers(["wandb"], "a/b")
+    monkeypatch.setenv("WANDB_PROJECT", "q?")
+    with pytest.raises(UserError, match=r"WANDB_PROJECT=q\?: wandb refuses"):
+        check_trackers(["wandb"], "mine")
+
+
 def test_wandb_takes_the_names_of_its_variables_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

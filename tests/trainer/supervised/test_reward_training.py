@@ -121,6 +121,16 @@ def test_a_wrong_row_is_named(row: dict[str, Any], message: str, tmp_path: Path)
         load_pairs([path], tiny_tokenizer(), PreferenceDataConfig(max_length=64), option="data.train_files")
 
 
+def test_a_pair_without_a_margin_has_the_margin_0(tmp_path: Path) -> None:
+    """In parquet, it has a null."""
+    row = {"data": {"prompt": "1"}, "chosen": "2", "rejected": "3"}
+    options = PreferenceDataConfig(prompt_key="data.prompt")
+    for name in ("rows.parquet", "rows.jsonl"):
+        file = write(tmp_path / name, [row | {"margin": 0.5}, row])
+        pairs = load_pairs([file], tiny_tokenizer(), options, option="data.train_files")
+        assert [pair.margin for pair in pairs] == [0.5, 0]
+
+
 def test_a_long_pair_is_left_out_and_never_cut(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "chosen": "2" * 200, "rejected": "2"}, {"prompt": "1", "chosen": "2", "rejected": "3"}]
     path, tokenizer = write(tmp_path / "pairs.parquet", rows), tiny_tokenizer()

@@ -20,7 +20,7 @@ from trainer.sweeps.study_spec import (
     read_parameter,
 )
 from trainer.sweeps.sweep_checks import check_metric_name, check_sweep
-from verl_lite.config import PPOConfig
+from verl_lite.config import PPOConfig, parse_value
 from verl_lite.errors import UserError
 
 FILE = """
@@ -71,6 +71,42 @@ def test_the_command_line_picks_of_the_files_groups_of_settings(tmp_path: Path) 
     assert picked.values() == ["dapo"] and picked.words("dapo") == ["recipe=dapo", "rollout.n=16", "flag=true"]
     with pytest.raises(UserError, match="variant=dapo,rloo: there is no rloo; --file has grpo, dapo"):
         read_options([*given, "variant=dapo,rloo"])
+
+
+def test_texts_with_commas_in_a_file_are_one_value_each(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        """
+settings: {data.system_prompt: "Think, then answer", data.train_files: ["a,b.parquet", c], data.data_source: "log(1,2)"}
+space: {data.prompt_template: ["{prompt} One, please.", "{prompt}"], other: {x: {data.system_prompt: "a, \U0001f600"}}}
+metric: m
+"""
+    )
+    asked = spec_of(["--file", str(file)])
+    assert [parameter.name for parameter in asked.space] == ["data.prompt_template", "other"]
+    [first, _] = [parameter.values() for parameter in asked.space]
+    assert first is not None and len(first) == 2
+    words = asked.command({"data.prompt_template": first[0], "other": "x"})
+    settings = dict(word.split("=", 1) for word in words)
+    values = {key: parse_value(text) for key, text in settings.items()}
+    assert values["data.prompt_template"] == "{prompt} One, please." and values["data.data_source"] == "log(1,2)"
+    assert values["data.train_files"] == ["a,b.parquet", "c"] and values["data.system_prompt"] == "a, \U0001f600"
+    assert '"Think, then answer"' in "\n".join(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("settings: {trainer.seed: 010}", "line 1: YAML reads 010 as 8: write a number without leading zeros"),
+        ("space:\n  rollout.n: [4]\n  rollout.n: [8]", "line 3: rollout.n is also in line 2: leave one of them out"),
+        ("settings: {data.data_source: 2024-13-01}", "is not valid YAML: month must be in 1..12"),
+    ],
+)
+def test_a_file_that_yaml_reads_otherwise_than_written_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"{text}\nmetric: m\n")
+    with pytest.raises(UserError, match=rf"--file .*: {problem}"):
+        spec_of(["--file", str(file)])
 
 
 def test_a_star_in_a_metric_is_the_mean_of_all_that_fit() -> None:

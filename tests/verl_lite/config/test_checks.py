@@ -119,6 +119,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.train_files": ["x.py"]}, "data.train_files=x.py: a .parquet, .json or .jsonl file"),
     ({"data.columns": {"promt": "question"}}, "data.columns=promt is not known.*did you mean prompt"),
     ({"data.columns": {"prompt": None}}, "data.columns.prompt=None: the name of a column"),
+    ({"data.apply_chat_template_kwargs": {"tokenize": False}}, "tokenize=False is not accepted, because the trainer"),
+    ({"data.apply_chat_template_kwargs": {"tools": []}}, "data.tools_path names the file of the tools"),
     ({"data.prompt_template": "Answer."}, "data.prompt_template='Answer.'.*{prompt}"),
     ({"data.ground_truth_regex": "#.*"}, "data.ground_truth_regex='#.*': a regular expression with a group"),
     ({"data.sources": {"a": {"wait": 1}}}, "data.sources.a=.*a number of at least 0"),

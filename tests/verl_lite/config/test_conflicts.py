@@ -14,6 +14,7 @@ from verl_lite.config.conflicts import Conflict, conflict_problems, table_of
 from verl_lite.config.diffusion import RewardFlowConfig
 from verl_lite.config.flow_grpo import FlowGRPOConfig
 from verl_lite.config.option_table import convert
+from verl_lite.config.supervised import EACH_EPOCH
 
 ENVS: dict[str, Any] = {
     "agentic.custom_envs": {"world": {}, "maze": {}},
@@ -315,6 +316,11 @@ def test_a_valid_configuration_passes_every_row(root: type) -> None:
 def test_environments_programs_and_own_devices_pass_every_row() -> None:
     for changes in (ENVS, PROGRAM, ALONE, TEACHER, SERVER, GAE, {**ENVS, "agentic.model_update_frequency": 2, LATE: 2}):
         assert list(conflict_problems(config_of(PPOConfig, changes))) == [], changes
+
+
+def test_early_stopping_reads_the_validation_after_each_epoch() -> None:
+    changes = {"trainer.early_stopping.metric": "val/loss", "trainer.test_freq": EACH_EPOCH}
+    assert list(conflict_problems(config_of(SFTConfig, changes))) == []
 
 
 def test_of_an_option_out_of_its_range_no_conflict_is_reported() -> None:

@@ -21,6 +21,7 @@ from verl_lite.config import (
     save_config,
     split_choices,
     value_of,
+    written_value,
 )
 from verl_lite.config.option_table import convert
 
@@ -67,6 +68,9 @@ def problems(*arguments: str, **kwargs: object) -> list[str]:
         ("reward.reward_kwargs={a:1,b:{c:[x,{d:2}]}}", {"a": 1, "b": {"c": ["x", {"d": 2}]}}),
         ("reward.reward_kwargs={url:http://x:80/v1,'k':v}", {"url": "http://x:80/v1", "k": "v"}),
         ("reward.reward_kwargs={a: '{x:1}', b: don't}", {"a": "{x:1}", "b": "don't"}),
+        ("reward.reward_kwargs={a: 'it''s {x:1}', b:2}", {"a": "it's {x:1}", "b": 2}),
+        ('reward.reward_kwargs={"a": "\\"{x:{y:1}}"}', {"a": '"{x:{y:1}}'}),
+        ('data.prompt_template="{\\"a\\":{\\"b\\":1}} {prompt}"', '{"a":{"b":1}} {prompt}'),
         ("reward.reward_kwargs.ratio=16:9", {"ratio": "16:9"}),
         ("reward.reward_kwargs.code=010", {"code": "010"}),
         ("data.prompt_template='None'", "None"),
@@ -82,6 +86,17 @@ def test_a_value_has_the_type_of_its_key(argument: str, expected: object) -> Non
     value = value_of(load(argument).config, name)
     assert value == expected
     assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("😀 é", "a\u2028b\x85c\x7f\ufeff", '{"a":{"b":1}}', "\\ud83d", "it's #1: {a:1}", "010", " a, b "),
+        *({"😀": ['{"a":{"b":1}}', None, True]}, [1e-6, 2, "a,b"]),
+    ],
+)
+def test_a_written_value_is_read_as_it_was(value: object) -> None:
+    assert parse_value(written_value(value)) == value
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,17 @@ def test_stand_in_for_a_micro_batch_of_padding(arrange: object) -> None:
         assert values.grad.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("arrange", [pack, pad, align])
+def test_the_model_never_reads_the_padding_token(
+    arrange: Callable[[Mapping[str, torch.Tensor]], ModelInputs],
+) -> None:
+    """A pad token that was added to the tokenizer alone has no embedding."""
+    columns = rows_of(([1, 2, 3], [4, 5]), ([6], [7]))
+    expected = arrange(columns).input_ids
+    columns["input_ids"][columns["attention_mask"] == 0] = 10**6
+    assert torch.equal(arrange(columns).input_ids, expected)
+
+
 @pytest.mark.parametrize("arrange", [pack, pad])
 def test_token_index_has_every_token_that_counts(arrange: Callable[[Mapping[str, torch.Tensor]], ModelInputs]) -> None:
     """Those of rows with weight, before the last one that is predicted, and no others."""

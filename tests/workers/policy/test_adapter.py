@@ -320,6 +320,19 @@ def test_a_base_that_is_gone_is_one_sentence_and_the_adapter_can_still_be_had(tm
     peft.PeftModel.from_pretrained(base_of(str(tmp_path / "elsewhere")), str(tmp_path / "adapter"))
 
 
+def test_a_base_at_a_relative_path_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(tiny_qwen2(tmp_path / "base", hidden=32, heads=4))
+    monkeypatch.chdir(tmp_path)
+    engine_of("base").save(str(tmp_path / "checkpoint"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    export(str(tmp_path / "checkpoint"), str(tmp_path / "out"))
+    export_adapter(str(tmp_path / "checkpoint"), str(tmp_path / "adapter"))
+    assert peft.PeftConfig.from_pretrained(str(tmp_path / "adapter")).base_model_name_or_path == str(base)
+
+
 def test_layers_are_named_as_they_are(path: str) -> None:
     with pytest.raises(
         UserError, match=r"model.target_modules: query matches no linear layer of Qwen2ForCausalLM.*q_proj"

@@ -152,3 +152,37 @@ def test_a_model_with_code_of_its_own_is_exported_with_it(model: Path, tmp_path:
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(model, **trusted)(TOKENS).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "hf", **trusted)(TOKENS).logits, expected)
+
+
+BUFFER_CODE = (
+    CODE
+    + """
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+class OwnNorm(Qwen2RMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("scale", torch.full((size,), 0.5), persistent=False)
+
+    def forward(self, hidden):
+        return self.scale * super().forward(hidden)
+
+class OwnScaledForCausalLM(OwnForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.norm = OwnNorm(config.hidden_size)
+"""
+)
+
+
+def test_buffers_that_no_weight_file_contains_are_those_of_the_models_code(model: Path) -> None:
+    """transformers leaves them as the memory was, unless it knows the module."""
+    (model / "own_scaled.py").write_text(BUFFER_CODE)
+    entries = {"AutoConfig": "own_scaled.OwnConfig", "AutoModelForCausalLM": "own_scaled.OwnScaledForCausalLM"}
+    change(model / "config.json", model_type="own_qwen", auto_map=entries, architectures=["OwnScaledForCausalLM"])
+    engine = build_engine(str(model), Case(), OptimConfig(lr=0.0), model={"trust_remote_code": True})
+    [scale] = [buffer for name, buffer in engine.policy.named_buffers() if name.endswith("norm.scale")]
+    assert torch.equal(scale, torch.full_like(scale, 0.5))
+    [frequencies] = [buffer for name, buffer in engine.policy.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+    assert frequencies[0] == 1

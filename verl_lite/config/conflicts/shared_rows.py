@@ -29,7 +29,7 @@ RUN_ROWS: tuple[Conflict[RunOptions], ...] = (
     ),
     Conflict(
         ("trainer.early_stopping.metric",),
-        lambda config, metric: (metric or "").startswith(("val-", "val/")) and config.trainer.test_freq <= 0,
+        lambda config, metric: (metric or "").startswith(("val-", "val/")) and config.trainer.test_freq in (-1, 0),
         "the metric is logged only before and after the training",
         "set trainer.test_freq to a number of steps",
         beside=("trainer.test_freq",),
