@@ -179,7 +179,7 @@ def test_options_reach_the_run_as_they_are(model: str, tmp_path: Path) -> None:
         "data.apply_chat_template_kwargs": {"a.b": "\U0001f600", "c__d": 1},
         "reward": {"reward_kwargs": {}},
     }
-    dry = {**SMALL, "trainer": {**SMALL["trainer"], "dry_run": True}}
+    dry = {**SMALL, "trainer": {**SMALL["trainer"], "dry_run": True}, "data__max_prompt_length": 64}
     folder = tmp_path / "\U0001f600"
     result = train(model, ROWS, trl_reward, run_dir=folder, options=options, **dry)
     config = load_config(["--config", str(result.run_dir / "dry_run.yaml")]).config
