@@ -382,6 +382,12 @@ def test_an_answer_for_which_the_scorer_raises_is_wrong(
     assert default_compute_score(f"reasoning_gym/{task}", hostile, right, extra_info) == 0
 
 
+def test_an_answer_that_fools_the_scorer_is_wrong() -> None:
+    extra_info = {"entry": json.dumps({"question": "?", "answer": "5*6*1 - 6", "metadata": {}})}
+    assert default_compute_score("reasoning_gym/puzzle24", "4*6*1*1", "", extra_info) == 0
+    assert default_compute_score("reasoning_gym/puzzle24", "6*5*1-6", "", extra_info) == 1
+
+
 def test_an_entry_for_which_the_scorer_raises_is_a_failure() -> None:
     extra_info = {"entry": json.dumps({"question": "?", "answer": "six", "metadata": {}})}
     with pytest.raises(ValueError, match="invalid literal for int"):
