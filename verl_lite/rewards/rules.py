@@ -281,9 +281,18 @@ def _short_form(text: str) -> str:
 
 LETTERS = "ABCDEFGHIJ"
 
+# what follows a letter if the answer names another one, too: "A or B", "A, B", "(A) (B)", "A) B)", "A B"
+_FURTHER_CHOICE = (
+    r"(?:[ \t*_`$)}]*+(?:[,;/&|]|(?:\\text\w*\{)?+[ \t]*+(?i:or|and)\b)[ \t*_`${}(]*+(?:\\text\w*\{)?+[ \t(]*+[A-J]"
+    r"(?=[*_`$]*+(?:\Z|[.):,;}\n]|[ \t]+(?i:or|and)\b))"
+    r"|\)[ \t]*\([A-J]\)|\)[ \t]+[A-J]\)|[ \t]+[A-J][ \t}]*\Z)"
+)
 # The possessive quantifiers (*+) prevent backtracking, so a long run of characters is read once.
-_CHOICE = re.compile(r"(?i:answer)[ \t*_`]*+(?i:is)?+[ \t*_`]*+:?+[ \t*_`$(]*+([A-J])(?=[*_`$]*+(?:\Z|[.):,;\n]))")
-_BOXED = re.compile(r"[ \t({]*+(?:\\text\w*\{)?+[ (]*+([A-J])(?=\Z|[ .):}])")
+_CHOICE = re.compile(
+    r"(?i:answer)[ \t*_`]*+(?i:is)?+[ \t*_`]*+:?+[ \t*_`$(]*+([A-J])(?=[*_`$]*+(?:\Z|[.):,;\n]))"
+    rf"(?!{_FURTHER_CHOICE})"
+)
+_BOXED = re.compile(rf"[ \t({{]*+(?:\\text\w*\{{)?+[ (]*+([A-J])(?=\Z|[ .):}}])(?!{_FURTHER_CHOICE})")
 
 
 @register_reward("rule/multiple_choice")
@@ -291,8 +300,9 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTru
     r"""Compares the letter that the response chooses with the right letter.
 
     The chosen letter is that of the last box (`\boxed{B}`, `\boxed{B. Paris}`). Without a box it is the letter after
-    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The correct answer is (B).`,
-    but not `Answer: A or B`). If the response has an <answer>...</answer>, only its content is read.
+    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The right answer is (B).`). An
+    answer that names several letters (`Answer: A or B`, `\boxed{(A), (B)}`) chooses none. If the response has an
+    <answer>...</answer>, only its content is read.
 
     Args:
         data_source: not read.

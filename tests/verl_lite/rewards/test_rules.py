@@ -67,6 +67,28 @@ def test_no_answer_makes_a_rule_fail(answer: str) -> None:
         ("<think>Answer: A</think><answer>B</answer>", "B"),
         ("<answer>A</answer> or rather \\boxed{B}", "A"),
         ("Answer: B, because A dog barks", "B"),
+        # several letters, of which the right one is the first
+        (r"\boxed{B or C}", None),
+        (r"\boxed{B \text{ or } C}", None),
+        (r"\boxed{\text{B and C}}", None),
+        (r"\boxed{(B), (C)}", None),
+        (r"\boxed{(B)(C)(D)}", None),
+        (r"\boxed{B) C) D)}", None),
+        (r"\boxed{B C}", None),
+        ("Answer: B, C", None),
+        ("Answer: (B) or (C)", None),
+        ("Answer: **B**, **C** and **D**", None),
+        ("Answer: B) C) D)", None),
+        ("Answer: B; D.", None),
+        ("<answer>B, C</answer>", None),
+        # one letter, and the text of its choice
+        (r"\boxed{B. C}", "B"),
+        (r"\boxed{B. Vitamin A or C}", "B"),
+        (r"\boxed{B: A and C are true}", "B"),
+        ("Answer: B, A is wrong", "B"),
+        ("Answer: B. A, C and D are wrong", "B"),
+        ("Answer: B) C", "B"),
+        ("Answer: B\nC is wrong", "B"),
     ],
 )
 def test_the_letter_that_an_answer_settles_on(text: str, letter: str | None) -> None:
