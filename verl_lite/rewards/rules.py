@@ -300,7 +300,7 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTru
     r"""Compares the letter that the response chooses with the right letter.
 
     The chosen letter is that of the last box (`\boxed{B}`, `\boxed{B. Paris}`). Without a box it is the letter after
-    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The right answer is (B).`). An
+    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The answer is (B).`). An
     answer that names several letters (`Answer: A or B`, `\boxed{(A), (B)}`) chooses none. If the response has an
     <answer>...</answer>, only its content is read.
 
