@@ -25,6 +25,7 @@ from verl_lite.json_types import (
     JsonValue,
     KeywordArguments,
 )
+from verl_lite.machine.proxies import proxy_note
 from verl_lite.rewards import ratings
 from verl_lite.rewards.registry import register_reward
 
@@ -300,10 +301,13 @@ class JudgeServer:
             response = await client.post(self.url, cast_to=self._limited_http.Response, body=json_body)
         except openai.APIStatusError as error:
             beginning = error.response.text[:_SHOWN_CHARACTERS]
-            raise RemoteRewardError(f"{self.url} answered with status {error.status_code}: {beginning}") from error
+            note = proxy_note(self.url)
+            raise RemoteRewardError(
+                f"{self.url} answered with status {error.status_code}: {beginning}{note}"
+            ) from error
         except openai.APIConnectionError as error:
             # its own text, such as "Connection error.", does not say the reason
-            raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
+            raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r}){proxy_note(self.url)}") from error
 
         text = response.content.decode("utf-8", "replace")
         try:
