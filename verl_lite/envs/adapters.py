@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from verl_lite import gym_scores
 from verl_lite.envs.actions import ANSWER_PATTERN, SPECIAL_TOKENS, ActionParser, Lookup
 from verl_lite.envs.base import Info, StepResult, register_env
 from verl_lite.errors import UserError
@@ -194,7 +195,7 @@ class GemEnv:
 
 @register_env("reasoning_gym")
 class ReasoningGymEnv:
-    """One question of a reasoning-gym generator. The reward is the score of its scorer, from 0 to 1.
+    """One question of a reasoning-gym generator. The reward is the score of its scorer, as `gym_scores` limits it.
 
     The question of an episode has the number seed modulo `size`. An episode with the full score is a success.
 
@@ -215,6 +216,7 @@ class ReasoningGymEnv:
         answer_pattern: str = ANSWER_PATTERN,
         env_instruction: str = "Write your answer as <answer>...</answer>.\n",
     ) -> None:
+        self.task = task
         self.size = size
         self.instruction = env_instruction
         self.parser = ActionParser(answer_pattern)
@@ -241,7 +243,7 @@ class ReasoningGymEnv:
         is_valid = parsed.action is not None
         score = 0.0
         if is_valid:
-            score = float(self.dataset.score_answer(str(parsed.action), self.entry))
+            score = gym_scores.score(self.task, self.dataset.score_answer, str(parsed.action), self.entry)
         info: Info = {
             "metrics": {"action_is_valid": is_valid, "success": score >= 1},
             "metrics_agg_mode": AGG_MODES,

@@ -50,7 +50,53 @@ _NAMES_OF_UNITS = (
     "mi mile miles",
     "lb lbs pound pounds",
     "cent cents",
-    "dollar dollars",
+    "dollar dollars usd",
+    "euro euros eur",
+    "am",
+    "pm",
+    "nm nanometer nanometers nanometre nanometres",
+    "micrometer micrometers micrometre micrometres micron microns",
+    "ton tons tonne tonnes",
+    "acre acres",
+    "hectare hectares ha",
+    "degree degrees deg",
+    "radian radians rad",
+    "celsius c degc",
+    "fahrenheit f degf",
+    "kelvin kelvins",
+    "newton newtons n",
+    "kilonewton kilonewtons kn",
+    "joule joules j",
+    "kilojoule kilojoules kj",
+    "calorie calories cal",
+    "kilocalorie kilocalories kcal",
+    "electronvolt electronvolts ev",
+    "kev",
+    "mev",
+    "watt watts w",
+    "kilowatt kilowatts kw",
+    "hertz hz",
+    "kilohertz khz",
+    "megahertz mhz",
+    "gigahertz ghz",
+    "pascal pascals pa",
+    "kilopascal kilopascals kpa",
+    "megapascal megapascals mpa",
+    "atm atmosphere atmospheres",
+    "volt volts v",
+    "millivolt millivolts mv",
+    "ampere amperes amp amps",
+    "milliampere milliamperes ma",
+    "ohm ohms",
+    "mole moles mol",
+    "millimole millimoles mmol",
+    "bit bits",
+    "byte bytes",
+    "kilobyte kilobytes kb",
+    "megabyte megabytes mb",
+    "gigabyte gigabytes gb",
+    "terabyte terabytes tb",
+    "unit units",
 )
 _UNITS: dict[str, str] = {}
 """The usual name of each unit that is known."""
@@ -60,6 +106,8 @@ for _names in map(str.split, _NAMES_OF_UNITS):
 _UNIT_FACTOR = re.compile(r"(?P<unit>[a-z]+)(?:\^\(?(?P<power>-?\d)\)?)?")
 _POWER_WORD = re.compile(r"\A(?P<power>square|sq|cubic|cu)\.?(?P<unit>[a-z]+)\Z")
 _POWERS_OF_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_MAGNITUDE = re.compile(r"hundred|thousand|million|billion|trillion|quadrillion|dozen")
+"""Words before a unit, or instead of it, that are a part of the number."""
 _SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
 _MIRRORED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _WORDS = re.compile(r"(?=.*[a-z]{3})[a-z][a-z,'-]*")
@@ -152,15 +200,20 @@ def _compare_strictly(ground_truth: str, text: str) -> tuple[bool, str]:
     if reference.node.kind in ("brackets", "operation"):
         answer = Answer(_as_intervals(answer.node), answer.unit)
     pred = answer.latex()
-    expected_unit = reference.unit
-    if not expected_unit and r"\$" in ground_truth:
-        expected_unit = "dollar"
-    if _are_different_units(expected_unit, answer.unit) or _differ_in_form(reference.node, answer.node):
+    # the parser drops dollar signs
+    expected_unit = reference.unit or _dollar_in(ground_truth)
+    unit = answer.unit or _dollar_in(text)
+    if _are_different_units(expected_unit, unit) or _differ_in_form(reference.node, answer.node):
         return False, pred
     if not is_final(answer.node, reference.node):
         return False, pred
     is_equal = are_equal(_parse_rendered(reference), _parse_rendered(answer))
     return is_equal, pred
+
+
+def _dollar_in(text: str) -> str:
+    """Returns the unit of a text with a dollar sign, "" for other texts."""
+    return "dollar" if r"\$" in text else ""
 
 
 def _compare_with_unreadable(ground_truth: str, answer: Answer) -> bool:
@@ -245,10 +298,18 @@ def _without_spaces(text: str) -> str:
 
 
 def _are_different_units(unit: str, other: str) -> bool:
-    """Returns True if two units are known and differ. A missing unit differs from none."""
+    """Returns True if two units are known and differ, or have other magnitudes. A missing unit differs from none."""
+    if not unit or not other:
+        return False
+    # 7 million dollars and 7 million, but not 7 billion
+    if set(_MAGNITUDE.findall(unit)) != set(_MAGNITUDE.findall(other)):
+        return True
     factors = _unit_factors(unit)
     other_factors = _unit_factors(other)
     if not factors or not other_factors:
+        return False
+    # "units" may stand for any unit of length
+    if factors.keys() ^ other_factors.keys() >= {"unit"}:
         return False
     return factors != other_factors
 
@@ -256,7 +317,7 @@ def _are_different_units(unit: str, other: str) -> bool:
 def _unit_factors(unit: str) -> Counter[str]:
     """Returns the exponent of each unit in a product or quotient of units; nothing if a unit is not known."""
     # "square cm" becomes cm^2, and "mph" mi/h
-    text = unit.rstrip(".")
+    text = _MAGNITUDE.sub("", unit).replace(".", "")
     power_word = _POWER_WORD.match(text)
     if power_word is not None:
         power_of_word = _POWERS_OF_WORDS[power_word["power"]]

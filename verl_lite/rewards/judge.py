@@ -25,6 +25,7 @@ from verl_lite.json_types import (
     JsonValue,
     KeywordArguments,
 )
+from verl_lite.machine.proxies import proxy_note
 from verl_lite.rewards import ratings
 from verl_lite.rewards.registry import register_reward
 
@@ -56,6 +57,9 @@ _FORMS = {
     "yes_no": "one word: yes if what counts is fulfilled, else no",
 }
 _PLACEHOLDER = re.compile(r"\{(question|conversation|answer|ground_truth|rubric|form)\}")
+_TAG = re.compile(r"</?([A-Za-z][\w-]*)>")
+_CONTROL_TOKEN = re.compile(r"<(?=[|｜])|<(?=/?(?:s|start_of_turn|end_of_turn)>)|\[(?=/?INST\])")
+"""The first characters of tokens with which chat templates separate turns."""
 _SHOWN_CHARACTERS = 2000
 _LONGEST_INTEGER = 300
 
@@ -95,6 +99,7 @@ async def compute_score(
         base_url, model, api_key_env: URL of the endpoint up to /v1, name of the model there, variable with the key.
         template: message to the judge, with {question} (the last user message), {conversation} (all messages),
             {answer}, {ground_truth}, {rubric} and {form} (the required end of the reply, which depends on `verdict`).
+            The answer cannot close a tag of the template, or write a token that ends a turn; see `_as_material`.
         rubric: criteria of the judgement.
         verdict: "number" or "yes_no".
         lowest, highest: ratings that map to the scores 0 and 1.
@@ -124,7 +129,7 @@ async def compute_score(
 
     values = {
         **_prompt_texts(prompt or []),
-        "answer": solution_str,
+        "answer": _as_material(solution_str, template),
         "ground_truth": "" if ground_truth is None else str(ground_truth),
         "rubric": rubric,
         "form": _FORMS[verdict].format(lowest=lowest, highest=highest),
@@ -159,6 +164,24 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
     """Returns a template with values in place of its placeholders."""
     # in a single pass, which leaves placeholders inside the inserted values alone: an answer may contain {rubric}
     return _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], template)
+
+
+def _as_material(answer: str, template: str) -> str:
+    """Returns an answer in which the tags of the template and the tokens of chat templates are no longer such.
+
+    An answer could otherwise close its tag and continue with a rubric of its own, or end the message to the judge and
+    begin the judge's reply: servers turn text such as <|im_end|> into the token.
+
+    Args:
+        answer: the answer.
+        template: the template, whose tags are found in it.
+    """
+    text = _CONTROL_TOKEN.sub(r"\g<0> ", answer)
+    names = {match[1] for match in _TAG.finditer(template)}
+    if names:
+        tag = re.compile(rf"<(?=\s*/?\s*(?:{'|'.join(sorted(names))})\b)", re.IGNORECASE)
+        text = tag.sub("&lt;", text)
+    return text
 
 
 def _prompt_texts(prompt: Sequence[ChatMessage]) -> dict[str, str]:
@@ -209,14 +232,14 @@ def read_verdict(reply: str, verdict: str, lowest: float, highest: float, answer
         reply: the judge's reply.
         verdict: "number" or "yes_no".
         lowest, highest: bounds of the rating.
-        answer: the judged answer, whose own ratings the judge may quote.
+        answer: the judged answer, whose own verdicts the judge may quote.
 
     Raises:
         ValueError: if there is no verdict or it is not between `lowest` and `highest`. The message contains the reply.
     """
     try:
         if verdict == "yes_no":
-            return ratings.read_yes_no(reply)
+            return ratings.read_yes_no(reply, answer)
         return ratings.read_rating(reply, lowest, highest, answer)
     except ValueError as error:
         # the template asks for the verdict at the end
@@ -278,10 +301,13 @@ class JudgeServer:
             response = await client.post(self.url, cast_to=self._limited_http.Response, body=json_body)
         except openai.APIStatusError as error:
             beginning = error.response.text[:_SHOWN_CHARACTERS]
-            raise RemoteRewardError(f"{self.url} answered with status {error.status_code}: {beginning}") from error
+            note = proxy_note(self.url)
+            raise RemoteRewardError(
+                f"{self.url} answered with status {error.status_code}: {beginning}{note}"
+            ) from error
         except openai.APIConnectionError as error:
             # its own text, such as "Connection error.", does not say the reason
-            raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r})") from error
+            raise RemoteRewardError(f"{self.url}: {error} ({error.__cause__!r}){proxy_note(self.url)}") from error
 
         text = response.content.decode("utf-8", "replace")
         try:

@@ -6,6 +6,8 @@ from typing import Any
 
 import openai
 
+from verl_lite.machine.proxies import local_mounts
+
 _CLIENT_BASE = openai.DefaultAsyncHttpxClient.__mro__[1]
 _HTTPX_NAME, _, _ = _CLIENT_BASE.__module__.partition(".")
 # Any: mypy cannot know the types of a module that is imported by a computed name
@@ -40,8 +42,9 @@ class LimitedBody(_HTTPX.AsyncByteStream):
 
 
 def limited_client() -> Any:
-    """Returns a client with the defaults of openai, for `AsyncOpenAI(http_client=...)`."""
-    return openai.DefaultAsyncHttpxClient(event_hooks={"response": [_limit_body]})
+    """Returns a client with the defaults of openai, for `AsyncOpenAI(http_client=...)`, but without a proxy for servers
+    on this machine."""
+    return openai.DefaultAsyncHttpxClient(event_hooks={"response": [_limit_body]}, mounts=local_mounts())
 
 
 async def _limit_body(response: Any) -> None:

@@ -7,6 +7,7 @@ The judged answer is hostile: it may contain ratings itself, which the judge may
 import json
 import re
 import unicodedata
+from collections.abc import Sequence
 from fractions import Fraction
 
 _LABEL = r"\bscore\b(?:(?!\bscore\b)[^\n:=]){0,60}?[:=]"
@@ -20,6 +21,7 @@ _INLINE_LABEL = re.compile(rf"""(?i)(?<!["'`“‘«„])(?<!\*\*){_LABEL}|\*\*{
 _QUOTED = re.compile(r"""[>"'“‘«„][^"'“‘«„]*\bscore\b[^\n:=]*[:=]$""", re.IGNORECASE)
 """The end of a text whose last label is quoted."""
 _MOST_QUOTED = 200
+_QUOTATION_MARKS = frozenset(">\"'“‘«„")
 _OPENING = " \t*_`\"'$({[\\"
 """Characters between the colon and the rating: white space, marks of emphasis, quotation marks and brackets."""
 
@@ -64,7 +66,7 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
         reply: the judge's reply.
         lowest, highest: bounds of the rating.
         answer: the judged answer. If it contains a rating itself, the reply has to end with the rating, at the
-            beginning of its line and without quotation marks, and must not have others that differ.
+            beginning of its line and without quotation marks, and must not have lower ones: a higher one may be quoted.
 
     Raises:
         ValueError: if there is no rating, several that contradict each other, or one outside the bounds.
@@ -84,7 +86,9 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
         if "\n" in last or _QUOTED.search(before_rating[-_MOST_QUOTED:]):
             raise ValueError("it does not end with a rating, and the answer contains ratings that it may quote")
         ratings = {_rating_at(candidate, highest) for candidate in candidates}
-        if len(ratings) > 1:
+        # an answer gains by a quotation only if the judge's own rating is lower. To fail whenever the two differ would
+        # let an answer escape low ratings by being quoted
+        if _rating_at(last, highest) > min(ratings):
             raise ValueError("it has several ratings, and the answer contains ratings that it may quote")
 
     rating = _rating_at(last, highest)
@@ -93,31 +97,59 @@ def read_rating(reply: str, lowest: float, highest: float, answer: str = "") -> 
     return float(rating)
 
 
-def read_yes_no(reply: str) -> float:
+def read_yes_no(reply: str, answer: str = "") -> float:
     """Returns 1.0 for yes and 0.0 for no, ignoring the text before </think>.
 
     The last line that consists of one of these words counts, else the last line that contains one.
 
+    Args:
+        reply: the judge's reply.
+        answer: the judged answer. If a line of it is a verdict itself, only the last line of the reply counts. It is
+            "yes" only if it consists of this word, without quotation marks, and no other line is "no".
+
     Raises:
         ValueError: without such a line, and if the line contains both words and neither begins or ends it.
     """
-    text = reply.rpartition("</think>")[2]
-    lone = _LONE_VERDICT.findall(text)
-    if lone:
-        return float(lone[-1].lower() == "yes")
+    text = reply.rpartition("</think>")[2].rstrip()
+    verdicts_of_lines = [word.lower() for word in _LONE_VERDICT.findall(text)]
+    if _LONE_VERDICT.search(answer):
+        return _last_verdict(text.rpartition("\n")[2], verdicts_of_lines)
+    if verdicts_of_lines:
+        return float(verdicts_of_lines[-1] == "yes")
 
     lines = [line for line in text.splitlines() if _VERDICT.search(line)]
-    if not lines:
+    return _verdict_of_line(lines[-1] if lines else "")
+
+
+def _last_verdict(last_line: str, verdicts_of_lines: Sequence[str]) -> float:
+    """Returns the verdict in the last line of a reply that may quote verdicts of the answer.
+
+    Args:
+        last_line: the line.
+        verdicts_of_lines: the verdicts of all lines that consist of one.
+    """
+    verdict = _verdict_of_line(last_line)
+    if verdict == 0:
+        return verdict
+    is_lone = _LONE_VERDICT.match(last_line) is not None
+    is_quoted = not _QUOTATION_MARKS.isdisjoint(last_line)
+    if not is_lone or is_quoted or "no" in verdicts_of_lines:
+        raise ValueError("its yes may be a quotation, because the answer contains verdicts itself")
+    return verdict
+
+
+def _verdict_of_line(line: str) -> float:
+    """Returns the verdict in a line. Raises ValueError if it has none, or both words and neither begins or ends it."""
+    if not _VERDICT.search(line):
         raise ValueError("there is neither yes nor no")
-    last_line = lines[-1]
-    words = [word.lower() for word in _VERDICT.findall(last_line)]
+    words = [word.lower() for word in _VERDICT.findall(line)]
     verdicts = set(words)
     if len(verdicts) > 1:
         # "Yes: there is no error." and "There is no error, so yes.", but not "Yes for the first part, for the rest no."
         verdicts = set()
-        if re.match(r"\W*(?:yes|no)\b", last_line, re.IGNORECASE):
+        if re.match(r"\W*(?:yes|no)\b", line, re.IGNORECASE):
             verdicts.add(words[0])
-        if re.search(r"\b(?:yes|no)\W*$", last_line, re.IGNORECASE):
+        if re.search(r"\b(?:yes|no)\W*$", line, re.IGNORECASE):
             verdicts.add(words[-1])
     if len(verdicts) != 1:
         raise ValueError("its last verdict contains both yes and no")

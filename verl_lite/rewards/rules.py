@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from verl_lite import gym_scores
 from verl_lite.json_types import ExtraInfo, GroundTruth
 from verl_lite.rewards import mathematics
 from verl_lite.rewards.registry import register_reward
@@ -283,9 +284,18 @@ def _short_form(text: str) -> str:
 
 LETTERS = "ABCDEFGHIJ"
 
+# what follows a letter if the answer names another one, too: "A or B", "A, B", "(A) (B)", "A) B)", "A B"
+_FURTHER_CHOICE = (
+    r"(?:[ \t*_`$)}]*+(?:[,;/&|]|(?:\\text\w*\{)?+[ \t]*+(?i:or|and)\b)[ \t*_`${}(]*+(?:\\text\w*\{)?+[ \t(]*+[A-J]"
+    r"(?=[*_`$]*+(?:\Z|[.):,;}\n]|[ \t]+(?i:or|and)\b))"
+    r"|\)[ \t]*\([A-J]\)|\)[ \t]+[A-J]\)|[ \t]+[A-J][ \t}]*\Z)"
+)
 # The possessive quantifiers (*+) prevent backtracking, so a long run of characters is read once.
-_CHOICE = re.compile(r"(?i:answer)[ \t*_`]*+(?i:is)?+[ \t*_`]*+:?+[ \t*_`$(]*+([A-J])(?=[*_`$]*+(?:\Z|[.):,;\n]))")
-_BOXED = re.compile(r"[ \t({]*+(?:\\text\w*\{)?+[ (]*+([A-J])(?=\Z|[ .):}])")
+_CHOICE = re.compile(
+    r"(?i:answer)[ \t*_`]*+(?i:is)?+[ \t*_`]*+:?+[ \t*_`$(]*+([A-J])(?=[*_`$]*+(?:\Z|[.):,;\n]))"
+    rf"(?!{_FURTHER_CHOICE})"
+)
+_BOXED = re.compile(rf"[ \t({{]*+(?:\\text\w*\{{)?+[ (]*+([A-J])(?=\Z|[ .):}}])(?!{_FURTHER_CHOICE})")
 
 
 @register_reward("rule/multiple_choice")
@@ -293,8 +303,9 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: GroundTru
     r"""Compares the letter that the response chooses with the right letter.
 
     The chosen letter is that of the last box (`\boxed{B}`, `\boxed{B. Paris}`). Without a box it is the letter after
-    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The correct answer is (B).`,
-    but not `Answer: A or B`). If the response has an <answer>...</answer>, only its content is read.
+    the last "answer", followed by a punctuation mark or the end of the line (`Answer: B`, `The answer is (B).`). An
+    answer that names several letters (`Answer: A or B`, `\boxed{(A), (B)}`) chooses none. If the response has an
+    <answer>...</answer>, only its content is read.
 
     Args:
         data_source: not read.
@@ -453,7 +464,7 @@ def regex(
 
 @register_reward("reasoning_gym/*")
 def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth, extra_info: Info = None) -> float:
-    """Returns the score of reasoning-gym's scorer for the task, from 0 to 1.
+    """Returns the score of reasoning-gym's scorer for the task, from 0 to 1, as `verl_lite.gym_scores` limits it.
 
     Args:
         data_source: "reasoning_gym/" and the name of the task, such as "reasoning_gym/chain_sum".
@@ -474,29 +485,11 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: GroundTruth
             f"found extra_info={extra_info!r}"
         )
     _, _, task = data_source.partition("/")
-    score = _gym_score(task, solution_str.strip(), json.loads(entry))
+    score = gym_scores.score(task, _gym_scorer(task), solution_str.strip(), json.loads(entry))
     has_full_marks = score >= 1
     if info.get("full_marks_only") and not has_full_marks:
         return 0.0
     return score
-
-
-def _gym_score(task: str, answer: str, entry: dict[str, object]) -> float:
-    """Returns the score of an answer; an answer that makes the scorer raise scores 0.
-
-    Some scorers parse the answer, with `int()` for example, and raise for every other text. Such an answer is wrong. As
-    a failed reward it would be left out of the loss, and a model could escape low scores by answers of that kind.
-
-    Raises:
-        Exception: Whatever the scorer raises for the entry's own answer, because then the entry is at fault.
-    """
-    scorer = _gym_scorer(task)
-    try:
-        return float(scorer(answer=answer, entry=entry))
-    except Exception:
-        own_answer = str(entry["answer"])
-        float(scorer(answer=own_answer, entry=entry))
-        return 0.0
 
 
 @functools.cache

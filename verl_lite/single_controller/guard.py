@@ -18,6 +18,7 @@ from subprocess import DEVNULL, PIPE
 
 import psutil
 
+from verl_lite.errors import UserError
 from verl_lite.machine.process_tree import RUN_MARK, ProcessTree
 from verl_lite.single_controller import watcher, worker_template
 from verl_lite.single_controller.watcher import CLUSTER_MARK
@@ -154,9 +155,8 @@ def start_guard() -> Guard:
     """
     global _guard
     assert _guard is None, "one run at a time"
-    base = tempfile.gettempdir()
     token = secrets.token_hex(16)
-    folder, temp = _new_folders(base)
+    base, folder, temp = _temporary_folders()
 
     # without the marks of a run, so that the guard does not end itself
     unmarked = {name: value for name, value in os.environ.items() if name not in (RUN_MARK, CLUSTER_MARK)}
@@ -181,6 +181,20 @@ def start_guard() -> Guard:
     return _guard
 
 
+def _temporary_folders() -> tuple[str, Path, Path]:
+    """Returns the folder for temporary files of this process, and the run's new folders for sockets and files."""
+    try:
+        base = tempfile.gettempdir()
+        return base, *_new_folders(base)
+    except OSError as error:
+        # a full disk or quota, a folder of another user, or a container without a writable /tmp
+        folder = os.environ.get("TMPDIR", "")
+        raise UserError(
+            f"TMPDIR={folder!r}: no folder for temporary files can be created ({error}). Make room, or set TMPDIR "
+            f"to a folder that you can write to; {_SHORT_BASE} is not used for names of at most {_LONGEST_BASE} bytes"
+        ) from error
+
+
 def _new_folders(base: str) -> tuple[Path, Path]:
     """Creates the run's folder for sockets and its folder for temporary files."""
     if len(os.fsencode(base)) <= _LONGEST_BASE:
@@ -189,8 +203,12 @@ def _new_folders(base: str) -> tuple[Path, Path]:
         temp.mkdir()
         return folder, temp
     # The sockets need a shorter path. The temporary files, which can be large, stay on the disk that the user chose.
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHORT_BASE))
     temp = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHORT_BASE))
+    except OSError:
+        temp.rmdir()
+        raise
     return folder, temp
 
 

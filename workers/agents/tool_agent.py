@@ -27,6 +27,7 @@ from verl_lite.json_types import ChatMessage, DatasetRow, JsonMapping, JsonObjec
 from verl_lite.machine import process_tree
 from verl_lite.machine.event_loop import run_async
 from verl_lite.machine.folders import restore_base_folder, temporary_folder
+from verl_lite.machine.proxies import local_mounts, proxy_note
 from workers.agents.endpoint.limited import COMMAND, base_environment
 
 # the package is an extra
@@ -255,7 +256,7 @@ class Server:
     def _start_remedy(self) -> str:
         """Returns what to change if the server does not start, for the message."""
         if "url" in self._entry:
-            return "; correct its url, or start it"
+            return f"; correct its url, or start it{proxy_note(self._entry['url'])}"
         return "; correct its command (a program in PATH or an absolute file name), args or env"
 
     async def call(self, tool: str, arguments: JsonObject) -> tuple[str, bool]:
@@ -336,7 +337,8 @@ class Server:
 
         # `call` and `_run` limit the time of answers
         timeout = httpx2.Timeout(self._timeout_s, read=None)
-        async with httpx2.AsyncClient(headers=self._entry.get("headers"), timeout=timeout) as http:
+        client = httpx2.AsyncClient(headers=self._entry.get("headers"), timeout=timeout, mounts=local_mounts())
+        async with client as http:
             async with streamable_http_client(self._entry["url"], http_client=http) as streams:
                 yield streams
 

@@ -46,6 +46,13 @@ a^2+2ab | a^2+2ab | a^2+2
 2 1/2 | 2 1/2;2\frac12;\frac52 | 21/2;\frac{21}{2}
 12\text{ cm}^2 | 12;12\text{ cm}^2;12 cm^2;12\text{ square centimeters} | 12\text{ m}^2;12\text{ cm}^3;12\text{ cubic centimeters}
 5\text{ m/s} | 5;5\text{ m/s};5 m/s;5\text{ meters per second} | 5\text{ km/h};5\text{ m};5\text{ mph}
+7\text{ million} | 7;7\text{ million};7 million;7\text{ million dollars} | 7\text{ billion};7\text{ hundred};7\text{ dollars};7 thousand
+7\text{ am} | 7;7\text{ a.m.};7 am | 7\text{ pm};7\text{ p.m.};7 pm
+7\text{ euros} | 7;7\text{ euros};7\text{ EUR} | 7\text{ dollars};\$7
+7\text{ kPa} | 7;7\text{ kPa};7 kPa;7\text{ kilopascals} | 7\text{ Pa};7\text{ MPa}
+7\text{ radians} | 7;7\text{ rad} | 7\text{ degrees}
+7\text{ square units} | 7;7\text{ units}^2;7\text{ sq cm} | 7\text{ cubic units};7\text{ units}^3
+7\text{ units} | 7;7\text{ units};7\text{ cm};7 apples | 8\text{ units}
 \$5 | 5;\$5;5\text{ dollars};USD 5 | 5\text{ cents}
 \text{3 hours} | 3;3\text{ hours};3 hours;\text{3 hours} | 4;\text{4 hours};3\text{ minutes}
 7\text{ cm}, 8\text{ cm} | 7,8;7\text{ cm and }8\text{ cm};8 cm and 7 cm | 7\text{ cm};7\text{ cm and }9\text{ cm}

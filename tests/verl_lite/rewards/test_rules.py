@@ -67,6 +67,28 @@ def test_no_answer_makes_a_rule_fail(answer: str) -> None:
         ("<think>Answer: A</think><answer>B</answer>", "B"),
         ("<answer>A</answer> or rather \\boxed{B}", "A"),
         ("Answer: B, because A dog barks", "B"),
+        # several letters, of which the right one is the first
+        (r"\boxed{B or C}", None),
+        (r"\boxed{B \text{ or } C}", None),
+        (r"\boxed{\text{B and C}}", None),
+        (r"\boxed{(B), (C)}", None),
+        (r"\boxed{(B)(C)(D)}", None),
+        (r"\boxed{B) C) D)}", None),
+        (r"\boxed{B C}", None),
+        ("Answer: B, C", None),
+        ("Answer: (B) or (C)", None),
+        ("Answer: **B**, **C** and **D**", None),
+        ("Answer: B) C) D)", None),
+        ("Answer: B; D.", None),
+        ("<answer>B, C</answer>", None),
+        # one letter, and the text of its choice
+        (r"\boxed{B. C}", "B"),
+        (r"\boxed{B. Vitamin A or C}", "B"),
+        (r"\boxed{B: A and C are true}", "B"),
+        ("Answer: B, A is wrong", "B"),
+        ("Answer: B. A, C and D are wrong", "B"),
+        ("Answer: B) C", "B"),
+        ("Answer: B\nC is wrong", "B"),
     ],
 )
 def test_the_letter_that_an_answer_settles_on(text: str, letter: str | None) -> None:
@@ -380,6 +402,12 @@ def test_an_answer_for_which_the_scorer_raises_is_wrong(
     extra_info = {"entry": json.dumps({"question": "?", "answer": right, "metadata": metadata})}
     assert default_compute_score(f"reasoning_gym/{task}", right, right, extra_info) == 1
     assert default_compute_score(f"reasoning_gym/{task}", hostile, right, extra_info) == 0
+
+
+def test_an_answer_that_fools_the_scorer_is_wrong() -> None:
+    extra_info = {"entry": json.dumps({"question": "?", "answer": "5*6*1 - 6", "metadata": {}})}
+    assert default_compute_score("reasoning_gym/puzzle24", "4*6*1*1", "", extra_info) == 0
+    assert default_compute_score("reasoning_gym/puzzle24", "6*5*1-6", "", extra_info) == 1
 
 
 def test_an_entry_for_which_the_scorer_raises_is_a_failure() -> None:

@@ -5,6 +5,7 @@ Drivers are forks of the test's process, so that they need not import anything.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,8 +21,10 @@ from typing import Any
 import pytest
 
 from tests.workers.processes import gone
+from verl_lite.errors import UserError
 from verl_lite.machine.process_table import marked_processes
 from verl_lite.machine.process_tree import RUN_MARK
+from verl_lite.single_controller import guard
 from verl_lite.single_controller.guard import current_guard, guarded, start_guard
 
 SOON_S = 20.0
@@ -71,6 +74,38 @@ def test_kill_9_of_a_driver_ends_what_it_started_and_its_forks(own_temp: Path) -
     os.waitpid(run["pid"], 0)
     assert all(gone(pid, SOON_S) for pid in (*run["started"], run["watcher"]))
     assert not list(own_temp.iterdir())
+
+
+def test_without_room_for_temporary_files_the_message_names_the_remedy(
+    own_temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(os.environ)
+
+    def full(*_: Any, **where: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", where["dir"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "mkdtemp", full)
+        with pytest.raises(UserError, match=rf"TMPDIR='{own_temp}'.*No space left on device.*set TMPDIR to"), guarded():
+            pass
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", None)
+        patched.setattr(tempfile, "_get_default_tempdir", lambda: full(dir="/tmp"))
+        with pytest.raises(UserError, match="No space left on device"), guarded():
+            pass
+    assert current_guard() is None and dict(os.environ) == environment
+
+
+def test_a_long_folder_is_empty_if_there_is_no_room_for_sockets(
+    own_temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_folder = own_temp / ("x" * 40)
+    long_folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+    monkeypatch.setattr(guard, "_SHORT_BASE", str(own_temp / "missing"))
+    with pytest.raises(UserError, match="missing"), guarded():
+        pass
+    assert not list(long_folder.iterdir())
 
 
 def test_a_normal_end_leaves_nothing_and_restores_the_environment(own_temp: Path) -> None:
