@@ -270,7 +270,7 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
         where: Location of the column, for messages.
 
     Raises:
-        UserError: If the value is no text, or the tokenizer has no end-of-sequence token.
+        UserError: If the value is no text, or the tokenizer has no token for it, or no end-of-sequence token.
     """
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: found {text!r:.200}, expected text; remove such rows")
@@ -281,6 +281,11 @@ def encode_plain_text(text: object, tokenizer: PreTrainedTokenizerBase, where: s
         )
     encoding = tokenizer(text)
     tokens = list(encoding["input_ids"])
+    if not tokens:
+        raise UserError(
+            f"{where}: the tokenizer of {tokenizer.name_or_path!r} has no token for any part of {text!r:.200}; "
+            "remove such rows, or use the tokenizer of the model"
+        )
     # a text that the chat template rendered begins with this token already
     if tokenizer.bos_token_id is not None and tokens[:2] == [tokenizer.bos_token_id] * 2:
         tokens = tokens[1:]

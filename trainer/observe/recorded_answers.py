@@ -183,7 +183,8 @@ def _rank(score: float | None, order: str) -> float:
     """Returns the first sort key of an answer; a failed reward counts as the lowest score."""
     if order not in ("best", "worst"):
         return 0.0
-    if score is None:
+    # NaN, which other programs write for a failed reward, has no place in an order
+    if score is None or math.isnan(score):
         score = -math.inf
     return -score if order == "best" else score
 

@@ -63,6 +63,13 @@ class Calculator:
             raise UserError(f"terms={terms!r}, max_number={max_number!r}: expected terms >= 2 and max_number >= 1")
         if not operators or set(operators) - set("+-*/"):
             raise UserError(f"operators={operators!r}: expected some of + - * /")
+        # each operator has a space on both sides, and one of two operators at most follows a bracket
+        longest_question = terms * len(str(max_number)) + 3 * (terms - 1) + 2 * (terms // 2)
+        if longest_question > MAX_CHARACTERS:
+            raise UserError(
+                f"terms={terms!r}, max_number={max_number!r}: a question can have {longest_question} characters, "
+                f"and the calculator takes {MAX_CHARACTERS}; choose fewer or smaller numbers"
+            )
         self.terms = terms
         self.max_number = max_number
         self.operators = operators

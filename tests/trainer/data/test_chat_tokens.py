@@ -167,6 +167,15 @@ def test_a_text_with_the_first_token_of_its_tokenizer_gets_no_second_one() -> No
     assert (with_first_token.prompt, len(with_first_token.response)) == ([1], 3)
 
 
+def test_a_plain_text_without_a_token_is_refused() -> None:
+    """A vocabulary without an unknown token drops the characters that it lacks."""
+    backend = Tokenizer(models.BPE(vocab={"<end>": 0, "x": 1}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    assert len(encode_plain_text("x", tokenizer, "row 0").response) == 1
+    with pytest.raises(UserError, match="row 3.*has no token for any part of 'yy'.*remove such rows"):
+        encode_plain_text("yy", tokenizer, "row 3")
+
+
 def test_a_message_with_loss_mask_0_is_not_learnt(tmp_path: Path) -> None:
     chat = [CHAT[0], CHAT[1] | {"loss_mask": 0}, CHAT[2], CHAT[3] | {"loss_mask": 1}]
     assert learnt([{"messages": chat}], tmp_path) == ["four<|im_end|>"]

@@ -8,6 +8,7 @@ import errno
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import replace
@@ -402,6 +403,14 @@ def test_a_saved_configuration_is_read_with_its_sources(tmp_path: Path) -> None:
     assert "a b # c" in config["model.path"].value and config["model.path"].source == "command line"
     runs = [read_run(make_run(tmp_path / top / "run")) for top in ("a", "b")]
     assert run_titles(runs) == ["a/run", "b/run"] and run_titles(runs[:1]) == ["run"]
+
+
+def test_a_score_that_is_no_number_is_the_lowest() -> None:
+    scores = [0.5, math.nan, None, 1.0]
+    best = sorted(scores, key=lambda score: recorded_answers._rank(score, "best"))
+    worst = sorted(scores, key=lambda score: recorded_answers._rank(score, "worst"))
+    assert best[:2] == [1.0, 0.5]
+    assert worst[2:] == [0.5, 1.0]
 
 
 def test_samples_of_all_steps_and_the_choices_among_them(tmp_path: Path) -> None:

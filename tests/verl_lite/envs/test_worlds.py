@@ -10,7 +10,7 @@ import pytest
 
 from tests.guess_number import GUESS_NUMBER
 from verl_lite.envs import make_env
-from verl_lite.envs.calculator import evaluate
+from verl_lite.envs.calculator import Calculator, evaluate
 from verl_lite.envs.frozen_lake import FrozenLake
 from verl_lite.envs.sokoban import Room, Sokoban, solution
 from verl_lite.errors import UserError
@@ -193,3 +193,9 @@ def test_a_guess_is_answered_with_higher_or_lower() -> None:
     env.reset(3)
     assert not env.step(answer("99"))[4]["metrics"]["action_is_effective"]
     assert not env.step("one")[4]["metrics"]["action_is_valid"]
+
+
+def test_a_calculator_that_could_not_evaluate_its_own_questions_is_refused() -> None:
+    Calculator(terms=66, operators="+*", max_number=99).reset(0)
+    with pytest.raises(UserError, match="terms=150, max_number=99: a question can have 897 characters.*takes 400"):
+        Calculator(terms=150)
