@@ -5,6 +5,7 @@ Using the token ids is cheaper and keeps prompts that samples share, but require
 reward model's chat template and tokenized again. A text that is too long gets no score; it is not truncated.
 """
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -117,6 +118,11 @@ class Retokenizer:
         self._reward_tokenizer = reward_tokenizer
         self._longest = longest
         self._reason = reason
+        added_tokens = reward_tokenizer.added_tokens_decoder.values()
+        special_texts = {str(token) for token in added_tokens if token.special}
+        # the longest first, because a text may begin with another one
+        patterns = [re.escape(text) for text in sorted(special_texts, key=len, reverse=True)]
+        self._special_text = re.compile("|".join(patterns) or r"(?!)")
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, list[str | None]]:
         """Returns the token columns of a batch, and for each row its error or None.
@@ -178,9 +184,17 @@ class Retokenizer:
         chats = []
         prompts = batch.non_tensor_batch["raw_prompt"]
         for prompt, answer_text in zip(prompts, answer_texts, strict=True):
-            answer = {"role": "assistant", "content": answer_text}
+            answer = {"role": "assistant", "content": self._without_special_tokens(answer_text)}
             chats.append([*prompt, answer])
         return render_chats(self._reward_tokenizer, chats, add_generation_prompt=False)
+
+    def _without_special_tokens(self, text: str) -> str:
+        """Returns an answer whose text contains no special token of the reward model: a space divides each.
+
+        A policy can spell <|im_end|> with ordinary tokens. The reward model's tokenizer would make one token of it, and
+        the answer could continue the chat with a user who praises it.
+        """
+        return self._special_text.sub(lambda token: f"{token[0][:1]} {token[0][1:]}", text)
 
 
 def check_same_vocabulary(
