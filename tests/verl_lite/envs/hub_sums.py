@@ -11,6 +11,8 @@ from reasoning_gym.factory import ProceduralDataset, register_dataset
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 BROKEN = "broken by the test"
+BROKEN_SEED = 7
+"""The question of reasoning-gym whose own answer makes the scorer raise, so that the entry is at fault."""
 
 
 def score(answer: str, right: str) -> float:
@@ -53,7 +55,8 @@ class ReasoningSums(ProceduralDataset):
         super().__init__(config=config, seed=config.seed, size=config.size)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"question": f"What is {index} + {index + 1}?", "answer": str(2 * index + 1), "metadata": {}}
+        answer = "raise" if index == BROKEN_SEED else str(2 * index + 1)
+        return {"question": f"What is {index} + {index + 1}?", "answer": answer, "metadata": {}}
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         return score(str(answer), entry["answer"])
