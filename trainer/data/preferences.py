@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.chat_tokens import (
     Arguments,
-    check_calls_shown,
-    check_messages_shown,
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
@@ -37,6 +35,7 @@ from trainer.data.sft_dataset import (
     template_arguments,
 )
 from trainer.data.sources import Row
+from trainer.data.template_checks import check_calls_shown, check_messages_shown
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig
 from verl_lite.errors import UserError
 from verl_lite.protocol import DataProto

@@ -18,9 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.chat_tokens import (
     Arguments,
     ChatText,
-    check_calls_shown,
-    check_messages_shown,
-    check_tools_shown,
     encode_and_cut,
     end_of_answer,
     ends_of_answers,
@@ -35,6 +32,7 @@ from trainer.data.chats import (
 )
 from trainer.data.row_formats import check_text_only, is_missing, own_template_arguments, value_at
 from trainer.data.sources import Row, read_rows
+from trainer.data.template_checks import check_calls_shown, check_messages_shown, check_tools_shown
 from verl_lite.config import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from verl_lite.errors import UserError
 from verl_lite.json_types import ToolSchema

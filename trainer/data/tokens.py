@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat_tokens import check_calls_shown, check_messages_shown
+from trainer.data.template_checks import check_calls_shown, check_messages_shown
 from verl_lite.config import DataConfig
 from verl_lite.errors import UserError
 from verl_lite.json_types import KeywordArguments

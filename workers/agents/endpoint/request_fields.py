@@ -377,3 +377,10 @@ def _is_deeper(value: object, most: int) -> bool:
             return False
         level = next_level
     return True
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Returns True if an SDK repeats a request, which the SDKs of OpenAI and Anthropic say in a header."""
+    count = headers.get("x-stainless-retry-count", "0")
+    # a hostile client may send a number of any length
+    return count.isdecimal() and int(count[:9]) > 0

@@ -27,7 +27,7 @@ from workers.agents.endpoint.connections import Connections, LimitedProtocol
 from workers.agents.endpoint.messages import Messages
 from workers.agents.endpoint.protocols import APIS, Api
 from workers.agents.endpoint.replies import new_name, openai_error
-from workers.agents.endpoint.request_fields import Body, Settings, parsed_body
+from workers.agents.endpoint.request_fields import Body, Settings, is_retry, parsed_body
 from workers.agents.endpoint.responses import Responses
 from workers.agents.endpoint.trace import Conversation, Refusal, SampledAnswer, Trace, TraceNode
 from workers.engines.base import Completion, SamplingParams, derive_seed
@@ -329,7 +329,7 @@ class Endpoint:
         content = api.path.encode() + read_request.raw
         digest = hashlib.blake2b(content).digest()
         calls = episode.calls.setdefault(digest, [])
-        call = _repeated(calls) if _is_retry(request) else None
+        call = _repeated(calls) if is_retry(request.headers) else None
         if call is None:
             call = self._begin(episode, self._conversation(api, episode, body))
             calls.append(call)
@@ -584,13 +584,6 @@ def _repeated(calls: list[Call]) -> Call | None:
             return call
         newest = call
     return newest
-
-
-def _is_retry(request: web.Request) -> bool:
-    """Returns True if an SDK repeats a request, which the SDKs of OpenAI and Anthropic say in a header."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    # a hostile client may send a number of any length
-    return count.isdecimal() and int(count[:9]) > 0
 
 
 def _digest(key: str) -> bytes:
