@@ -16,8 +16,9 @@ from verl_lite.machine.device import DETERMINISTIC
 from workers.engine.fsdp import FSDPEngine
 from workers.engine.packed_attention import Scores, _sdpa_runs, _varlen_attention
 from workers.engine.packed_sequences import PackedSequences
-from workers.policy.causal_lm import causal_lm, token_log_probs
+from workers.policy.causal_lm import causal_lm
 from workers.policy.loading import token_network
+from workers.policy.output_layer import token_log_probs
 
 pytestmark = pytest.mark.gpu
 BATCH = Batch(rows=9, shared_prompts=3, failed_rows=(4,))

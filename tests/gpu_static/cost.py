@@ -32,7 +32,7 @@ from workers.engine import packed_attention
 from workers.engine.packed_attention import PACKED_ATTENTION
 from workers.engine.packed_sequences import PackedSequences
 from workers.engine.packing import ModelInputs, pack
-from workers.policy import causal_lm
+from workers.policy import causal_lm, output_layer
 from workers.policy.activations import limit_activations
 from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.compiled import compile_policy
@@ -177,9 +177,9 @@ def code_of_cuda(compiled: bool) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (packed_attention, "_sdpa_runs", packed_attention._varlen_attention),
         (packed_attention, "_flash_attn_varlen", lambda: None),
-        (causal_lm, "has_wide_products", lambda device: True),
-        (causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS),  # determined with real numbers
-        (causal_lm, "TILE_BYTES", {"cpu": causal_lm.TILE_BYTES["cuda, compiled" if compiled else "cuda"]}),
+        (output_layer, "has_wide_products", lambda device: True),
+        (causal_lm, "logit_transform", lambda model: output_layer.PLAIN_LOGITS),  # determined with real numbers
+        (output_layer, "TILE_BYTES", {"cpu": output_layer.TILE_BYTES["cuda, compiled" if compiled else "cuda"]}),
     ]
     with ExitStack() as stack:
         for place, name, value in patches:

@@ -19,7 +19,7 @@ from workers.engine.packed_attention import PACKED_ATTENTION
 from workers.engine.packing import pack
 from workers.engines.sampling import Truncation, sample
 from workers.losses import actor_loss, critic_loss
-from workers.policy import causal_lm
+from workers.policy import causal_lm, output_layer
 from workers.policy.causal_lm import CausalLMPolicy
 
 ROWS, WIDTH = 6, 10
@@ -63,9 +63,9 @@ def test_forward_and_backward_through_the_kernels_of_cuda(monkeypatch: pytest.Mo
     """Of a bf16 model with grouped heads, prompts shared."""
     monkeypatch.setattr(packed_attention, "_sdpa_runs", packed_attention._varlen_attention)  # what CUDA takes
     monkeypatch.setattr(packed_attention, "_flash_attn_varlen", lambda: None)
-    monkeypatch.setattr(causal_lm, "has_wide_products", lambda device: True)
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", 0)
-    monkeypatch.setattr(causal_lm, "logit_transform", lambda model: causal_lm.PLAIN_LOGITS)  # found with real numbers
+    monkeypatch.setattr(output_layer, "has_wide_products", lambda device: True)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", 0)
+    monkeypatch.setattr(causal_lm, "logit_transform", lambda model: output_layer.PLAIN_LOGITS)  # needs real numbers
     packed = pack(ragged_batch(Batch(rows=ROWS, shared_prompts=3)).batch)
     assert packed.sequences is not None and packed.sequences.expand is not None
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}

@@ -1,7 +1,8 @@
 """The memory of one micro-batch on one device: activations, logits, gradients.
 
 The formulas follow `workers/engine/fsdp.py` (gradients are reduced after the last micro-batch) and
-`workers/policy/causal_lm.py` (logits in tiles). Parameters called `size` are bytes per element: 4 for fp32, 2 for bf16.
+`workers/policy/output_layer.py` (logits in tiles). Parameters called `size` are bytes per element: 4 for fp32, 2 for
+bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from trainer.planner.networks import FP32, HeldNetwork
 from verl_lite.config import NetworkConfig
 from verl_lite.machine.device import KEPT_FREED_BYTES
 from workers.policy.activations import AHEAD
-from workers.policy.causal_lm import KEPT_LOGITS_BYTES, TILE_BYTES
+from workers.policy.output_layer import KEPT_LOGITS_BYTES, TILE_BYTES
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from workers.engines.slot_cache import (
     check_layers,
     slots_that_fit,
 )
-from workers.policy.causal_lm import output_logits
+from workers.policy.output_layer import output_logits
 from workers.policy.router import ROUTED_EXPERTS, Routers
 from workers.policy.vision import attention_of_text, placeholder_ids
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import tiny_qwen2
 from tests.workers.engines.test_engines import load, make_engine, mixed_requests, run, vllm_missing
 from workers.engines import hf_engine
-from workers.policy.causal_lm import token_log_probs
+from workers.policy.output_layer import token_log_probs
 
 
 @torch.no_grad()

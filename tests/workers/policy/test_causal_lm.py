@@ -18,9 +18,10 @@ from trainer.planner.diffusion_memory import LiveBytes
 from verl_lite.config import ActorConfig
 from verl_lite.errors import UserError
 from workers.engine.packing import pad
-from workers.policy import causal_lm
-from workers.policy.causal_lm import CausalLMPolicy, TokenStatistics, token_log_probs
+from workers.policy import output_layer
+from workers.policy.causal_lm import CausalLMPolicy
 from workers.policy.logit_transform import PLAIN_LOGITS, LogitTransform, logit_transform
+from workers.policy.output_layer import TokenStatistics, token_log_probs
 
 
 def naive(
@@ -59,8 +60,8 @@ def test_equals_naive_in_fp64(
     with_bias: bool,
     transform: LogitTransform,
 ) -> None:
-    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", tile_bytes)
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setitem(output_layer.TILE_BYTES, "cpu", tile_bytes)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -122,8 +123,8 @@ def test_candidates_restrict_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int, tile_bytes: int, with_bias: bool, cap: float | None
 ) -> None:
     """Each row equals the naive formula on its part of the weights, in fp32 too, where 1e30 has no square."""
-    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", tile_bytes)
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setitem(output_layer.TILE_BYTES, "cpu", tile_bytes)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", kept_bytes)
     generator, transform = torch.Generator().manual_seed(0), LogitTransform(1.5, cap)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         shapes = [(9, 5), (17, 5), *[(17,)] * with_bias]
@@ -160,8 +161,8 @@ def test_a_token_whose_logit_is_minus_infinity_adds_no_entropy(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
     """Everything equals a vocabulary without that token, also if a tile contains no other."""
-    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", 4 * 8 * 4)
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setitem(output_layer.TILE_BYTES, "cpu", 4 * 8 * 4)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(2)
     hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (13, 4), (13,)))
     bias[12] = -torch.inf
@@ -184,8 +185,8 @@ def test_a_token_whose_logit_is_minus_infinity_adds_no_entropy(
 def test_sum_pi_squared_equals_a_dense_softmax(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int, calculate_entropy: bool
 ) -> None:
-    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", 4 * 8 * 8)
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setitem(output_layer.TILE_BYTES, "cpu", 4 * 8 * 8)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(1)
     hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (13, 4), (13,)))
     found = token_log_probs(
@@ -230,15 +231,15 @@ def widening_mm(one: torch.Tensor, other: torch.Tensor, out_dtype: torch.dtype |
 def test_logits_of_bf16_weights_are_not_rounded_to_bf16(
     monkeypatch: pytest.MonkeyPatch, with_bias: bool, kept_bytes: int, on_cuda: bool
 ) -> None:
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 32, generator=generator).mul(2).bfloat16().requires_grad_() for n in (64, 1000))
     bias = torch.randn(1000, generator=generator).bfloat16().requires_grad_() if with_bias else None
     targets = torch.randint(1000, (64,), generator=generator)
     with monkeypatch.context() as patch:
         if on_cuda:
-            patch.setattr(causal_lm, "has_wide_products", lambda device: True)
-            patch.setattr(causal_lm.torch, "mm", widening_mm)
+            patch.setattr(output_layer, "has_wide_products", lambda device: True)
+            patch.setattr(output_layer.torch, "mm", widening_mm)
         found = token_log_probs(
             hidden, weight, bias, targets, temperature=1.0, chunk_tokens=16, calculate_entropy=False
         ).log_probs
@@ -261,8 +262,8 @@ def test_memory_is_bounded_for_a_vocabulary_of_152k(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
 ) -> None:
     """All tensors except hidden states, weights and the gradients of both, with Qwen2.5-1.5B's shapes."""
-    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", causal_lm.TILE_BYTES[device])
-    monkeypatch.setattr(causal_lm, "has_wide_products", lambda _: device == "cuda")
+    monkeypatch.setitem(output_layer.TILE_BYTES, "cpu", output_layer.TILE_BYTES[device])
+    monkeypatch.setattr(output_layer, "has_wide_products", lambda _: device == "cuda")
 
     def peak(count: int) -> int:
         with FakeTensorMode():
@@ -276,7 +277,7 @@ def test_memory_is_bounded_for_a_vocabulary_of_152k(
             return live.peak - hidden.nbytes - weight.nbytes
 
     few, many = peak(2048), peak(8192)
-    assert 3 * causal_lm.TILE_BYTES[device] / 2 < many < 512 << 20 and many < few + (32 << 20), f"{few:,} {many:,}"
+    assert 3 * output_layer.TILE_BYTES[device] / 2 < many < 512 << 20 and many < few + (32 << 20), f"{few:,} {many:,}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -32,9 +32,9 @@ from verl_lite.config import ActorConfig
 from verl_lite.config.distillation import DistillationLossConfig
 from verl_lite.protocol import DataProto
 from workers.losses import actor_loss
-from workers.policy import causal_lm
-from workers.policy.causal_lm import token_log_probs, top_log_probs
+from workers.policy import output_layer
 from workers.policy.logit_transform import PLAIN_LOGITS
+from workers.policy.output_layer import token_log_probs, top_log_probs
 from workers.roles.frozen_models import teacher_log_probs
 
 BATCH = Batch(rows=9, seed=3, shared_prompts=3, failed_rows=(4,))
@@ -219,8 +219,8 @@ def test_a_teacher_scores_as_plain_transformers(folder: Path, topk: int) -> None
 
 @pytest.mark.parametrize(("kept_bytes", "tile_bytes"), [(1 << 20, 1 << 20), (0, 4 * 8 * 8)])
 def test_top_tokens_in_tiles(monkeypatch: pytest.MonkeyPatch, kept_bytes: int, tile_bytes: int) -> None:
-    monkeypatch.setitem(causal_lm.TILE_BYTES, "cpu", tile_bytes)
-    monkeypatch.setattr(causal_lm, "KEPT_LOGITS_BYTES", kept_bytes)
+    monkeypatch.setitem(output_layer.TILE_BYTES, "cpu", tile_bytes)
+    monkeypatch.setattr(output_layer, "KEPT_LOGITS_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((11, 5), (37, 5)))
     bias = torch.randn(37, generator=generator, dtype=torch.float64).index_fill(0, torch.arange(30, 37), -torch.inf)
