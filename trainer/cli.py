@@ -163,8 +163,11 @@ def leave(status: int) -> NoReturn:
     # waits for threads that are still writing
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # None if the caller has closed it (`>&-`); its reader may have ended (`| head`)
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
     os._exit(status)
 
 

@@ -286,3 +286,20 @@ def test_a_removed_command_names_its_replacement(
     message = capsys.readouterr().err
     assert f"python -m trainer.{name} was removed" in message
     assert replacement in message
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "| true"])
+def test_a_command_whose_output_nobody_reads_ends_with_its_own_status(redirection: str, tmp_path: Path) -> None:
+    """Closed by the caller, or by a reader that has ended before the last line is written."""
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import sys, time\nfrom trainer.cli import leave\n"
+        "if sys.stdout is not None:\n    sys.stdout.write('unread')\n"
+        # `true` has ended by then
+        "time.sleep(0.3)\nleave(5)\n"
+    )
+    command = f"{sys.executable} {script} {redirection}; exit ${{PIPESTATUS[0]}}"
+    # buffered, so that the text is still to be written
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (5, "")

@@ -74,7 +74,8 @@ def _is_too_long(text: str) -> bool:
             if depth > MOST_NESTED:
                 return True
         elif character in ")]}":
-            depth -= 1
+            # not below 0: brackets that are closed without being opened must not make room for others
+            depth = max(0, depth - 1)
     return False
 
 

@@ -162,11 +162,17 @@ class _HeldCode:
         self._runner = asyncio.Runner()
 
     def run(self, compiled: types.CodeType, describes_names: bool) -> JsonObject:
-        """Runs the code. Returns the first reply, with a description of its names if `describes_names`."""
+        """Runs the code.
+
+        Returns:
+            The reply to the request that holds the code: `names`, what tests can do with each public name; empty unless
+            `describes_names`.
+        """
         exec(compiled, self._namespace)
         descriptions = {}
         if describes_names:
-            for name, value in self._namespace.items():
+            # a copy, because `len` of an object of the answer may run code that adds names
+            for name, value in list(self._namespace.items()):
                 if is_name(name):
                     descriptions[name] = _describe(value)
         return {"names": descriptions}

@@ -143,7 +143,7 @@ def end_template() -> None:
     # about a wrong option would wait for them
     template.end()
     assert template.process.stdin is not None
-    # names that it has not read
+    # closing writes the names of modules that it has not read
     with contextlib.suppress(BrokenPipeError):
         template.process.stdin.close()
 
@@ -190,8 +190,9 @@ def _temporary_folders() -> tuple[str, Path, Path]:
         # a full disk or quota, a folder of another user, or a container without a writable /tmp
         folder = os.environ.get("TMPDIR", "")
         raise UserError(
-            f"TMPDIR={folder!r}: no folder for temporary files can be created ({error}). Make room, or set TMPDIR "
-            f"to a folder that you can write to; {_SHORT_BASE} is not used for names of at most {_LONGEST_BASE} bytes"
+            f"TMPDIR={folder!r}: no folder for temporary files can be created ({error}). Make room, or set TMPDIR to a "
+            f"folder that you can write to. If its path has at most {_LONGEST_BASE} bytes, nothing is written to "
+            f"{_SHORT_BASE}"
         ) from error
 
 
@@ -200,7 +201,11 @@ def _new_folders(base: str) -> tuple[Path, Path]:
     if len(os.fsencode(base)) <= _LONGEST_BASE:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         temp = folder / "tmp"
-        temp.mkdir()
+        try:
+            temp.mkdir()
+        except OSError:
+            folder.rmdir()
+            raise
         return folder, temp
     # The sockets need a shorter path. The temporary files, which can be large, stay on the disk that the user chose.
     temp = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))

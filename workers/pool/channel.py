@@ -89,7 +89,11 @@ class PoolEnd:
         return False
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Returns the complete messages. Sets is_closed when the other end is closed and everything is read."""
+        """Returns the complete messages.
+
+        Sets is_closed when the other end is closed and everything is read, or when it has sent something else than
+        messages.
+        """
         try:
             while chunk := self._socket.recv(_CHUNK_BYTES):
                 self._received += chunk
@@ -100,10 +104,15 @@ class PoolEnd:
         except OSError:
             self.is_closed = True
 
-        messages = []
+        messages: list[tuple[int, bytes]] = []
         start = 0
         while len(self._received) - start >= _HEADER.size:
             size, number = _HEADER.unpack_from(self._received, start)
+            # no message of `multiprocessing`: untrusted code has written to the channel
+            if size < _NUMBER.size:
+                self.is_closed = True
+                self._received.clear()
+                return messages
             content_start = start + _HEADER.size
             # the size counts the number as well, which has been read with the header
             end = content_start + size - _NUMBER.size

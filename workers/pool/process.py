@@ -134,21 +134,20 @@ class Process:
 
     # Any: what the code in the process has sent
     def receive(self) -> list[Reply[Any]]:
-        """Returns the replies that have arrived. Sets channel.is_closed if the process is dead."""
+        """Returns the replies that have arrived. Sets channel.is_closed if the process is dead.
+
+        The code of a reward or a program runs in the process and can write to the channel itself. A reply in the name of
+        a session without a running call is dropped.
+        """
         replies: list[Reply[Any]] = []
-        for number, message in self.channel.receive():
-            if number != CONTROL:
-                # untrusted code can write to the channel, too
-                if number not in self.sent:
+        for session, message in self.channel.receive():
+            # a report about the process itself belongs to no call
+            if session != CONTROL:
+                if session not in self.sent:
                     continue
-                del self.sent[number]
+                del self.sent[session]
                 self._start_next_deadline()
-            try:
-                replies.append(pickle.loads(message))
-            except Exception as error:
-                # unpickling objects of untrusted code can raise anything
-                reason = f"The returned value cannot be unpickled: {type(error).__name__}: {error}"
-                replies.append(Reply(number, error=reason))
+            replies.append(_unpickled(session, message))
         return replies
 
     def _start_next_deadline(self) -> None:
@@ -271,3 +270,17 @@ def _program(socket_fd: int, stacks_fd: int, threads: int) -> str:
     arguments = f"{socket_fd}, {stacks_fd}, {os.getpid()}, {threads}"
     # with the caller's path, so that the process finds the same modules
     return f"import sys; sys.path[:] = {sys.path!r}; from workers.pool.child_main import main; main({arguments})"
+
+
+# Any: what the code in the process has sent
+def _unpickled(session: int, message: bytes) -> Reply[Any]:
+    """Returns the reply of a session in a message; a reply with an error if the message holds something else."""
+    try:
+        reply = pickle.loads(message)
+    except (Exception, SystemExit) as error:
+        # unpickling objects of untrusted code can raise anything
+        return Reply(session, error=f"The returned value cannot be unpickled: {type(error).__name__}: {error}")
+    # a message that untrusted code has written itself, such as a reply in the name of another session
+    if not isinstance(reply, Reply) or reply.session != session:
+        return Reply(session, error="The process has sent a message that is no reply of this call.")
+    return reply

@@ -319,7 +319,9 @@ class ProcessPool(Generic[Payload, Value]):
             elif process.is_loaded:
                 # the answer to a ping: the stacks of the running calls by session
                 process.pinged_at = None
-                self._end_overdue(process, reply.value, is_frozen=False)
+                # untrusted code can write such an answer, too
+                stacks = reply.value if isinstance(reply.value, dict) else None
+                self._end_overdue(process, stacks, is_frozen=False)
             elif reply.error is not None:
                 raise self._spec.error(f"The {self._spec.what} does not load.\n{reply.error}")
             else:

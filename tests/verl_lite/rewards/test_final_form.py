@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_lite.rewards import rules
+from verl_lite.rewards import mathematics, rules
 
 # reference | right answers | wrong answers
 TABLE = r"""
@@ -112,3 +112,8 @@ def test_only_a_final_form_of_the_right_value_is_right(truth: str, answer: str, 
 )
 def test_the_answer_in_a_text_without_a_box(text: str, truth: str, score: float) -> None:
     assert rules.math_verify("math", text, truth)["score"] == score
+
+
+def test_closing_brackets_make_no_room_for_deeper_ones() -> None:
+    assert mathematics._is_too_long(")" * 900 + "(" * 900)
+    assert not mathematics._is_too_long("()" * 900)

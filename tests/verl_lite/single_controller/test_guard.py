@@ -96,6 +96,21 @@ def test_without_room_for_temporary_files_the_message_names_the_remedy(
     assert current_guard() is None and dict(os.environ) == environment
 
 
+def test_a_short_folder_is_empty_if_there_is_no_room_for_files(own_temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a quota of one folder."""
+    mkdir = Path.mkdir
+
+    def refuse_second(path: Path, *args: Any, **named: Any) -> None:
+        if path.name == "tmp":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+        mkdir(path, *args, **named)
+
+    monkeypatch.setattr(Path, "mkdir", refuse_second)
+    with pytest.raises(UserError, match="Disk quota exceeded"), guarded():
+        pass
+    assert not list(own_temp.iterdir())
+
+
 def test_a_long_folder_is_empty_if_there_is_no_room_for_sockets(
     own_temp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
