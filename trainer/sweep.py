@@ -31,12 +31,13 @@ def main(argv: list[str]) -> int:
 
     options = read_options(argv)
     study = asked_study(options)
-    # device and umask of the first trial count for all
+    # device and umask of the first trial count for all; with `corners`, a range has a first value, too
     first_parameters = next(combinations(study.spec.space, corners=True))
     trainer = load(study.spec, first_parameters).trainer
     # imports Ray and Tune, which takes seconds, after the cheap checks
     from trainer.sweeps.tuning import places, run_study
 
+    # starts Ray, or joins the cluster of the options
     with places(options, trainer.device, tell) as trial_devices:
         check_sweep(study.spec, study.search, trial_devices.gpus)
         with locked(study.folder, trainer.umask):

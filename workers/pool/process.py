@@ -136,8 +136,8 @@ class Process:
     def receive(self) -> list[Reply[Any]]:
         """Returns the replies that have arrived. Sets channel.is_closed if the process is dead.
 
-        The code of a reward or a program runs in the process and can write to the channel itself. A reply in the name of
-        a session without a running call is dropped.
+        The code of a reward or a program runs in the process and can write to the channel itself. A reply of a session
+        without a running call is dropped.
         """
         replies: list[Reply[Any]] = []
         for session, message in self.channel.receive():

@@ -88,6 +88,8 @@ CASES: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("ref.log_prob_micro_batch_size_per_gpu=4", ["ref.log_prob_use_dynamic_bsz=true"], {}, "sized by tokens"),
     ("actor.clip_ratio=0.3", ["actor.clip_ratio_low=0.1", "actor.clip_ratio_high=0.2"], {}, "are set"),
     ("actor.clip_ratio_high=0.3", ["actor.policy_loss.loss_mode=gpg"], {}, "does not clip"),
+    ("actor.clip_ratio_high=0.3", [*TEACHER, f"{LOSS}.loss_mode=forward_kl_topk",
+                                   "actor.policy_loss.loss_mode=gpg"], {}, "does not clip"),
     ("actor.clip_ratio_c=5", ["actor.policy_loss.loss_mode=cispo"], {}, "no dual clip"),
     ("actor.ratio_type=segment", ["actor.policy_loss.loss_mode=sapo"], {}, "own ratio"),
     ("actor.tau_pos=0.5", [], {}, "only sapo"),

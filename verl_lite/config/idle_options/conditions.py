@@ -31,7 +31,10 @@ def is_unused(name: str) -> Condition:
 
 
 def loss_is_not(*losses: str) -> Condition:
-    """Returns a condition that holds if this project has the run's policy loss, and it is none of `losses`."""
+    """Returns a condition that holds if this project has the run's policy loss, and it is none of `losses`.
+
+    It does not hold for the clip range of a run with distillation on sampled tokens, whose loss clips, too.
+    """
 
     def is_idle(situation: Situation, key: str) -> bool:
         config = situation.config
@@ -40,8 +43,8 @@ def loss_is_not(*losses: str) -> Condition:
         # a loss of the user may read any option
         if loss is None or not is_own(loss):
             return False
-        # distillation with k1 clips its ratio, too
-        if ".clip_ratio" in key and config.distillation.is_active:
+        has_clipped_distillation = config.distillation.is_active and not config.distillation.takes_topk
+        if ".clip_ratio" in key and has_clipped_distillation:
             return False
         return mode not in losses
 
