@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     from trainer.sweeps.sweep_checks import check_sweep, load
 
     options = read_options(argv)
-    study = asked_study(options)
+    study = requested_study(options)
     # device and umask of the first trial count for all; with `corners`, a range has a first value, too
     first_parameters = next(combinations(study.spec.space, corners=True))
     trainer = load(study.spec, first_parameters).trainer
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         check_sweep(study.spec, study.search, trial_devices.gpus)
         with locked(study.folder, trainer.umask):
             # another sweep may have changed the study before the lock was taken
-            study = asked_study(options)
+            study = requested_study(options)
             study.save()
             tell(f"study {study.folder}; the same command continues it")
             try:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     return int(has_failures)
 
 
-def asked_study(options: StudyOptions) -> Study:
+def requested_study(options: StudyOptions) -> Study:
     """Returns the study of the command line: a new study, or the existing study with the search of this command."""
     from trainer.sweeps.study import DESCRIPTION, Study
     from trainer.sweeps.study_spec import Search, read_files

@@ -340,26 +340,30 @@ class _Passes:
         rate = self.device.flops * self.device.training
         return Stage(flops / rate)
 
-    def _prompts(self, shape: ModelShape) -> float:
-        """Returns the number of prompts whose tokens this device computes, in all micro-batches of a step."""
+    def _num_prompts(self, shape: ModelShape) -> float:
+        """Returns the number of prompts whose tokens this device computes, in all micro-batches of a step.
+
+        A prompt that several rows of a micro-batch share is computed once, if the network supports it.
+        """
         distinct = distinct_prompts(self.config, shape, self.rows_together, self.prompts_of_mini_batch)
         return self.rows * distinct / self.rows_together
 
     def _flops(self, shape: ModelShape) -> tuple[float, float]:
-        """Returns the operations of a forward pass of the whole network, and of its layers alone."""
+        """Returns the operations of a forward pass over this device's rows of a step: of the whole network, and of its
+        layers alone."""
         predicted = self.rows * self.mean.response
-        prompt_tokens = self._prompts(shape) * self.mean.prompt
+        prompt_tokens = self._num_prompts(shape) * self.mean.prompt
         tokens = predicted + prompt_tokens
-        length = sum(self.mean)
-        whole = forward_flops(shape, tokens, length, predicted)
-        layers = forward_flops(shape, tokens, length, predicted=0)
+        row_length = sum(self.mean)
+        whole = forward_flops(shape, tokens, row_length, predicted)
+        layers = forward_flops(shape, tokens, row_length, predicted=0)
         return whole, layers
 
     def _tower_flops(self, shape: ModelShape) -> float:
         """Returns the operations of a forward pass of the images through the vision tower."""
         if shape.tower is None:
             return 0.0
-        return shape.tower.flops(self._prompts(shape), self.mean.prompt)
+        return shape.tower.flops(self._num_prompts(shape), self.mean.prompt)
 
 
 def _traffic(

@@ -470,12 +470,16 @@ def asks_by_source(config: RewardConfig) -> bool:
 
 
 def check_source(config: RewardConfig, data_source: str) -> None:
-    """Raises UserError if no reward is registered for a data_source, or if it does not accept the configured kwargs."""
+    """Raises UserError if no reward is registered for a data_source, or if it does not accept the configured kwargs.
+
+    It may be called only if `asks_by_source`.
+    """
     function = find_reward(data_source)
     for part in _parts(config):
         is_by_source = part.reward is None and part.path is None
         if not is_by_source:
             continue
+        # a single reward has no label, and an option of its own for its kwargs
         option = f"{part.option}.kwargs" if part.label else "reward.reward_kwargs"
         for problem in kwargs_problems(function, part.kwargs, option):
             raise UserError(f"{problem} (the reward of data_source={data_source!r})")

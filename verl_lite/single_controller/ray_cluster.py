@@ -285,6 +285,7 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
             "RAY_AUTH_TOKEN_PATH": None,
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
+            # with 1, which the environment may have, Ray empties CUDA_VISIBLE_DEVICES of workers that request no GPU
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             # would start one process per CPU, without our variables
             "RAY_prestart_worker_first_driver": "0",
@@ -293,6 +294,7 @@ def _start_private(cluster: Cluster, ray_init: RayInitConfig, run_id: str, num_g
         }
     )
     with (
+        # signals to the driver's process group or job must not end the daemons before a checkpoint is saved
         _replaced(services, "ConsolePopen", _Daemon),
         _blocked_signals(),
         # otherwise Ray replaces a local address by that of the machine, and its daemons listen on all interfaces

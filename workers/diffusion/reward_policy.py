@@ -141,7 +141,7 @@ class RewardFlowPolicy(EngineNetwork):
         self.codec = parts.codec
         self.expand_timesteps = parts.expand_timesteps
         self.sigmas = flow_sigmas(config.sampler.num_inference_steps, config.sampler.shift)
-        self.high_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
+        self.num_high_noise_steps = high_noise_steps(self.sigmas, parts.boundary_ratio)
         # tuples hide these modules from nn.Module, so that the engine does not shard, move or save them
         self._high_noise = (parts.high_noise,)
         self._reward = (reward,)
@@ -155,6 +155,7 @@ class RewardFlowPolicy(EngineNetwork):
         if config.model.checkpoint_decode:
             self.decode = checkpointed_decode(self.codec.decode, self.codec.vae)
         reward.to(device)
+        # the reward's prepared form of each clip, by the row of the clip in the data
         self._references: dict[int, object] = {}
 
     def blocks(self) -> list[nn.Module]:
@@ -301,13 +302,13 @@ class RewardFlowPolicy(EngineNetwork):
             return torch.cat([first_frame.to(x.dtype), later_frames], dim=2)
 
         # three ranges of steps: high-noise expert, low-noise expert without gradient, low-noise expert with gradient
-        high_noise_range = range(self.high_steps)
-        plain_range = range(self.high_steps, first_trained)
+        high_noise_range = range(self.num_high_noise_steps)
+        plain_range = range(self.num_high_noise_steps, first_trained)
         trained_range = range(first_trained, end)
 
         x = keep(inputs.noise)
         high_noise = self._high_noise[0]
-        if high_noise is not None and self.high_steps:
+        if high_noise is not None and self.num_high_noise_steps:
             # `at_work` disables gradients: this expert is frozen, and its steps precede all trained ones
             with self.placement.at_work(high_noise):
                 high_noise_velocity = self._velocity(high_noise, inputs)

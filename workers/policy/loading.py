@@ -229,8 +229,9 @@ def check_network(
     # the meta device, on which the dtypes do not matter
     meta = torch.device("meta")
     arguments = BuildArguments(torch.float32, torch.float32, trains=trains, with_weights=False, device=meta)
-    build = token_network(model, build_policy, chat_template=chat_template)
-    policy = build(arguments)
+    build_network_of_tokens = token_network(model, build_policy, chat_template=chat_template)
+    # reads the config and the code, and compares the names in the files of weights and adapter with the network's
+    policy = build_network_of_tokens(arguments)
     assert isinstance(policy, Policy)
     if trains:
         kind = type(policy.model).__name__

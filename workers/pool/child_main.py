@@ -244,7 +244,7 @@ class Child:
         """Runs calls one after the other. Never returns."""
         while True:
             session, payload = self._calls.get()
-            # the stack of a coroutine is that of the event loop's thread
+            # for `_stacks`: the thread in which this call runs, which for a coroutine is that of the event loop
             self._threads[session] = handler.thread or threading.get_ident()
             reply = perform(session, partial(handler.run, session, payload))
             # untrusted code forked; only the parent continues
