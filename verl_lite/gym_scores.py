@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -18,8 +18,16 @@ Scorer = Callable[..., float]
 """A scorer of reasoning-gym, called with the keyword arguments `answer` and `entry`."""
 
 _NOT_FINITE = re.compile(r"(?i)(?<![a-z])(?:nan|inf|infinity)[ij]?(?![a-z])")
-_POWER_OF_TEN = re.compile(r"\d[\d.]*e\+?\d+", re.IGNORECASE)
+# a match begins at the first character of a number and gives none back, so that a long row of digits is read once
+_POWER_OF_TEN = re.compile(r"(?<![\d._])[\d.][\d._]*+e[+-]?(?P<exponent>[\d_]+)", re.IGNORECASE)
+_LARGEST_EXPONENT = 300
+"""Largest exponent of a power of ten in an answer, nearly that of a float.
+
+Beyond it, floats are infinite, and a scorer that calculates with fractions needs as many digits as the exponent says.
+"""
 _INTEGER = re.compile(r"\d+")
+_MANY_TURNS = re.compile(r"\d\d")
+"""A number of turns that the scorer of rubiks_cube would write out, such as R999999999. Four turns are none."""
 _COIN_TOLERANCE = Fraction(1, 10_000)
 _MOST_BITS = 20_000
 """Largest number of binary digits that an expression may have as value. Computing more takes seconds."""
@@ -134,20 +142,22 @@ def _tasks_of(task: str, entry: Mapping[str, object]) -> set[str]:
 
 
 def _is_finite(text: str) -> bool:
-    """Returns False for a text with NaN or infinity, or a number that a float reads as infinite.
+    """Returns False for a text with NaN, infinity, or a power of ten with an exponent beyond `_LARGEST_EXPONENT`.
 
     Each comparison with NaN is false: `abs(nan - 7) > tolerance`, for example. And `min(1.0, nan)` is 1.
     """
     if _NOT_FINITE.search(text):
         return False
-    return all(math.isfinite(float(number)) for number in _numbers_with_powers(text))
+    return all(_has_small_exponent(match["exponent"]) for match in _POWER_OF_TEN.finditer(text))
 
 
-def _numbers_with_powers(text: str) -> Iterator[str]:
-    for match in _POWER_OF_TEN.finditer(text):
-        # 1.2.3e4 is no number
-        if match[0].count(".") < 2:
-            yield match[0]
+def _has_small_exponent(digits: str) -> bool:
+    """Returns True if the exponent with these digits, which Python divides with _, is at most `_LARGEST_EXPONENT`."""
+    significant = digits.replace("_", "").lstrip("0")
+    # the length first, because Python refuses to convert thousands of digits
+    if len(significant) > len(str(_LARGEST_EXPONENT)):
+        return False
+    return int(significant or "0") <= _LARGEST_EXPONENT
 
 
 # ------------------------------------------------------------------------------------------------- code in an answer
@@ -158,6 +168,8 @@ def _is_harmless(answer: str, own_answer: str, tasks: Container[str]) -> bool:
     for task, grammar in EXPRESSIONS.items():
         if task in tasks and not _is_expression(answer, own_answer, grammar):
             return False
+    if "rubiks_cube" in tasks and _MANY_TURNS.search(answer):
+        return False
     needs_literal = any(task in tasks for task in LITERALS)
     return not needs_literal or _is_literal(answer)
 
@@ -280,7 +292,8 @@ def _value_of(expression: str) -> Fraction | None:
         return None
     try:
         return _value(tree)
-    except (ArithmeticError, KeyError, TypeError, RecursionError):
+    # ValueError for a decimal that is read as infinite
+    except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError):
         return None
 
 

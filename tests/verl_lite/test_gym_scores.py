@@ -119,6 +119,25 @@ def test_a_number_that_takes_for_ever_is_wrong(task: str, answer: str) -> None:
     assert scored(task, answer, entries(task, 1)[0]) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("coin_flip", "1e-999999999"),
+        ("coin_flip", ".1E-9_9999_9999"),
+        ("coin_flip", "1e-0_9999999999999"),
+        ("rubiks_cube", "R999999999"),
+    ],
+)
+def test_a_short_answer_that_keeps_a_scorer_busy_is_wrong(task: str, answer: str) -> None:
+    """A fraction with a billion digits, and a billion turns: the time limit would leave the answer out of the loss."""
+    assert scored(task, answer, entries(task, 1)[0]) < 0.1
+
+
+def test_numbers_of_a_usual_size_are_scored() -> None:
+    assert scored("coin_flip", "3125e-4", {"answer": "0.3125", "metadata": {}}) == 1
+    assert scored("coin_flip", "0.3125e+000", {"answer": "0.3125", "metadata": {}}) == 1
+
+
 # ------------------------------------------------------------------------------- full marks without solving the task
 
 

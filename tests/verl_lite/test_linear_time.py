@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from trainer.observe.final_report import FitResult, Sample, final_report
+from verl_lite import gym_scores
 from verl_lite.envs.actions import ActionParser
 from verl_lite.envs.adapters import _HIGHLIGHTED
 from verl_lite.envs.tool_calls import llama_calls, mistral_calls, parse_tool_calls
-from verl_lite.rewards import default_compute_score
+from verl_lite.rewards import default_compute_score, judge
 from verl_lite.rewards.code import extract_code
 from verl_lite.rewards.judge import read_verdict
 
@@ -46,6 +47,10 @@ READERS: dict[str, Callable[[str], Any]] = {
     "multiple_choice": reward("multiple_choice", "B"),
     "code": extract_code,
     "judge": verdict,
+    "the answer to a judge": lambda text: judge._as_material("<" + text, "<answer>{answer}</answer>"),
+    "scores of reasoning-gym": lambda text: gym_scores.score(
+        "coin_flip", lambda answer, entry: 0.0, text, {"answer": "1"}
+    ),
     "actions": ActionParser(),
     "tool calls": parse_tool_calls,
     "tool calls of Mistral": lambda text: mistral_calls("[TOOL_CALLS]a" + text),

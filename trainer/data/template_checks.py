@@ -118,9 +118,9 @@ def _not_shown(name: str, index: int, message: Message, tokenizer: PreTrainedTok
     """Returns the error about an entry of a message that the template does not show."""
     template = f"the chat template of {tokenizer.name_or_path!r}"
     if name == "content":
-        shown = f"message {index} of the role {message['role']!r} ({message[name]!r:.80})"
+        left_out = f"message {index} of the role {message['role']!r} ({message[name]!r:.80})"
         return UserError(
-            f"{where}: {template} does not show {shown}: "
+            f"{where}: {template} does not show {left_out}: "
             "set another template with data.chat_template, or write the text into a message that the template shows"
         )
     return UserError(

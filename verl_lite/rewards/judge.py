@@ -179,7 +179,8 @@ def _as_material(answer: str, template: str) -> str:
     text = _CONTROL_TOKEN.sub(r"\g<0> ", answer)
     names = {match[1] for match in _TAG.finditer(template)}
     if names:
-        tag = re.compile(rf"<(?=\s*/?\s*(?:{'|'.join(sorted(names))})\b)", re.IGNORECASE)
+        # possessive, so that a long row of spaces is read once
+        tag = re.compile(rf"<(?=\s*+/?\s*+(?:{'|'.join(sorted(names))})\b)", re.IGNORECASE)
         text = tag.sub("&lt;", text)
     return text
 

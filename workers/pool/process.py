@@ -6,6 +6,7 @@ written to a log and the end is kept in memory, so that no amount of output fill
 
 import contextlib
 import itertools
+import math
 import os
 import pickle
 import re
@@ -17,9 +18,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from verl_lite.machine.folders import new_folder, remove_folder
 from verl_lite.machine.process_tree import ProcessTree
@@ -39,6 +41,7 @@ _STACK_PAUSE_S = 0.05
 _STACK_BYTES_MAX = 1 << 20
 _CRASH = re.compile(r"(Fatal Python error:[^\n]*\n).*?(Current thread [^\n]*(?:\n[^\n]+)*)", re.DOTALL)
 """The crashed thread in the output of `faulthandler`; empty lines separate it from other threads."""
+_REPLY_ATTRIBUTES = {field.name for field in fields(Reply)}
 
 
 class Process:
@@ -281,6 +284,22 @@ def _unpickled(session: int, message: bytes) -> Reply[Any]:
         # unpickling objects of untrusted code can raise anything
         return Reply(session, error=f"The returned value cannot be unpickled: {type(error).__name__}: {error}")
     # a message that untrusted code has written itself, such as a reply in the name of another session
-    if not isinstance(reply, Reply) or reply.session != session:
+    if not _is_reply(reply, session):
         return Reply(session, error="The process has sent a message that is no reply of this call.")
     return reply
+
+
+def _is_reply(message: object, session: int) -> TypeGuard[Reply[Any]]:
+    """Returns True for a reply of a session whose attributes have the right types; its value may be anything."""
+    # exactly this class, because a subclass can compute its attributes
+    if type(message) is not Reply:
+        return False
+    attributes = vars(message)
+    if attributes.keys() != _REPLY_ATTRIBUTES:
+        return False
+    error = attributes["error"]
+    has_error_type = error is None or type(error) is str
+    if not has_error_type or type(attributes["is_timeout"]) is not bool or type(attributes["seconds"]) is not float:
+        return False
+    is_own = type(attributes["session"]) is int and attributes["session"] == session
+    return is_own and math.isfinite(attributes["seconds"])

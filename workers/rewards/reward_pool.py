@@ -353,13 +353,20 @@ class RewardPool:
         seconds = max(1e-6, reply.seconds)
         self._seconds_per_call += (seconds - self._seconds_per_call) / _AVERAGED_CALLS
         if reply.error is None:
-            self._store_results(items, reply.result)
+            self._store_results(items, _checked_results(reply.result, len(items)))
         elif len(items) > 1:
             # one sample may have failed the whole list
             self._alone.extend(items)
         else:
             failure = RewardResult.failure(reply.error, timed_out=reply.is_timeout)
             self._store_results(items, [failure])
+
+
+def _checked_results(results: object, count: int) -> Sequence[RewardResult]:
+    """Returns the results of a call; failures if they are something else, which untrusted code may have sent."""
+    if type(results) is list and len(results) == count and all(type(result) is RewardResult for result in results):
+        return results
+    return [RewardResult.failure("The process of the reward has sent something else than results.")] * count
 
 
 def _row_error(row: JsonMapping, result: RewardResult) -> RewardError:
