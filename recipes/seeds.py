@@ -42,14 +42,16 @@ FREE = {
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Reads the runs and checks that they are finished, and that they differ in the seed and in nothing else.
+    """Reads the runs and checks that they have ended, and that they differ in the seed and in nothing else.
 
     Raises:
         UserError: Otherwise; the message names the runs, and the options in which they differ.
     """
     runs = [read_run(folder) for folder in folders]
     for run in runs:
-        if run.state != "finished":
+        # A run that a callback has ended has a result. A run without trainer.total_training_steps does not say whether
+        # it is complete.
+        if run.state in ("running", "stopped"):
             raise UserError(
                 f"{run.folder}: this run is {run.state} at step {run.last_step} of {run.total_steps}. Finished runs "
                 "are expected; a stopped one continues with its command and trainer.resume_mode=auto"

@@ -107,6 +107,17 @@ def test_runs_that_do_not_differ_in_the_seed_alone_are_refused(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_run_whose_number_of_steps_is_not_configured_is_accepted(
+    write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a run of one epoch."""
+    folder = write_run("a", seed=1, sampled=[0.1, 0.2, 0.4])
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("total_training_steps: 4", "total_training_steps: null"))
+    assert seeds.main([str(folder), "--out", str(tmp_path / "picture.png")]) == 0
+    assert "| sums/reward/mean@1 |" in capsys.readouterr().out
+
+
 def test_a_picture_that_cannot_be_written_is_named_after_the_table(
     write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
