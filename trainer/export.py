@@ -38,27 +38,25 @@ def _require_free_target(target: Path, config_file: Path) -> None:
 
     Args:
         target: The folder to write. An earlier export there is replaced.
-        config_file: The configuration of the run. If it cannot be read, only the first of the two is checked.
+        config_file: The configuration of the run. Without the file, the models of the run are unknown.
     """
-    import yaml
-
+    from trainer.observe.run_data import read_config
+    from verl_lite.config import parse_value
     from verl_lite.errors import UserError
 
     if target.exists() and not target.is_dir():
         raise UserError(f"--out {target}: it is a file; expected a folder, which need not exist")
-    if not target.is_dir() or not config_file.is_file():
+    if not target.is_dir():
         return
-    try:
-        options = yaml.safe_load(config_file.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return
-    for section in ("model", "critic"):
-        network = options.get(section) or {}
-        # that of a critic is one section deeper
-        path = network.get("model", network).get("path")
-        if path and Path(path).expanduser().is_dir() and target.samefile(Path(path).expanduser()):
+    config, _ = read_config(config_file)
+    for key in ("model.path", "critic.model.path"):
+        option = config.get(key)
+        if option is None or option.value == "null":
+            continue
+        model = Path(str(parse_value(option.value))).expanduser()
+        if model.is_dir() and target.samefile(model):
             raise UserError(
-                f"--out {target}: the run has read this model (model.path), and the export would replace its weights; "
+                f"--out {target}: the run has read this model ({key}), and the export would replace files of it; "
                 "choose another folder"
             )
 
